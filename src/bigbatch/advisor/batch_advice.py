@@ -10,11 +10,11 @@ from bigbatch.advisor.noise_trend import LEVEL, NoiseTrend
 from bigbatch.advisor.observations import Found, Observations
 from bigbatch.advisor.position_test import differs_by_position
 from bigbatch.errors import LoopError
+from bigbatch.training.transport import RANGE, ema_decay
 
 DEVICES = (1, 8, 64, 512)
 _ENOUGH = 2.0  # factor within which the present batch is left as it is
 _FEW = 16  # measured steps below which little is known
-_TRANSPORT = 4  # factor of the batch size within which betas may follow
 _REACH = 1024  # factor beyond the present batch size up to which the fastest one is looked for
 
 
@@ -136,11 +136,12 @@ class BatchAdvice:
         """Whether every optimizer's step is proportional to the gradient."""
         return set(self.found.optimizer.split(" and ")) == {"SGD"}
 
-    def betas(self, batch_size: float) -> tuple[float, ...]:
+    def betas(self, batch_size: int) -> tuple[float, ...]:
         """Betas of the same half-life in samples; empty beyond a factor of 4, or without betas."""
         factor = batch_size / self.found.batch_size
-        is_near = 1 / _TRANSPORT <= factor <= _TRANSPORT
-        return tuple(beta**factor for beta in self.found.betas) if is_near else ()
+        is_near = 1 / RANGE <= factor <= RANGE
+        present = self.found.batch_size
+        return tuple(ema_decay(b, batch_size, present) for b in self.found.betas) if is_near else ()
 
     @property
     def doubts(self) -> list[str]:

@@ -10,7 +10,7 @@ from torch.optim import AdamW, Optimizer
 from bigbatch.errors import SettingError
 from bigbatch.setting_types import Count, Share, checked
 
-_RANGE = 4  # the measured range: B / B_base from 1/4 to 4
+RANGE = 4  # the measured range: B / B_base from 1/4 to 4
 
 
 @checked
@@ -64,11 +64,11 @@ def require_transportable(
                 "does not say that it is decoupled (decoupled_weight_decay=True in its group); use "
                 "AdamW, or weight_decay=0"
             )
-    low, high = -(-base_batch // _RANGE), _RANGE * base_batch
+    low, high = -(-base_batch // RANGE), RANGE * base_batch
     if min_batch < low or max_batch is None or max_batch > high:
         raise SettingError(
             f"transport=True: batch sizes from {min_batch} to {max_batch} around base_batch="
-            f"{base_batch}; it helps within a factor of {_RANGE}, and at 16 it was worse than none "
+            f"{base_batch}; it helps within a factor of {RANGE}, and at 16 it was worse than none "
             "in some trainings (.0718 for .0538, docs/policies.md); pass a policy, or a "
             f"Controller, with min_batch={low} and max_batch={high}"
         )
@@ -90,7 +90,7 @@ def transported(optimizer: Optimizer, ratio: float, lr_factor: float) -> Iterato
         lr_factor: factor of the learning rate that follows from the batch size; 0 leaves the
             weight decay as it is.
     """
-    ratio = min(max(ratio, 1 / _RANGE), _RANGE)
+    ratio = min(max(ratio, 1 / RANGE), RANGE)
     groups = [group for group in optimizer.param_groups if "betas" in group]
     saved = [(group, group["betas"], group.get("weight_decay", 0)) for group in groups]
     betas = [beta for _, pair, _ in saved for beta in pair]
