@@ -89,6 +89,15 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module")
+    _add_limits(parser)
+    _add_assumptions(parser)
+    parser.add_argument("target", metavar="SCRIPT", help="your script, or module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """How long to observe, and what happens then."""
     parser.add_argument(
         "--steps",
         type=_count,
@@ -112,6 +121,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="also write a .html page, a .json or a .txt file; may be repeated",
     )
+
+
+def _add_assumptions(parser: argparse.ArgumentParser) -> None:
+    """What cannot be seen, or is chosen."""
     parser.add_argument(
         "--groups",
         type=_count,
@@ -138,9 +151,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="US",
         help="assumed for a message, in microseconds (default: 30)",
     )
-    parser.add_argument("target", metavar="SCRIPT", help="your script, or module with -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
-    return parser
 
 
 def _count(text: str) -> int:
