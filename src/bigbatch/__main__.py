@@ -2,4 +2,5 @@
 
 from bigbatch.cli import main
 
-main()
+if __name__ == "__main__":  # also imported by a sweep's processes
+    main()

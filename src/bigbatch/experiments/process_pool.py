@@ -2,14 +2,20 @@
 
 A process trains one run directory, as `bigbatch train --resume` does, so a killed one resumes from
 its checkpoint. A process that outlives its parent keeps its directory locked, and is waited for.
+On Linux the processes are forked from a server that has imported torch and the recipes, which
+takes seconds each time.
 """
 
 import asyncio
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +34,10 @@ from bigbatch.setting_types import Count, check_setting
 LOG = "log.txt"  # in a run directory: the standard error of its process
 
 _POLL_SECONDS = 0.2  # between two updates of the console
+_WAIT_SECONDS = 0.05  # between two looks at a process
 _GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
+
+_PRELOADED = ("bigbatch.cli.train_command", "torch._dynamo")  # torch.optim imports the latter
 
 Environment = dict[str, str]
 
@@ -88,6 +97,7 @@ class _ProcessPool:
         self._slots: asyncio.Queue[Environment] = asyncio.Queue()
         for slot in slots:
             self._slots.put_nowait(slot)
+        self._context = _context()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, RunFollower] = {}
         self._finished = {name for name in trainings if is_finished(path / name)}
@@ -132,21 +142,15 @@ class _ProcessPool:
         while not _is_unlocked(run):  # its process outlived an earlier parent
             await asyncio.sleep(_POLL_SECONDS)
         threads = {"OMP_NUM_THREADS": str(self._trainings[run.name]["threads"])}
-        with (run.path / LOG).open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "bigbatch", "train", "--quiet", "--resume", str(run.path)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=log,
-                env={**os.environ, **threads, **slot},
-                start_new_session=True,  # Ctrl-C interrupts the parent alone
-            )
+        process = self._context.Process(target=_train, args=(run.path, {**threads, **slot}))
+        process.start()
         self._running[run.name] = RunFollower(run)
         try:
-            return await process.wait()
+            while (status := process.exitcode) is None:
+                await asyncio.sleep(_WAIT_SECONDS)
+            return status
         finally:
-            if process.returncode is None:
-                await _terminate(process)
+            await _terminate(process)
 
     def _fail(self, name: str, reason: str) -> None:
         self.failures[name] = reason
@@ -158,13 +162,36 @@ class _ProcessPool:
         return TrainingCounts(finished, failed, running, waiting)
 
 
-async def _terminate(process: asyncio.subprocess.Process) -> None:
-    process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
-    except TimeoutError:
+def _context() -> ForkServerContext | SpawnContext:
+    """The context of new processes; elsewhere than on Linux, forked ones may fail."""
+    if sys.platform != "linux":
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
+
+
+def _train(path: Path, environment: Environment) -> None:
+    """Resumes the run at `path` in this process, whose standard error becomes its log."""
+    os.setsid()  # Ctrl-C interrupts the parent alone
+    os.environ |= environment
+    null = os.open(os.devnull, os.O_RDWR)
+    log = os.open(path / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream, file in ((0, null), (1, null), (2, log)):
+        os.dup2(file, stream)
+    sys.argv = ["bigbatch", "train", "--quiet", "--resume", str(path)]
+    runpy.run_module("bigbatch", run_name="__main__", alter_sys=True)
+
+
+async def _terminate(process: BaseProcess) -> None:
+    """Ends a process that still runs: SIGTERM, and SIGKILL where that does not end it in time."""
+    if process.exitcode is None:
+        process.terminate()
+        deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
+        while process.exitcode is None and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_WAIT_SECONDS)
         process.kill()
-        await process.wait()
+    process.join()
 
 
 def is_finished(path: Path) -> bool:
