@@ -12,6 +12,7 @@ from bigbatch.experiments.image_classification import (
     accuracies,
     class_loss,
     examples,
+    held_out_accuracy,
     random_shift_and_flip,
 )
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
@@ -99,14 +100,18 @@ def test_the_gap_is_the_train_accuracy_less_that_of_the_test():
     x = torch.eye(5).to(torch.uint8).reshape(5, 1, 1, 5)
     test = InMemoryDataset(x, torch.tensor([0, 1, 0, 0, 0]))
     train = InMemoryDataset(x[:4], torch.tensor([0, 1, 2, 0]))
-    scores = accuracies(test, settings, train)(Counted().eval())
+    model = Counted().eval()
+    scores = accuracies(test, settings, train)(model)
+    loss = torch.nn.functional.cross_entropy(model(test.tensors[0]), test.tensors[1]).item()
     assert {
         "test accuracy, %": 40.0,
+        "test loss": pytest.approx(loss, rel=1e-6),
         "train accuracy, % (4 samples)": 75.0,
         "train minus test, %": 35.0,
     } == scores
     assert "test accuracy, %" == next(iter(scores))
-    assert {"test accuracy, %": 40.0} == accuracies(test, settings)(Counted().eval())
+    assert ["test accuracy, %", "test loss"] == list(accuracies(test, settings)(model))
+    assert {"held-out accuracy, %": 75.0} == held_out_accuracy(settings)(train)(model)
 
 
 def test_an_example_has_the_types_of_a_batch_and_no_storage():

@@ -16,7 +16,7 @@ from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.datasets.subset import chosen_indices
 from bigbatch.experiments.digits import DIGITS
-from bigbatch.experiments.distributed_eval import accuracy_of, finite_scores
+from bigbatch.experiments.distributed_eval import accuracy_and_loss, finite_scores
 from bigbatch.experiments.train_run import Training
 
 FIXED = {"policy": "fixed", "batch_size": 64, "epochs": 1}
@@ -321,7 +321,7 @@ def judged(rank, ranks, samples):
     x = torch.arange(samples)
     data = InMemoryDataset(torch.nn.functional.one_hot((x % 3 == 0).long(), 2).double(), x * 0 + 1)
     settings = DIGITS.settings().with_changes({"micro_batch": 4})
-    return accuracy_of(torch.nn.Identity(), data, settings)
+    return accuracy_and_loss(torch.nn.Identity(), data, settings)[0]
 
 
 @pytest.mark.parametrize("samples", [1, 7, 30])
@@ -339,7 +339,7 @@ def judged_strange(rank, ranks, logit):
     settings = DIGITS.settings().with_changes({"micro_batch": 4})
 
     def scores(model):
-        return {"right": accuracy_of(model, data, settings)}
+        return {"right": accuracy_and_loss(model, data, settings)[0]}
 
     return finite_scores(torch.nn.Identity(), scores, torch.device("cpu"))
 

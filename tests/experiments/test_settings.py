@@ -169,7 +169,7 @@ def test_momentum_is_the_settings():
 
 
 @pytest.mark.parametrize(
-    "name", sorted(SETTING_TYPES.keys() - {"task", "init_from", "lr_control_from"})
+    "name", sorted(SETTING_TYPES.keys() - {"task", "init_from", "lr_control_from", "replay_from"})
 )
 def test_an_option_reads_what_a_setting_is(name):
     value = getattr(DEFAULT, name)

@@ -1,5 +1,6 @@
 """`bigbatch sweep`: trains the points of a grid over a recipe, several runs at a time."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -7,15 +8,16 @@ import typer
 
 from bigbatch.cli import options
 from bigbatch.cli.options import refuse_options
-from bigbatch.errors import RunError, SettingError
-from bigbatch.experiments.process_pool import train_side_by_side
+from bigbatch.errors import SettingError
+from bigbatch.experiments.process_pool import train_sweep
+from bigbatch.experiments.recipe import Sweep
 from bigbatch.experiments.settings import SETTING_TYPES
 from bigbatch.experiments.study import report_study
-from bigbatch.experiments.sweep import points_of, start_sweep, sweep_of
+from bigbatch.experiments.sweep import Point, points_of, start_sweep, sweep_of
 from bigbatch.experiments.torchrun import Launch, is_single_process
 from bigbatch.runs.atomic_files import reserve
 from bigbatch.runs.console import LiveView, plain_console
-from bigbatch.runs.run_config import read_sweep
+from bigbatch.runs.sweep_results import combinations_of
 
 _GRID = "Values of a setting; separate values that have commas by |. Repeat it for a product."
 
@@ -34,6 +36,9 @@ def sweep(
         typer.Option("--tune", metavar="KEY", help="Show only the best value of this setting."),
     ] = None,
     seeds: options.Seeds = None,
+    tune_seeds: Annotated[
+        int, typer.Option(min=0, help="Seeds that tune alone, on --held-out samples.")
+    ] = 0,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time [cores / threads, or GPUs].")
     ] = None,
@@ -56,6 +61,8 @@ def sweep(
 
     Another grid: bigbatch sweep digits --grid target=0.2,0.4,0.6 --grid lr=0.01,0.02 --tune lr
 
+    Tuned on other samples and seeds: ... --tune lr --tune-seeds 2 --held-out 300
+
     A list of its points: bigbatch sweep digits --dry-run
 
     After an interruption: bigbatch sweep --resume runs/digits-sweep-1
@@ -66,8 +73,6 @@ def sweep(
     option_names = options.names_on_command_line(context)
     if resume is not None:
         refuse_options("--resume", option_names - {"resume", "jobs", "quiet"})
-        if read_sweep(resume) is None:
-            raise RunError(f"{resume} holds no sweep; name a directory that `bigbatch sweep` made")
         _train(resume, jobs, context.obj, view)
         return
     if run_dir is not None:
@@ -93,19 +98,29 @@ def sweep(
         for point in points:
             view.print(point.name)
         best = f", of which each shows the best {' and '.join(grids.tuned)}" if grids.tuned else ""
-        runs = len(points) * seeds
-        view.print(f"{len(points)} points{best}; {runs} trainings over {seeds} seeds each")
+        view.print(f"{len(points)} points{best}; {_count(points, grids, seeds, tune_seeds)}")
         return
     path = run_dir or reserve(runs_dir or Path("runs"), f"{chosen.name}-sweep")
     with context.obj.resumable(path, "sweep"):
-        start_sweep(chosen, path, points, grids.tuned, seeds)
+        start_sweep(chosen, path, points, grids.tuned, seeds, tune_seeds)
     _train(path, jobs, context.obj, view)
+
+
+def _count(points: Sequence[Point], sweep: Sweep, seeds: int, tune_seeds: int) -> str:
+    """The number of trainings, in words."""
+    if not tune_seeds:
+        return f"{len(points) * seeds} trainings over {seeds} seeds each"
+    shown = len(combinations_of(points, sweep.tuned))
+    return (
+        f"{len(points) * tune_seeds} trainings tune over {tune_seeds} seeds each, and then "
+        f"{shown * seeds} train {shown} points over {seeds} seeds each"
+    )
 
 
 def _train(path: Path, jobs: int | None, launch: Launch, view: LiveView) -> None:
     """Trains the sweep and reports its results; exits with status 1 where a run failed."""
     with launch.resumable(path, "sweep"):
-        failures = train_side_by_side(path, jobs, view)
+        failures = train_sweep(path, jobs, view)
     for name, reason in failures.items():
         view.print(f"{name} failed: {reason}")
     report_study(path, view)

@@ -46,7 +46,7 @@ def _data(settings: Settings) -> Data:
     evaluated = spread(held_out, int(task["judged"]))
     suffix = f"(held out of {corpus.name})"
     scores = partial(scores_of, held_out=evaluated, settings=settings, suffix=suffix)
-    return Data(train, scores, vocabulary_file(tokenizer))
+    return Data(train, scores, run_files=vocabulary_file(tokenizer))
 
 
 BERT_PRETRAIN = Recipe(

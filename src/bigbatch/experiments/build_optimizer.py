@@ -1,6 +1,7 @@
 """Builds the optimizer and the controller of the settings."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,9 @@ from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.parse import build_policy
+from bigbatch.policies.policy import Policy
+from bigbatch.runs.open_loop import Replay
+from bigbatch.runs.run_directory import RunDirectory
 
 Named = tuple[str, Tensor]
 
@@ -27,17 +31,36 @@ def build_controller(settings: Settings) -> Controller:
     Raises:
         SettingError: a value is out of range, or a schedule has no text.
     """
-    if settings.policy == "schedule" and not settings.batch_schedule:
-        raise SettingError('policy=schedule needs batch_schedule, "64, x2 every 20 epochs" say')
-    names = policy_settings(settings.policy)
-    values = {argument: getattr(settings, name) for argument, name in names.items()}
-    policy = build_policy(settings.policy, values)
+    policy = _build_policy(settings)
     return Controller(
         policy,
         getattr(policy, "batch_size", None) or settings.batch_size,
         settings.base_batch,
         **{name: getattr(settings, name) for name in CONTROLLER_SETTINGS},
     )
+
+
+def _build_policy(settings: Settings) -> Policy:
+    if settings.policy == "schedule" and settings.replay_from:
+        return _replay(settings)
+    if settings.policy == "schedule" and not settings.batch_schedule:
+        raise SettingError('policy=schedule needs batch_schedule, "64, x2 every 20 epochs" say')
+    names = policy_settings(settings.policy)
+    values = {argument: getattr(settings, name) for argument, name in names.items()}
+    return build_policy(settings.policy, values)
+
+
+def _replay(settings: Settings) -> Replay:
+    """The mean trajectory of the runs that `replay_from` names, but for those of the own seed."""
+    pattern = Path(settings.replay_from)
+    paths = sorted(pattern.parent.glob(pattern.name))
+    runs = [path for path in paths if RunDirectory.open(path).settings["seed"] != settings.seed]
+    if not runs:
+        raise SettingError(
+            f"replay_from={settings.replay_from!r} names {len(paths)} runs, none of another seed "
+            f"than {settings.seed}; name finished runs of other seeds"
+        )
+    return Replay(*runs)
 
 
 def build_optimizer(

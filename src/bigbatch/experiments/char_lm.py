@@ -8,15 +8,18 @@ Source of the settings: A. Karpathy, nanoGPT, config/train_shakespeare_char.py a
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 from bigbatch.experiments.datasets.characters import CHARACTERS, split_codes, windows_of
 from bigbatch.experiments.datasets.files import text_of
-from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.location import DatasetLocation
 from bigbatch.experiments.datasets.stdlib_text import stdlib_text
 from bigbatch.experiments.distributed_eval import all_reduce_sum, device_of, local_batches
@@ -55,11 +58,21 @@ def _data(settings: Settings) -> Data:
     length = int(settings.task["length"])
     train, test = (windows_of(codes, length) for codes in split_codes(documents, _TRAIN_SHARE))
     text = "Shakespeare" if settings.data else "Python's texts"
-    name = f"bits per character ({text})"  # held out
-    return Data(train, lambda model: {name: _bits(model, test, settings)})
+    scores_on = partial(_scores_on, settings=settings)
+    return Data(
+        train,
+        scores_on(test, name=f"bits per character ({text})"),
+        partial(scores_on, name="held-out bits per character"),
+    )
 
 
-def _bits(model: nn.Module, test: InMemoryDataset, settings: Settings) -> float:
+def _scores_on(
+    windows: Dataset[Any], *, name: str, settings: Settings
+) -> Callable[[nn.Module], dict[str, float]]:
+    return lambda model: {name: _bits(model, windows, settings)}
+
+
+def _bits(model: nn.Module, test: Dataset[Any], settings: Settings) -> float:
     """Bits per character, each predicted from those before it in its window. Collective."""
     total = torch.zeros(2, dtype=torch.float64)
     for (windows,) in local_batches(test, settings):

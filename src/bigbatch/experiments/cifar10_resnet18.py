@@ -13,6 +13,7 @@ from bigbatch.experiments.image_classification import (
     accuracies,
     class_loss,
     examples,
+    held_out_accuracy,
     random_shift_and_flip,
 )
 from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
@@ -38,7 +39,7 @@ def _model(settings: Settings) -> nn.Module:
 
 def _data(settings: Settings) -> Data:
     train, test = cifar10.read(Path(settings.data))
-    return Data(train, accuracies(test, settings))
+    return Data(train, accuracies(test, settings), held_out_accuracy(settings))
 
 
 CIFAR10_RESNET18 = Recipe(

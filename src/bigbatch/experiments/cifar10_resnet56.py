@@ -18,6 +18,7 @@ from bigbatch.experiments.image_classification import (
     accuracies,
     class_loss,
     examples,
+    held_out_accuracy,
     random_shift_and_flip,
 )
 from bigbatch.experiments.models.resnet import resnet_of_three_stages
@@ -80,7 +81,8 @@ def _model(settings: Settings) -> nn.Module:
 def _data(settings: Settings) -> Data:
     train, test = cifar10.read(Path(settings.data))
     scored = scored_indices(len(train), settings.samples, len(test))
-    return Data(train, accuracies(test, settings, InMemoryDataset(*train.__getitems__(scored))))
+    scores = accuracies(test, settings, InMemoryDataset(*train.__getitems__(scored)))
+    return Data(train, scores, held_out_accuracy(settings))
 
 
 CIFAR10_RESNET56 = Recipe(

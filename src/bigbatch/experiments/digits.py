@@ -11,7 +11,12 @@ from torch import nn
 
 from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.location import DatasetLocation
-from bigbatch.experiments.image_classification import ImageBatch, accuracies, class_loss
+from bigbatch.experiments.image_classification import (
+    ImageBatch,
+    accuracies,
+    class_loss,
+    held_out_accuracy,
+)
 from bigbatch.experiments.recipe import OURS, Data, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.vrgd_paper import CLIPS
@@ -57,7 +62,7 @@ def _data(settings: Settings) -> Data:
             range(len(y)), test_size=_TEST_SHARE, stratify=labels, random_state=_SPLIT_SEED
         )
     )
-    return Data(train, accuracies(test, settings))
+    return Data(train, accuracies(test, settings), held_out_accuracy(settings))
 
 
 def _example(settings: Settings, samples: int) -> ImageBatch:

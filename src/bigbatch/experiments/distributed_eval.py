@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -90,10 +91,18 @@ def all_gather_rows(values: Tensor) -> Tensor:
     return torch.cat(rows)
 
 
-def accuracy_of(model: nn.Module, data: Dataset[Any], settings: Settings) -> float:
-    """Percentage of samples (x, label) whose largest logit is the label's. Collective."""
-    right = torch.zeros(2, device=device_of(settings))
+def accuracy_and_loss(
+    model: nn.Module, data: Dataset[Any], settings: Settings
+) -> tuple[float, float]:
+    """Percentage of samples (x, label) with the largest logit at the label, and mean cross-entropy.
+
+    Collective.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=device_of(settings))
     for x, labels in local_batches(data, settings):
-        right += torch.stack([(model(x).argmax(-1) == labels).sum(), right.new_tensor(len(labels))])
-    hits, samples = all_reduce_sum(right).tolist()
-    return 100 * float(hits) / float(samples)
+        logits = model(x)
+        hits = (logits.argmax(-1) == labels).sum()
+        loss = functional.cross_entropy(logits, labels, reduction="sum")
+        sums += torch.stack([hits.double(), loss.double(), sums.new_tensor(len(labels))])
+    hits, loss, samples = all_reduce_sum(sums).tolist()
+    return 100 * float(hits) / float(samples), float(loss) / float(samples)

@@ -11,7 +11,13 @@ from torch import nn
 
 from bigbatch.experiments.datasets import idx_files
 from bigbatch.experiments.datasets.location import DatasetLocation
-from bigbatch.experiments.image_classification import OfBytes, accuracies, class_loss, examples
+from bigbatch.experiments.image_classification import (
+    OfBytes,
+    accuracies,
+    class_loss,
+    examples,
+    held_out_accuracy,
+)
 from bigbatch.experiments.models.resnet import resnet_of_three_stages
 from bigbatch.experiments.recipe import OURS, Data, Grid, Recipe, Sweep
 from bigbatch.experiments.settings import Settings
@@ -39,7 +45,7 @@ def _model(settings: Settings) -> nn.Module:
 
 def _data(settings: Settings) -> Data:
     train, test = idx_files.read_images(Path(settings.data), _ORIGIN)
-    return Data(train, accuracies(test, settings))
+    return Data(train, accuracies(test, settings), held_out_accuracy(settings))
 
 
 def _sweep(targets: tuple[float, ...], sizes: tuple[int, ...]) -> Sweep:

@@ -58,7 +58,7 @@ def _data(settings: Settings) -> Data:
         return InMemoryDataset(*stacked, torch.tensor([label for _, label in rows]))
 
     scores = partial(_scores, dev=dataset(dev), name=name, settings=settings)
-    return Data(dataset(train), scores, vocabulary_file(tokenizer))
+    return Data(dataset(train), scores, run_files=vocabulary_file(tokenizer))
 
 
 def _scores(

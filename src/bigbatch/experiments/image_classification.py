@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from bigbatch.experiments.distributed_eval import accuracy_of
+from bigbatch.experiments.distributed_eval import accuracy_and_loss
 from bigbatch.experiments.recipe import LossOf
 from bigbatch.experiments.settings import Settings
 
@@ -19,6 +19,8 @@ ImageBatch = tuple[Tensor, Tensor]
 _VECTOR = 8  # elements of float32
 
 TEST = "test accuracy, %"
+TEST_LOSS = "test loss"
+HELD_OUT = "held-out accuracy, %"
 GAP = "train minus test, %"
 
 
@@ -105,7 +107,7 @@ def class_loss(
 def accuracies(
     test: Dataset[Any], settings: Settings, train: Dataset[Any] | None = None
 ) -> Callable[[nn.Module], dict[str, float]]:
-    """The scores of a model: test accuracy; with training images also the generalization gap.
+    """The scores of a model: test accuracy and loss; with training images also the gap.
 
     Args:
         test: images that are not trained on.
@@ -114,17 +116,25 @@ def accuracies(
     """
 
     def scores(model: nn.Module) -> dict[str, float]:
-        test_accuracy = accuracy_of(model, test, settings)
+        test_accuracy, test_loss = accuracy_and_loss(model, test, settings)
         if train is None:
-            return {TEST: test_accuracy}
-        train_accuracy = accuracy_of(model, train, settings)
+            return {TEST: test_accuracy, TEST_LOSS: test_loss}
+        train_accuracy, _ = accuracy_and_loss(model, train, settings)
         return {
             TEST: test_accuracy,
+            TEST_LOSS: test_loss,
             f"train accuracy, % ({len(train):,} samples)": train_accuracy,  # type: ignore[arg-type]
             GAP: train_accuracy - test_accuracy,
         }
 
     return scores
+
+
+def held_out_accuracy(
+    settings: Settings,
+) -> Callable[[Dataset[Any]], Callable[[nn.Module], dict[str, float]]]:
+    """The `scores_on` of images that are trained on without augmentation in the data set."""
+    return lambda images: lambda model: {HELD_OUT: accuracy_and_loss(model, images, settings)[0]}
 
 
 def examples(channels: int, size: int) -> Callable[[Settings, int], ImageBatch]:

@@ -29,6 +29,7 @@ from bigbatch.runs.metrics import history_of
 from bigbatch.runs.run_config import PREREQUISITES, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.sweep_console import RunFollower, SweepConsole, TrainingCounts
+from bigbatch.runs.sweep_results import SweepResults, read_sweep_results
 from bigbatch.setting_types import Count, check_setting
 
 LOG = "log.txt"  # in a run directory: the standard error of its process
@@ -42,22 +43,43 @@ _PRELOADED = ("bigbatch.cli.train_command", "torch._dynamo")  # torch.optim impo
 Environment = dict[str, str]
 
 
-def train_side_by_side(path: Path, jobs: int | None, view: LiveView) -> dict[str, str]:
-    """Trains the unfinished runs of the study at `path`, so many at a time.
+def train_sweep(path: Path, jobs: int | None, view: LiveView) -> dict[str, str]:
+    """Trains the unfinished runs of the sweep at `path`, so many at a time.
 
-    A run that fails stops no other, except those that begin from it.
+    With tuning seeds, it trains those first, and then the best point of each combination alone. A
+    run that fails stops no other, except those that begin from it.
 
     Args:
-        path: directory of the study.
+        path: directory of the sweep.
         jobs: number of processes at a time; None for one per GPU, or as many as the cores allow.
         view: shows the progress.
     Returns:
         The reasons of the runs that failed, by name.
     Raises:
-        RunError: `path` holds no study, or another process runs it.
+        RunError: `path` holds no sweep, or another process runs it.
         SettingError: fewer jobs than one.
     """
-    trainings = read_trainings(path)
+    tuning_seeds, trainings = _results(path).tuning_seeds, read_trainings(path)
+    if not tuning_seeds:
+        return _train_side_by_side(path, trainings, jobs, view)
+    tuning = {n: s for n, s in trainings.items() if s["seed"] in tuning_seeds}
+    failures = _train_side_by_side(path, tuning, jobs, view)
+    shown = {point.name for point in _results(path).shown}
+    best = {n: s for n, s in trainings.items() if n not in tuning and s["arm"] in shown}
+    return failures | _train_side_by_side(path, best, jobs, view)
+
+
+def _results(path: Path) -> SweepResults:
+    results = read_sweep_results(path)
+    if results is None:
+        raise RunError(f"{path} holds no sweep; name a directory that `bigbatch sweep` made")
+    return results
+
+
+def _train_side_by_side(
+    path: Path, trainings: Mapping[str, dict[str, Any]], jobs: int | None, view: LiveView
+) -> dict[str, str]:
+    """Trains some of the runs of the study at `path`; returns the reasons of those that failed."""
     for name, settings in trainings.items():
         settings_from(f"{path / 'study.yaml'}, training {name}", settings)
     uses_gpus = any(settings["device"] == "cuda" for settings in trainings.values())

@@ -31,11 +31,14 @@ class Data:
         train: map-style data set, whose `__getitems__` returns a whole batch.
         scores: evaluates the model; returns scores by name, each in the unit of its name, the main
             one first. Draws no random numbers. Collective: all ranks call it and get the same.
+        scores_on: makes `scores` of other samples of the same form, a subset of `train`; None where
+            training samples cannot be scored, as when they are augmented.
         run_files: texts that the run directory stores by file name, for a run that begins from it.
     """
 
     train: Dataset[Any]
     scores: Callable[[nn.Module], dict[str, float]]
+    scores_on: Callable[[Dataset[Any]], Callable[[nn.Module], dict[str, float]]] | None = None
     run_files: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -50,6 +50,8 @@ class Settings:
         seed: seed of the weights, the order of the data, and dropout.
         data: folder of the real data; "" for what a recipe always has.
         samples: training samples to use, the same for all seeds; 0 for all.
+        held_out: training samples that are not trained on, and scored in place of the test data; 0
+            for none.
         init_from: run whose weights the model begins with; a relative path is next to this run.
         epochs: passes over the training data.
         policy: rule that decides the batch size.
@@ -60,6 +62,8 @@ class Settings:
         theta: relative error of the gradient that norm-test allows.
         overhead: samples that take goodput as long as the fixed part of a step; left out, it is
             fitted to the run's own steps.
+        replay_from: runs whose mean batch size schedule repeats, in place of batch_schedule: paths
+            with wildcards; runs of the same seed are left out.
         batch_schedule: batch sizes of schedule: "64, x2 every 20 epochs" for example; with seesaw,
             its growth in place of the cuts of lr_schedule.
         cap: policy that limits the growth of seesaw: noise-scale:multiple=1 for example.
@@ -118,6 +122,7 @@ class Settings:
     seed: Annotated[int, In("[0, 4294967296)", "NumPy's generator takes no other")] = 0
     data: str = ""
     samples: Whole = 0
+    held_out: Whole = 0
     init_from: str = ""
     epochs: Count
     policy: Literal[
@@ -136,6 +141,7 @@ class Settings:
     multiple: Positive = NoiseScale.multiple
     theta: RelativeError = 0.5
     overhead: Positive | None = None
+    replay_from: str = ""
     batch_schedule: str = ""
     cap: str = ""
     late_from: SwitchMoment = 0.3
@@ -202,6 +208,11 @@ class Settings:
                 f"every={self.every} and budget={self.budget:g} both say how often steps are "
                 "measured; set every=None (a command's --every none) with a budget"
             )
+        if self.replay_from and self.batch_schedule:
+            raise SettingError(
+                f"replay_from={self.replay_from!r} takes the place of batch_schedule="
+                f"{self.batch_schedule!r}; leave one of them out"
+            )
         LRSchedule(self.lr_schedule)
 
     def with_changes(self, changes: Mapping[str, Any]) -> "Settings":
@@ -242,7 +253,7 @@ class Settings:
         Raises:
             SettingError: the value has another type.
         """
-        text = str(Path(text).resolve()) if name in PREREQUISITES else text
+        text = str(Path(text).resolve()) if name in (*PREREQUISITES, "replay_from") else text
         value: Value = parse_setting(name, text, SETTING_TYPES[name])
         return value
 

@@ -62,7 +62,7 @@ def _data(settings: Settings) -> Data:
     return Data(
         windows(train).rows,
         lambda model: scores_of(model, dev_windows, dev, settings, suffix),
-        vocabulary_file(tokenizer),
+        run_files=vocabulary_file(tokenizer),
     )
 
 

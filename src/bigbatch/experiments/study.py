@@ -122,6 +122,8 @@ def report_study(path: Path, view: LiveView) -> None:
         write_sweep_files(sweep, path)
         write_report(sweep.drawn, report, path.name, [sweep])
         view.table(sweep.table(), f"{path.name}: {sweep.title}")
+        for place in sweep.at_edges:
+            view.print(f"{place}: the best value is at the edge of the grid; widen it")
         view.print(f"figure: {path / 'sweep.png'}\nreport: {report}")
 
 

@@ -14,6 +14,7 @@ from bigbatch.experiments.validate import require_trainable, unused_in
 
 _NOT_SWEEPABLE = {"recipe": "it is the command's first argument", "seed": "give --seeds instead"}
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.+_]+")
+_FIRST_TUNING_SEED = 1000  # seeds that tune are not those that are shown
 _MAX_LENGTH = 40  # of a value in a file name, which may have 255 bytes
 
 
@@ -100,38 +101,78 @@ def points_of(
     return _name_points(combinations, sweep)
 
 
-def trainings_of(recipe: Recipe, points: Sequence[Point], seeds: int) -> dict[str, Settings]:
+def trainings_of(
+    recipe: Recipe, points: Sequence[Point], seeds: int, tune_seeds: int = 0
+) -> dict[str, Settings]:
     """The trainings of the points over so many seeds, by the names of their directories.
 
-    An arm that needs another arm's run needs that arm's point of the same values and seed.
+    An arm that needs another arm's run needs that arm's point of the same values and seed. Of
+    trainings whose settings hold samples out to tune on, those with seeds that are shown hold none
+    out.
 
     Raises:
         SettingError: the other arm is not in the sweep.
     """
+    own: dict[int, dict[str, Value]] = {seed: {} for seed in tuning_seeds(tune_seeds)}
+    own |= {seed: {"held_out": 0} if tune_seeds else {} for seed in range(seeds)}
     return {
         f"{point.name}-seed{seed}": point.settings.with_changes(
-            {"arm": point.name, "seed": seed, **_required_runs(recipe, point, points, seed)}
+            {
+                "arm": point.name,
+                "seed": seed,
+                **_required_runs(recipe, point, points, seed),
+                **changes,
+            }
         )
-        for seed in range(seeds)
+        for seed, changes in own.items()
         for point in points
     }
 
 
+def tuning_seeds(count: int) -> list[int]:
+    """The seeds of trainings that only tune."""
+    return list(range(_FIRST_TUNING_SEED, _FIRST_TUNING_SEED + count))
+
+
 def start_sweep(
-    recipe: Recipe, path: Path, points: Sequence[Point], tuned: Iterable[str], seeds: int
+    recipe: Recipe,
+    path: Path,
+    points: Sequence[Point],
+    tuned: Iterable[str],
+    seeds: int,
+    tune_seeds: int = 0,
 ) -> None:
     """Writes the trainings of a sweep to `path`, and how to show its results.
 
+    Args:
+        recipe: the recipe to train.
+        path: the directory to create.
+        points: the points of the grids.
+        tuned: settings of which each point shows only the best value.
+        seeds: trainings of each point that is shown.
+        tune_seeds: trainings of each point that choose the best values by held-out samples; 0 to
+            choose by the scores that are shown.
     Raises:
-        SettingError: an arm needs one that is not in the sweep.
+        SettingError: an arm needs one that is not in the sweep, there is nothing to tune, or no
+            sample is held out.
         RunError: something is at `path` already.
     """
+    tuned = list(tuned)
+    if tune_seeds and not tuned:
+        raise SettingError("tune-seeds has no effect without --tune; name settings to tune")
+    if tune_seeds and not all(point.settings.held_out for point in points):
+        raise SettingError(
+            "tune-seeds needs held_out: how many training samples to choose by; give --held-out"
+        )
+    if seeds > _FIRST_TUNING_SEED:
+        raise SettingError(f"seeds={seeds} must be at most {_FIRST_TUNING_SEED}")
     description = {
-        "tuned": list(tuned),
+        "tuned": tuned,
+        "tuning_seeds": tuning_seeds(tune_seeds),
         "higher_is_better": recipe.higher_is_better,
         "points": {point.name: dict(point.values) for point in points},
     }
-    write_study(path, trainings_of(recipe, points, seeds), sweep=description)
+    write_study(path, trainings_of(recipe, points, seeds, tune_seeds), sweep=description)
 
 
 def _require_sweepable(grid: Grid) -> None:

@@ -18,6 +18,7 @@ from bigbatch.experiments.distributed_eval import device_of, finite_scores, to_d
 from bigbatch.experiments.engines.ddp_engine import DDP
 from bigbatch.experiments.engines.deepspeed_engine import DeepSpeed
 from bigbatch.experiments.engines.engine import Engine
+from bigbatch.experiments.hold_out import hold_out
 from bigbatch.experiments.init_from_run import init_from
 from bigbatch.experiments.lr_control import mean_factor
 from bigbatch.experiments.lr_schedule import LRSchedule
@@ -103,7 +104,7 @@ class Training:
         self.optimizer = build_optimizer(
             settings, parameters.items(), without_vr(settings, self.model), lr_factor
         )
-        self.data: Data = recipe.data(settings)
+        self.data: Data = hold_out(recipe.data(settings), settings)
         self.loss_of = recipe.loss(settings)
         if not is_rank_zero():
             # for other dropout and augmentation on each rank

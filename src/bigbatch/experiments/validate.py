@@ -87,6 +87,8 @@ def unused_by_policy(policy: str) -> set[str]:
     unused -= {"batch_size", *policy_settings(policy).values()}
     if policy == "schedule":  # decides without measurements
         unused |= {"smoothing", "dead_band", "confidence", "batch_size"}
+    else:
+        unused.add("replay_from")
     return unused | set(CONTROLLER_SETTINGS if policy == "fixed" else ())
 
 

@@ -69,6 +69,7 @@ SETTINGS = {  # settings of config.yaml that are read with a log
 }
 SWEEP = {
     "tuned": Kind(list[str]),
+    "tuning_seeds": Kind(list[_Whole]),
     "higher_is_better": Kind(bool),
     "points": Kind(Annotated[dict[str, dict[str, _Scalar]], _NotEmpty()]),
 }

@@ -101,6 +101,7 @@ def read_sweep(path: Path) -> dict[str, Any] | None:
 
     Returns:
         tuned: settings of which each point shows only the best value.
+        tuning_seeds: seeds of the trainings that choose it; none to choose by what is shown.
         higher_is_better: whether a higher main score is better.
         points: values by setting for what varies, by the names of the points.
     Raises:

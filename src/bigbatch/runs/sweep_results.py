@@ -4,12 +4,12 @@ import csv
 import io
 import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from bigbatch.errors import RunError
 from bigbatch.runs.metrics import History, Table, finite, history_of
@@ -18,6 +18,14 @@ from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.seed_summary import SeedSummary
 
 _MAX_CURVES = 60  # runs whose curves are on one page; more would overlap
+
+
+class _HasValues(Protocol):
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+
+
+_Point = TypeVar("_Point", bound=_HasValues)
 
 
 @dataclass(frozen=True)
@@ -52,27 +60,46 @@ class SweepPoint:
         values: values of the settings that vary.
         planned: number of runs, finished or not.
         runs: the finished runs.
+        tuning: finished runs of tuning seeds, which are not shown.
     """
 
     name: str
     values: Mapping[str, Any]
     planned: int
     runs: list[SweepRun]
+    tuning: list[SweepRun] = field(default_factory=list)
 
     def scores(self, score: str) -> list[float]:
         """Finite values of a score over the runs."""
-        scores = [run.scores.get(score) for run in self.runs]
-        return [value for value in scores if value is not None]
+        return _finite_scores(self.runs, score)
 
     def missing(self, score: str) -> int:
         """Number of runs that are unfinished, lack a finite score, or diverged."""
-        valid = [run.scores.get(score) is not None and not run.diverged for run in self.runs]
-        return self.planned - sum(valid)
+        return self.planned - _valid(self.runs, score)
 
     @property
     def average_batch(self) -> float:
         """Mean over the finished runs; nan before the first."""
         return fmean(run.average_batch for run in self.runs) if self.runs else math.nan
+
+
+def combinations_of(points: Iterable[_Point], tuned: Sequence[str]) -> list[list[_Point]]:
+    """Points that differ in tuned settings alone, together."""
+    groups: dict[str, list[_Point]] = {}
+    for point in points:
+        fixed = {key: value for key, value in point.values.items() if key not in tuned}
+        groups.setdefault(repr(fixed), []).append(point)
+    return list(groups.values())
+
+
+def _finite_scores(runs: Sequence[SweepRun], score: str) -> list[float]:
+    scores = [run.scores.get(score) for run in runs]
+    return [value for value in scores if value is not None]
+
+
+def _valid(runs: Sequence[SweepRun], score: str) -> int:
+    """Number of runs with a finite score that did not diverge."""
+    return sum(run.scores.get(score) is not None and not run.diverged for run in runs)
 
 
 @dataclass(frozen=True)
@@ -84,6 +111,7 @@ class SweepResults:
         begun: runs with a step in their log.
         points: all points, in the order of the grids.
         tuned: settings of which each point shows only the best value.
+        tuning_seeds: seeds of the runs that choose it; none to choose by what is shown.
         higher_is_better: whether a higher main score is better.
         summary: summary of the seeds of a point.
     """
@@ -92,6 +120,7 @@ class SweepResults:
     begun: list[RunDirectory]
     points: list[SweepPoint]
     tuned: tuple[str, ...]
+    tuning_seeds: tuple[int, ...]
     higher_is_better: bool
     summary: SeedSummary
 
@@ -122,24 +151,39 @@ class SweepResults:
 
         A point with a run that failed, diverged or has no score is worse than one without.
         """
-        groups: dict[str, list[SweepPoint]] = {}
-        for point in self.points:
-            fixed = {key: value for key, value in point.values.items() if key not in self.tuned}
-            groups.setdefault(repr(fixed), []).append(point)
-        return [self._best(points) for points in groups.values()]
+        return [self._best(points) for points in self._combinations]
+
+    @property
+    def _combinations(self) -> list[list[SweepPoint]]:
+        return combinations_of(self.points, self.tuned)
 
     def _best(self, points: list[SweepPoint]) -> SweepPoint:
         """The best by the main score of these points; another task of a sweep has another score."""
-        names = (name for point in points for run in point.runs for name in run.scores)
-        return max(points, key=partial(self._rank, next(names, self.score)))
+        names = (n for point in points for run in self._choosing(point) for n in run.scores)
+        score = next(names, self.score)
+        return max(points, key=lambda point: self._rank(score, self._choosing(point)))
 
-    def _rank(self, score: str, point: SweepPoint) -> tuple[int, float]:
-        """The sort key of a point; a larger one is better."""
-        scores = point.scores(score)
-        if not scores:
-            return -point.planned, -math.inf
+    def _choosing(self, point: SweepPoint) -> list[SweepRun]:
+        """The runs of a point whose scores choose the best values of tuned settings."""
+        return point.tuning if self.tuning_seeds else point.runs
+
+    def _rank(self, score: str, runs: Sequence[SweepRun]) -> tuple[int, float]:
+        """The sort key of a point with these runs; a larger one is better."""
+        scores = _finite_scores(runs, score)
         sign = 1 if self.higher_is_better else -1
-        return -point.missing(score), sign * self.summary.center(scores)
+        return _valid(runs, score), sign * self.summary.center(scores) if scores else -math.inf
+
+    @property
+    def at_edges(self) -> list[str]:
+        """Points whose best value of a tuned number is the smallest or the largest in the grid."""
+        found = []
+        for points, best in zip(self._combinations, self.shown, strict=True):
+            for key in self.tuned:
+                values = [point.values[key] for point in points if key in point.values]
+                numbers = {value for value in values if isinstance(value, int | float)}
+                if len(numbers) > 1 and best.values[key] in (min(numbers), max(numbers)):
+                    found.append(f"{best.name} ({key})")
+        return found
 
     @property
     def measured(self) -> list[SweepPoint]:
@@ -149,7 +193,7 @@ class SweepResults:
             for point in self.shown
             if point.scores(self.score) and math.isfinite(point.average_batch)
         ]
-        return sorted(points, key=lambda one: (one.average_batch, self._rank(self.score, one)))
+        return sorted(points, key=lambda one: (one.average_batch, self._rank(self.score, one.runs)))
 
     @property
     def front(self) -> list[SweepPoint]:
@@ -160,7 +204,7 @@ class SweepResults:
         front: list[SweepPoint] = []
         best = -math.inf
         for point in reversed([one for one in self.measured if not one.missing(self.score)]):
-            _, signed_score = self._rank(self.score, point)
+            _, signed_score = self._rank(self.score, point.runs)
             if signed_score > best:
                 best = signed_score
                 front.insert(0, point)
@@ -182,6 +226,11 @@ class SweepResults:
         if not self.tuned:
             return title
         names = " and ".join(self.tuned)
+        if self.tuning_seeds:
+            return (
+                f"{title}; {names}: the best of each point, chosen on held-out training samples "
+                f"with seeds {self.tuning_seeds[0]} to {self.tuning_seeds[-1]}"
+            )
         runs = [run for point in self.points for run in point.runs]
         chosen_on = " or ".join(dict.fromkeys(next(iter(run.scores)) for run in runs)) or self.score
         return (
@@ -216,18 +265,25 @@ def read_sweep_results(path: Path) -> SweepResults | None:
     sweep = read_sweep(path)
     if sweep is None:
         return None
-    trainings = read_trainings(path)
+    trainings, tuning_seeds = read_trainings(path), tuple(sweep["tuning_seeds"])
+
+    def is_tuning(settings: Mapping[str, Any]) -> bool:
+        return settings["seed"] in tuning_seeds
+
     begun: list[RunDirectory] = []
     finished: dict[str, list[SweepRun]] = {name: [] for name in sweep["points"]}
+    tuning: dict[str, list[SweepRun]] = {name: [] for name in sweep["points"]}
     for name, settings in trainings.items():
         history = _read_history(path / name)
         if history is not None and history.rows:
-            begun.append(RunDirectory(path / name, history.settings))
+            directory, tunes = RunDirectory(path / name, history.settings), is_tuning(settings)
+            begun += [] if tunes else [directory]
             if history.finished:
-                finished[settings["arm"]].append(_sweep_run(history, settings["seed"], begun[-1]))
-    arms = [settings["arm"] for settings in trainings.values()]
+                runs = tuning if tunes else finished
+                runs[settings["arm"]].append(_sweep_run(history, settings["seed"], directory))
+    arms = [settings["arm"] for settings in trainings.values() if not is_tuning(settings)]
     points = [
-        SweepPoint(name, values, arms.count(name), finished[name])
+        SweepPoint(name, values, arms.count(name), finished[name], tuning[name])
         for name, values in sweep["points"].items()
     ]
     return SweepResults(
@@ -235,6 +291,7 @@ def read_sweep_results(path: Path) -> SweepResults | None:
         begun,
         points,
         tuple(sweep["tuned"]),
+        tuning_seeds,
         sweep["higher_is_better"],
         SeedSummary.of(trainings.values()),
     )
@@ -303,6 +360,7 @@ def as_json(sweep: SweepResults) -> dict[str, Any]:
                 "shown": point in shown,
                 "on_front": point in front,
                 "runs": [_run_as_json(run) for run in point.runs],
+                "tuning": [_run_as_json(run) for run in point.tuning],
             }
             for point in sweep.points
         ],
