@@ -15,6 +15,7 @@ from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.recipe import OURS
 from bigbatch.experiments.settings import SETTING_TYPES, Settings, policy_settings
 from bigbatch.experiments.study import build_training
+from bigbatch.experiments.sweep import points_of, sweep_of
 from bigbatch.policies.parse import POLICIES
 
 DEFAULT = DIGITS.settings()
@@ -25,7 +26,7 @@ def test_every_setting_of_the_loop_has_an_option():
     names = {name for kind in loop for name in inspect.signature(kind).parameters}
     names |= {setting for name in POLICIES for setting in policy_settings(name).values()}
     objects = {"policy", "loader", "model", "scheduler", "scaler", "meter", "options"}
-    for_other_loaders = {"split", "count", "uneven", "fixed_micro_batch"}
+    for_other_loaders = {"split", "count", "uneven"}
     assert names - objects - for_other_loaders <= SETTING_TYPES.keys()
 
 
@@ -34,6 +35,30 @@ def test_settings_of_the_loop_reach_it(tmp_path):
     train = build_training(tmp_path, DEFAULT.with_changes(changes)).train
     assert (2, 3) == (train.plan.ranks, train.plan.accumulation)
     assert ("drop", 2) == (train.batches.remainder, train.batches.virtual_ranks)
+
+
+def test_a_fixed_micro_batch_is_that_of_every_step_in_one_training_and_on_a_grid(tmp_path):
+    changes = {"fixed_micro_batch": True, "micro_batch": 8, "batch_size": 50, "policy": "fixed"}
+    plan = build_training(tmp_path, DEFAULT.with_changes(changes)).train.plan
+    assert (8, 0) == (plan.micro, plan.batch_size % 32)
+    sweep = sweep_of(DIGITS, DEFAULT, ["fixed_micro_batch=no,yes"], ())
+    found = [point.settings.fixed_micro_batch for point in points_of(DIGITS, sweep, DEFAULT)]
+    assert [False, True] == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fixed_micro_batch": True}, "whose micro-batches shrink and grow with the batch"),
+        ({"groups": "auto"}, "which compares micro-batches"),
+        ({"transport": True}, "whose optimizers were not tried with it"),
+    ],
+)
+def test_a_setting_that_deepspeed_lacks_is_refused(changes, reason):
+    DEFAULT.with_changes(changes)  # possible with the other engine
+    ((name, _),) = changes.items()
+    with pytest.raises(SettingError, match=f"{name}=.* with engine=deepspeed, {reason}; leave"):
+        DEFAULT.with_changes({"engine": "deepspeed", **changes})
 
 
 def test_a_recipes_table_fills_the_fields_and_leaves_the_rest_to_the_recipe():

@@ -42,6 +42,7 @@ def build_loop(
         batches_of(data, settings, virtual_ranks),
         policy=build_controller(settings),
         micro_batch=settings.micro_batch,
+        fixed_micro_batch=settings.fixed_micro_batch,
         min_micro_batches=settings.min_micro_batches,
         groups=settings.groups,
         lr_scaling=lr_scaling_of(settings),

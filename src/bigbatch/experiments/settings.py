@@ -72,6 +72,8 @@ class Settings:
         batch_size: batch size of the first step; with fixed, of all steps.
         base_batch: batch size that lr is given for.
         micro_batch: largest micro-batch, in samples of one backward.
+        fixed_micro_batch: whether every backward has micro_batch samples, except at the end of an
+            epoch.
         min_micro_batches: fewest micro-batches of a step; None for 4, or 8 with a vr- optimizer.
         groups: groups of samples that each backward measures; None to compare micro-batches, "auto"
             to take the faster.
@@ -146,6 +148,7 @@ class Settings:
     batch_size: Count
     base_batch: Count
     micro_batch: Count
+    fixed_micro_batch: bool = False
     min_micro_batches: MinMicroBatches | None = None
     groups: GroupsSetting = None
     every: Count | None = 1
@@ -187,16 +190,11 @@ class Settings:
                 f"zero_stage={self.zero_stage} with engine={self.engine}; DeepSpeed's 0, 1 and 2 "
                 "are known (at 3 no rank has the weights that scores are of), others have 0"
             )
-        if self.groups is not None and self.engine == "deepspeed":
-            raise SettingError(
-                f"groups={self.groups} with engine=deepspeed, which compares micro-batches; leave "
-                "groups out, or engine"
-            )
-        if self.transport and self.engine == "deepspeed":
-            raise SettingError(
-                "transport=True with engine=deepspeed, whose optimizers were not tried with it; "
-                "leave transport out, or engine"
-            )
+        for name, reason in _NOT_ON_DEEPSPEED.items() if self.engine == "deepspeed" else ():
+            if value := getattr(self, name):
+                raise SettingError(
+                    f"{name}={value} with engine=deepspeed, {reason}; leave {name} out, or engine"
+                )
         if self.every is not None and self.budget is not None:
             raise SettingError(
                 f"every={self.every} and budget={self.budget:g} both say how often steps are "
@@ -293,6 +291,11 @@ CONTROLLER_SETTINGS = (
     "confidence",
     "warmup",
 )
+_NOT_ON_DEEPSPEED = {  # settings that the engine lacks, and why
+    "fixed_micro_batch": "whose micro-batches shrink and grow with the batch",
+    "groups": "which compares micro-batches",
+    "transport": "whose optimizers were not tried with it",
+}
 _OF_ARGUMENTS = {  # settings of arguments with other names
     "text": "batch_schedule",
     "schedule": "batch_schedule",
