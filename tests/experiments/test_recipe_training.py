@@ -18,6 +18,7 @@ from bigbatch.experiments.datasets.subset import chosen_indices
 from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.distributed_eval import accuracy_of, finite_scores
 from bigbatch.experiments.train_run import Training
+from bigbatch.runs.metrics import row_of
 
 FIXED = {"policy": "fixed", "batch_size": 64, "epochs": 1}
 
@@ -47,6 +48,37 @@ def test_confidence_has_an_interval_to_go_by_with_a_window_or_without(window):
     training = Training(DIGITS, DIGITS.settings().with_changes(own))
     reasons = [record.decision.reason for record in training.engine.steps(training.loss)]
     assert any("held: not sure at 0.9" in reason for reason in reasons)
+
+
+def rows_of_one_epoch(**changes):
+    """The log of one epoch of 200 samples."""
+    own = {"samples": 200, "every": 1, "micro_batch": 8, "target": 0.9, "optimizer": "sgd"}
+    training = Training(DIGITS, DIGITS.settings().with_changes({**own, **changes}))
+    return [row_of(record, None) for record in training.engine.steps(training.loss)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_effect"),
+    [
+        ({"min_micro_batches": 6}, lambda row: row["micro_batches"] >= 6),
+        ({"fixed_micro_batch": True}, lambda row: row["batch_size"] == 8 * row["micro_batches"]),
+        ({"every": 3}, lambda row: (row["grad_sqnorm"] is None) == (row["step"] % 3 != 1)),
+        ({"max_change": 1.02}, lambda row: "at most x1.02 a decision" in row["decision_reason"]),
+        ({"confidence": 0.999}, lambda row: "not sure at 0.999" in row["decision_reason"]),
+    ],
+)
+def test_a_setting_of_the_loop_has_its_effect_in_every_step(changes, has_effect):
+    effects = [has_effect(row) for row in rows_of_one_epoch(**changes)]
+    assert len(effects) > 3
+    assert all(effects[:-1])  # the end of an epoch has the samples that are left
+    assert not all(has_effect(row) for row in rows_of_one_epoch()[:-1])
+
+
+@pytest.mark.parametrize(("policy", "is_limited"), [("noise-scale", True), ("simigrad", False)])
+def test_the_largest_change_may_be_the_policys_own(policy, is_limited):
+    own = {"policy": policy, "smoothing": "auto", "batch_size": 16, "micro_batch": 4}
+    rows = rows_of_one_epoch(**own, max_change="auto")
+    assert is_limited == any("at most x1.1 a decision" in row["decision_reason"] for row in rows)
 
 
 def test_confidence_without_a_window_is_refused_on_deepspeed():

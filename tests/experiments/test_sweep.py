@@ -18,6 +18,7 @@ from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.recipe import Sweep
 from bigbatch.experiments.sweep import points_of, start_sweep, sweep_of, trainings_of
 from bigbatch.runs.html_report import write_sweep_files
+from bigbatch.runs.run_config import read_sweep, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.sweep_console import RunFollower
 from bigbatch.runs.sweep_figure import sweep_figure
@@ -96,6 +97,24 @@ def test_values_with_commas_are_parted_by_bars_and_make_file_names():
     alike = points("policy=schedule", "batch_schedule=64,128 from 9 steps|64, 128 from 9 steps")
     expected = "batch_schedule=64-128-from-9-steps"
     assert [expected, f"{expected}~2"] == [point.name for point in alike]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("max_change=none,auto,1.5", (None, "auto", 1.5)),
+        ("confidence=none,0.8", (None, 0.8)),
+        ("every=1,none", (1, None)),
+        ("min_micro_batches=none,6", (None, 6)),
+    ],
+)
+def test_values_that_may_be_left_out_vary_and_are_read_again(tmp_path, text, values):
+    key, found = text.partition("=")[0], points(text)
+    assert values == tuple(point.values[key] for point in found)
+    start_sweep(DIGITS, tmp_path / "sweep", found, (), 1)
+    trainings = read_trainings(tmp_path / "sweep")
+    assert values == tuple(settings[key] for settings in trainings.values())
+    assert values == tuple(point[key] for point in read_sweep(tmp_path / "sweep")["points"].values())
 
 
 def test_points_whose_least_batch_exceeds_their_largest_are_left_out():

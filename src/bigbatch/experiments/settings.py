@@ -86,7 +86,8 @@ class Settings:
         smoothing: window that noise is averaged over: "16 steps", "4K samples", or "auto" for one
             that adapts; None for none.
         dead_band: relative change that is too small to follow: 0.1 for 10 %.
-        max_change: largest factor by which one decision changes the batch.
+        max_change: largest factor by which one decision changes the batch; "auto" for the policy's
+            own, None for no limit.
         confidence: coverage of the interval that a decision must be sure at: 0.9 for example.
         warmup: time before the first decision: "500 steps", "8K samples" or "1 epoch".
         optimizer: one of sgd, momentum, adam, lars, lamb; with the prefix vr-, scaled by GSNR.
@@ -158,7 +159,7 @@ class Settings:
     decide_every: Count = 1
     smoothing: Smoothing = None
     dead_band: DeadBand = 0.0
-    max_change: Growth | None = None
+    max_change: Growth | Literal["auto"] | None = None
     confidence: Coverage | None = None
     warmup: WarmupLength | None = None
     optimizer: str = "momentum"
