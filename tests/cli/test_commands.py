@@ -268,6 +268,7 @@ def test_every_setting_of_the_command_is_that_of_the_run(bigbatch, tmp_path):
         "lr_scaling": "linear",
         "gamma": 0.3,
         "r_max": 1.5,
+        "beta3": 0.5,
         "epochs": 1,
         "seed": 3,
         "checkpoint_every": "7 steps",

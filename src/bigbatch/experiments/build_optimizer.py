@@ -73,10 +73,21 @@ def build_optimizer(
     base = _BASES[settings.optimizer.removeprefix("vr-")](list(groups.values()), settings)
     if not is_vr:
         return base
-    beta3 = 0.9 if isinstance(base, AdamW | LAMB) else None  # VR-Adam and VR-LAMB average r
-    watch = settings.engine == "ddp"  # DeepSpeed flattens the weights into shards without names
-    options = VROptions(gamma=settings.gamma, r_max=settings.r_max, beta3=beta3, watch=watch)
-    return VarianceReduced(base, **options)
+    return VarianceReduced(base, **_vr_options(settings, base))
+
+
+def _vr_options(settings: Settings, base: Optimizer) -> VROptions:
+    """The options of a VR optimizer over `base`."""
+    beta3 = settings.beta3
+    if beta3 is None and isinstance(base, AdamW | LAMB):
+        beta3 = 0.9  # VR-Adam and VR-LAMB average r
+    return VROptions(
+        gamma=settings.gamma,
+        r_max=settings.r_max,
+        beta3=beta3 or None,  # with 0, r needs no memory for an average
+        factor=settings.factor,
+        watch=settings.engine == "ddp",  # DeepSpeed flattens weights into shards without names
+    )
 
 
 def base_of(optimizer: Optimizer) -> Optimizer:

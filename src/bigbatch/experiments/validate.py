@@ -10,6 +10,7 @@ from bigbatch.experiments.settings import CONTROLLER_SETTINGS, Settings, policy_
 from bigbatch.policies.parse import POLICIES
 
 CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # precisions of autocast
+_VR_SETTINGS = {"gamma", "r_max", "factor", "beta3"}
 
 
 def build_on_meta_device(recipe: Recipe, settings: Settings) -> nn.Module:
@@ -77,8 +78,9 @@ def _require_for_deepspeed(dtypes: set[torch.dtype], precision: str) -> None:
 
 
 def unused_in(settings: Settings) -> set[str]:
-    """Settings without effect on the training, because of its policy and its optimizer."""
-    return unused_by_policy(settings.policy) | unused_by_optimizer(settings.optimizer)
+    """Settings without effect on the training, because of its policy, optimizer and factor."""
+    unused = unused_by_policy(settings.policy) | unused_by_optimizer(settings.optimizer)
+    return unused | (set() if settings.factor == "gsnr" else {"r_max"})  # others are never above 1
 
 
 def unused_by_policy(policy: str) -> set[str]:
@@ -93,6 +95,6 @@ def unused_by_policy(policy: str) -> set[str]:
 def unused_by_optimizer(optimizer: str) -> set[str]:
     """Settings that the optimizer of this name lacks."""
     base = optimizer.removeprefix("vr-")
-    unused = set() if optimizer.startswith("vr-") else {"gamma", "r_max"}
+    unused = set() if optimizer.startswith("vr-") else {*_VR_SETTINGS}
     unused |= set() if base in ("momentum", "lars") else {"momentum"}
     return unused | ({"decay_all"} if base in ("lars", "lamb") else set())
