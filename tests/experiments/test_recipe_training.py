@@ -19,6 +19,7 @@ from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.distributed_eval import accuracy_of, finite_scores
 from bigbatch.experiments.train_run import Training
 from bigbatch.runs.metrics import row_of
+from bigbatch.runs.row_schema import require_step
 
 FIXED = {"policy": "fixed", "batch_size": 64, "epochs": 1}
 
@@ -79,6 +80,25 @@ def test_the_largest_change_may_be_the_policys_own(policy, is_limited):
     own = {"policy": policy, "smoothing": "auto", "batch_size": 16, "micro_batch": 4}
     rows = rows_of_one_epoch(**own, max_change="auto")
     assert is_limited == any("at most x1.1 a decision" in row["decision_reason"] for row in rows)
+
+
+def test_the_log_has_what_more_is_measured_of_a_step_and_of_each_layer():
+    more = {"half_batch_cosine": True, "per_layer": True, "every": 2}
+    rows = json.loads(json.dumps(rows_of_one_epoch(**more)))
+    for previous, row in itertools.pairwise([None, *rows]):
+        require_step("a row", row, previous)
+        measured = row["grad_sqnorm"] is not None
+        assert (measured, measured) == ("half_batch_cosine" in row, "layers" in row)
+    assert {"0", "2", "6", "9"} == rows[0]["layers"].keys()  # the modules with parameters
+    assert -1 < rows[0]["half_batch_cosine"] < 1
+    for scale, similarity in rows[0]["layers"].values():
+        assert scale is None or math.isclose(
+            similarity, 1 / (1 + 2 * scale / rows[0]["batch_size"]), rel_tol=1e-3
+        )
+    assert any(scale is not None for scale, _ in rows[0]["layers"].values())
+    plain = rows_of_one_epoch(every=2)
+    assert not any({"half_batch_cosine", "layers"} & row.keys() for row in plain)
+    assert [row["loss"] for row in plain] == [row["loss"] for row in rows]
 
 
 def test_confidence_without_a_window_is_refused_on_deepspeed():

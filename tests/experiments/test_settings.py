@@ -54,6 +54,8 @@ def test_a_fixed_micro_batch_is_that_of_every_step_in_one_training_and_on_a_grid
         ({"fixed_micro_batch": True}, "whose micro-batches shrink and grow with the batch"),
         ({"groups": "auto"}, "which compares micro-batches"),
         ({"transport": True}, "whose optimizers were not tried with it"),
+        ({"half_batch_cosine": True}, "whose meter lacks it"),
+        ({"per_layer": True}, "whose meter lacks it"),
     ],
 )
 def test_a_setting_that_deepspeed_lacks_is_refused(changes, reason):

@@ -48,7 +48,12 @@ def build_loop(
         lr_scaling=lr_scaling_of(settings),
         transport=settings.transport,
         **interval_of(settings),
-        meter=GradientMeter(model, confidence=None if settings.smoothing else settings.confidence),
+        meter=GradientMeter(
+            model,
+            confidence=None if settings.smoothing else settings.confidence,
+            per_layer=settings.per_layer,
+            half_batch_cosine=settings.half_batch_cosine,
+        ),
         scaler=scaler,
     )
 

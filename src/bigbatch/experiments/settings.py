@@ -79,6 +79,9 @@ class Settings:
             to take the faster.
         every: interval between measured steps; None for one that follows from budget.
         budget: largest share of the time that measuring may take, if every is None.
+        half_batch_cosine: whether the log has SimiGrad's own cosine of two half-batch gradients, for
+            one more copy of the gradient.
+        per_layer: whether the log has noise scale and similarity of each layer.
         remainder: what becomes of the last samples of an epoch: joined to its last steps, a step of
             their own, or dropped.
         virtual_ranks: ranks to group samples for; a run is the same on any number that divides it.
@@ -156,6 +159,8 @@ class Settings:
     groups: GroupsSetting = None
     every: Count | None = 1
     budget: Share | None = None
+    half_batch_cosine: bool = False
+    per_layer: bool = False
     remainder: Remainder = "share"
     virtual_ranks: Count = 1
     decide_every: Count = 1
@@ -300,6 +305,8 @@ _NOT_ON_DEEPSPEED = {  # settings that the engine lacks, and why
     "fixed_micro_batch": "whose micro-batches shrink and grow with the batch",
     "groups": "which compares micro-batches",
     "transport": "whose optimizers were not tried with it",
+    "half_batch_cosine": "whose meter lacks it",
+    "per_layer": "whose meter lacks it",
 }
 _OF_ARGUMENTS = {  # settings of arguments with other names
     "text": "batch_schedule",

@@ -54,6 +54,8 @@ OPTIONAL_STEP = {  # values that a line may lack
     "way": Kind(str),
     "branch_test": Kind(dict[str, _OptionalNumber]),
     "gsnr": Kind(dict[str, _LayerNumbers]),
+    "half_batch_cosine": Kind(_OptionalNumber),
+    "layers": Kind(dict[str, tuple[_OptionalNumber, _OptionalNumber]]),  # noise scale, similarity
 }
 BRANCH_TEST = ("critical_batch", "low", "high", "noise_scale", "samples_spent")
 SETTINGS = {  # settings of config.yaml that are read with a log
