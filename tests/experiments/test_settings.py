@@ -55,6 +55,7 @@ def test_a_fixed_micro_batch_is_that_of_every_step_in_one_training_and_on_a_grid
         ({"groups": "auto"}, "which compares micro-batches"),
         ({"transport": True}, "whose optimizers were not tried with it"),
         ({"half_batch_cosine": True}, "whose meter lacks it"),
+        ({"branch_test": "20 %"}, "which steps the optimizer itself"),
         ({"per_layer": True}, "whose meter lacks it"),
     ],
 )
@@ -98,6 +99,8 @@ def test_a_config_file_brings_them_back():
         ("max_change=1.5", "max_change", 1.5),
         ("max_change=none", "max_change", None),
         ("every=none", "every", None),
+        ("branch_test=20 %", "branch_test", "20 %"),
+        ("branch_test=None", "branch_test", None),
         ("decay_all=no", "decay_all", False),
         ("dropout=0.25", "dropout", 0.25),
         ("double=false", "double", False),
@@ -241,7 +244,7 @@ def test_the_momentum_of_r_is_the_optimizers_own_or_what_the_settings_say(
 
 
 def test_an_upper_clip_that_no_factor_reaches_is_refused_and_does_not_vary():
-    with pytest.raises(SettingError, match="r_max=10.0 has no effect: factor='shrinkage'"):
+    with pytest.raises(SettingError, match=r"r_max=10\.0 has no effect: factor='shrinkage'"):
         built_vr("vr-sgd", factor="shrinkage", r_max=10.0)
     vr = DEFAULT.with_changes({"optimizer": "vr-sgd"})
     texts = ["factor=gsnr,shrinkage", "r_max=1,10", "beta3=none,0.9"]

@@ -114,7 +114,9 @@ def test_values_that_may_be_left_out_vary_and_are_read_again(tmp_path, text, val
     start_sweep(DIGITS, tmp_path / "sweep", found, (), 1)
     trainings = read_trainings(tmp_path / "sweep")
     assert values == tuple(settings[key] for settings in trainings.values())
-    assert values == tuple(point[key] for point in read_sweep(tmp_path / "sweep")["points"].values())
+    assert values == tuple(
+        point[key] for point in read_sweep(tmp_path / "sweep")["points"].values()
+    )
 
 
 def test_points_whose_least_batch_exceeds_their_largest_are_left_out():
@@ -138,6 +140,14 @@ def test_what_has_no_effect_at_a_point_does_not_vary_there():
         "policy=simigrad,target=0.4,batch_size=32",
         "policy=simigrad,target=0.4,batch_size=64",
     ] == [point.name for point in found]
+
+
+def test_a_branch_test_does_not_vary_where_branches_cannot_train():
+    grid = ("policy=fixed,simigrad", "optimizer=sgd,vr-sgd", "branch_test=none,2 epochs")
+    found = points(*grid)
+    assert 5 == len(found)
+    (tested,) = [point for point in found if point.settings.branch_test is not None]
+    assert ("simigrad", "sgd") == (tested.settings.policy, tested.settings.optimizer)
 
 
 def test_an_arm_brings_its_changes_and_the_grid_changes_them():

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from bigbatch.data.collate import Batch
 from bigbatch.errors import SettingError
 from bigbatch.experiments.settings import (
     CONTROLLER_SETTINGS,
@@ -15,26 +16,40 @@ from bigbatch.experiments.settings import (
 )
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions
+from bigbatch.policies.branch_test_policy import BranchTest
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.parse import build_policy
 
 Named = tuple[str, Tensor]
 
 
-def build_controller(settings: Settings) -> Controller:
+def _no_loss(_: Batch) -> Tensor:
+    raise AssertionError("a controller that trains needs the loss of its training")
+
+
+def build_controller(
+    settings: Settings, loss_of: Callable[[Batch], Tensor] = _no_loss
+) -> Controller:
     """The controller with the policy of the settings.
 
+    Args:
+        settings: the policy and its options.
+        loss_of: mean loss of a batch, for branch tests; left out, the controller cannot train.
     Raises:
-        SettingError: a value is out of range, or a schedule has no text.
+        SettingError: a value is out of range, a schedule has no text, or a branch test cannot
+            correct the policy.
     """
     if settings.policy == "schedule" and not settings.batch_schedule:
         raise SettingError('policy=schedule needs batch_schedule, "64, x2 every 20 epochs" say')
     names = policy_settings(settings.policy)
     values = {argument: getattr(settings, name) for argument, name in names.items()}
     policy = build_policy(settings.policy, values)
+    batch_size = getattr(policy, "batch_size", None) or settings.batch_size
+    if settings.branch_test is not None:
+        policy = BranchTest(policy, loss_of, every=settings.branch_test)
     return Controller(
         policy,
-        getattr(policy, "batch_size", None) or settings.batch_size,
+        batch_size,
         settings.base_batch,
         **{name: getattr(settings, name) for name in CONTROLLER_SETTINGS},
     )

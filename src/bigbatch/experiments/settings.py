@@ -11,6 +11,7 @@ from bigbatch.errors import SettingError
 from bigbatch.experiments.lr_schedule import LRSchedule
 from bigbatch.optim.gsnr_options import Factor, Gamma, RMax
 from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
+from bigbatch.policies.branch_test_policy import TestInterval
 from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.late_switch import SwitchMoment
 from bigbatch.policies.parse import arguments_of
@@ -66,6 +67,8 @@ class Settings:
         late_from: moment from which late-switch lets late_policy decide: "60 epochs", or 0.3 for
             the learning rate at 0.3 of its peak.
         late_policy: policy of late-switch after that: simigrad:target=0.2 for example.
+        branch_test: time between branch tests, which correct the noise that the policy sees: "20 %"
+            for so many more samples than at the last test, or "2 epochs"; None for no test.
         tokens_per_sample: mean length of a sample, where the schedule counts tokens.
         min_batch: smallest batch size, in samples of a step.
         max_batch: largest batch size, in samples of a step.
@@ -79,8 +82,8 @@ class Settings:
             to take the faster.
         every: interval between measured steps; None for one that follows from budget.
         budget: largest share of the time that measuring may take, if every is None.
-        half_batch_cosine: whether the log has SimiGrad's own cosine of two half-batch gradients, for
-            one more copy of the gradient.
+        half_batch_cosine: whether the log has SimiGrad's own cosine of two half-batch gradients; it
+            keeps one more copy of the gradient.
         per_layer: whether the log has noise scale and similarity of each layer.
         remainder: what becomes of the last samples of an epoch: joined to its last steps, a step of
             their own, or dropped.
@@ -148,6 +151,7 @@ class Settings:
     cap: str = ""
     late_from: SwitchMoment = 0.3
     late_policy: str = "simigrad"
+    branch_test: TestInterval | None = None
     tokens_per_sample: Positive | None = None
     min_batch: Count
     max_batch: Count
@@ -302,6 +306,7 @@ CONTROLLER_SETTINGS = (
     "warmup",
 )
 _NOT_ON_DEEPSPEED = {  # settings that the engine lacks, and why
+    "branch_test": "which steps the optimizer itself",
     "fixed_micro_batch": "whose micro-batches shrink and grow with the batch",
     "groups": "which compares micro-batches",
     "transport": "whose optimizers were not tried with it",
