@@ -18,6 +18,8 @@ from bigbatch.experiments.datasets.subset import chosen_indices
 from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.distributed_eval import accuracy_and_loss, finite_scores
 from bigbatch.experiments.train_run import Training
+from bigbatch.runs.metrics import row_of
+from bigbatch.runs.row_schema import require_step
 
 FIXED = {"policy": "fixed", "batch_size": 64, "epochs": 1}
 
@@ -47,6 +49,91 @@ def test_confidence_has_an_interval_to_go_by_with_a_window_or_without(window):
     training = Training(DIGITS, DIGITS.settings().with_changes(own))
     reasons = [record.decision.reason for record in training.engine.steps(training.loss)]
     assert any("held: not sure at 0.9" in reason for reason in reasons)
+
+
+def rows_of_one_epoch(**changes):
+    """The log of one epoch of 200 samples."""
+    own = {"samples": 200, "every": 1, "micro_batch": 8, "target": 0.9, "optimizer": "sgd"}
+    training = Training(DIGITS, DIGITS.settings().with_changes({**own, **changes}))
+    return [row_of(record, None) for record in training.engine.steps(training.loss)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_effect"),
+    [
+        ({"min_micro_batches": 6}, lambda row: row["micro_batches"] >= 6),
+        ({"fixed_micro_batch": True}, lambda row: row["batch_size"] == 8 * row["micro_batches"]),
+        ({"every": 3}, lambda row: (row["grad_sqnorm"] is None) == (row["step"] % 3 != 1)),
+        ({"max_change": 1.02}, lambda row: "at most x1.02 a decision" in row["decision_reason"]),
+        ({"confidence": 0.999}, lambda row: "not sure at 0.999" in row["decision_reason"]),
+    ],
+)
+def test_a_setting_of_the_loop_has_its_effect_in_every_step(changes, has_effect):
+    effects = [has_effect(row) for row in rows_of_one_epoch(**changes)]
+    assert len(effects) > 3
+    assert all(effects[:-1])  # the end of an epoch has the samples that are left
+    assert not all(has_effect(row) for row in rows_of_one_epoch()[:-1])
+
+
+@pytest.mark.parametrize(("policy", "is_limited"), [("noise-scale", True), ("simigrad", False)])
+def test_the_largest_change_may_be_the_policys_own(policy, is_limited):
+    own = {"policy": policy, "smoothing": "auto", "batch_size": 16, "micro_batch": 4}
+    rows = rows_of_one_epoch(**own, max_change="auto")
+    assert is_limited == any("at most x1.1 a decision" in row["decision_reason"] for row in rows)
+
+
+def test_the_log_has_what_more_is_measured_of_a_step_and_of_each_layer():
+    more = {"half_batch_cosine": True, "per_layer": True, "every": 2}
+    rows = json.loads(json.dumps(rows_of_one_epoch(**more)))
+    for previous, row in itertools.pairwise([None, *rows]):
+        require_step("a row", row, previous)
+        measured = row["grad_sqnorm"] is not None
+        assert (measured, measured) == ("half_batch_cosine" in row, "layers" in row)
+    assert {"0", "2", "6", "9"} == rows[0]["layers"].keys()  # the modules with parameters
+    assert -1 < rows[0]["half_batch_cosine"] < 1
+    for scale, similarity in rows[0]["layers"].values():
+        assert scale is None or math.isclose(
+            similarity, 1 / (1 + 2 * scale / rows[0]["batch_size"]), rel_tol=1e-3
+        )
+    assert any(scale is not None for scale, _ in rows[0]["layers"].values())
+    plain = rows_of_one_epoch(every=2)
+    assert not any({"half_batch_cosine", "layers"} & row.keys() for row in plain)
+    assert [row["loss"] for row in plain] == [row["loss"] for row in rows]
+
+
+def training_with_a_branch_test(rank=0, ranks=1):
+    """Its rows, whether each forward had autocast, how many were not the wrapper's, and all."""
+    own = {"batch_size": 4, "min_batch": 4, "max_batch": 4, "micro_batch": 4, "virtual_ranks": 2}
+    own |= {"optimizer": "sgd", "double": False, "precision": "bfloat16", "samples": 700}
+    own |= {"lr_scaling": "none", "branch_test": "9000 %"}
+    training = Training(DIGITS, DIGITS.settings().with_changes(own))
+    policy = training.train.controller.policy
+    policy.share, policy.repeats = 200.0, 2  # else a test is affordable after 13,000 steps
+    of_wrapper, of_model = [], []
+    for model, casts in (training.wrapped_model, of_wrapper), (training.model, of_model):
+        model.register_forward_hook(
+            lambda *_, to=casts: to.append(torch.is_autocast_enabled("cpu"))
+        )
+    records = list(itertools.islice(training.engine.steps(training.loss), 3))
+    rows = [row_of(record, None).get("branch_test") for record in records]
+    return rows, all(of_model), len(of_model) - len(of_wrapper), len(of_model)
+
+
+def test_branches_train_under_the_autocast_of_the_training():
+    rows, casts, _, forwards = training_with_a_branch_test()
+    (found,) = [row for row in rows if row is not None]
+    assert found["samples_spent"] > 0
+    assert casts
+    assert forwards > 100  # those of branches too
+
+
+@pytest.mark.thorough
+def test_branches_on_ranks_train_the_wrapper_of_the_training(ranks):
+    rows, *_ = training_with_a_branch_test()
+    for others, casts, not_wrapped, _ in ranks(2)(training_with_a_branch_test):
+        (expected,), (found,) = ([row for row in one if row is not None] for one in (rows, others))
+        assert expected["samples_spent"] == found["samples_spent"]
+        assert (True, 0) == (casts, not_wrapped)
 
 
 def test_confidence_without_a_window_is_refused_on_deepspeed():

@@ -15,6 +15,9 @@ from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.recipe import OURS
 from bigbatch.experiments.settings import SETTING_TYPES, Settings, policy_settings
 from bigbatch.experiments.study import build_training
+from bigbatch.experiments.sweep import points_of, sweep_of
+from bigbatch.experiments.validate import unused_by_optimizer
+from bigbatch.optim.functional import FACTORS
 from bigbatch.policies.parse import POLICIES
 
 DEFAULT = DIGITS.settings()
@@ -25,7 +28,7 @@ def test_every_setting_of_the_loop_has_an_option():
     names = {name for kind in loop for name in inspect.signature(kind).parameters}
     names |= {setting for name in POLICIES for setting in policy_settings(name).values()}
     objects = {"policy", "loader", "model", "scheduler", "scaler", "meter", "options"}
-    for_other_loaders = {"split", "count", "uneven", "fixed_micro_batch"}
+    for_other_loaders = {"split", "count", "uneven"}
     assert names - objects - for_other_loaders <= SETTING_TYPES.keys()
 
 
@@ -34,6 +37,33 @@ def test_settings_of_the_loop_reach_it(tmp_path):
     train = build_training(tmp_path, DEFAULT.with_changes(changes)).train
     assert (2, 3) == (train.plan.ranks, train.plan.accumulation)
     assert ("drop", 2) == (train.batches.remainder, train.batches.virtual_ranks)
+
+
+def test_a_fixed_micro_batch_is_that_of_every_step_in_one_training_and_on_a_grid(tmp_path):
+    changes = {"fixed_micro_batch": True, "micro_batch": 8, "batch_size": 50, "policy": "fixed"}
+    plan = build_training(tmp_path, DEFAULT.with_changes(changes)).train.plan
+    assert (8, 0) == (plan.micro, plan.batch_size % 32)
+    sweep = sweep_of(DIGITS, DEFAULT, ["fixed_micro_batch=no,yes"], ())
+    found = [point.settings.fixed_micro_batch for point in points_of(DIGITS, sweep, DEFAULT)]
+    assert [False, True] == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fixed_micro_batch": True}, "whose micro-batches shrink and grow with the batch"),
+        ({"groups": "auto"}, "which compares micro-batches"),
+        ({"transport": True}, "whose optimizers were not tried with it"),
+        ({"half_batch_cosine": True}, "whose meter lacks it"),
+        ({"branch_test": "20 %"}, "which steps the optimizer itself"),
+        ({"per_layer": True}, "whose meter lacks it"),
+    ],
+)
+def test_a_setting_that_deepspeed_lacks_is_refused(changes, reason):
+    DEFAULT.with_changes(changes)  # possible with the other engine
+    ((name, _),) = changes.items()
+    with pytest.raises(SettingError, match=f"{name}=.* with engine=deepspeed, {reason}; leave"):
+        DEFAULT.with_changes({"engine": "deepspeed", **changes})
 
 
 def test_a_recipes_table_fills_the_fields_and_leaves_the_rest_to_the_recipe():
@@ -65,6 +95,12 @@ def test_a_config_file_brings_them_back():
         ("smoothing=4K samples", "smoothing", "4K samples"),
         ("smoothing=None", "smoothing", None),
         ("smoothing=auto", "smoothing", "auto"),
+        ("max_change=auto", "max_change", "auto"),
+        ("max_change=1.5", "max_change", 1.5),
+        ("max_change=none", "max_change", None),
+        ("every=none", "every", None),
+        ("branch_test=20 %", "branch_test", "20 %"),
+        ("branch_test=None", "branch_test", None),
         ("decay_all=no", "decay_all", False),
         ("dropout=0.25", "dropout", 0.25),
         ("double=false", "double", False),
@@ -102,6 +138,8 @@ def test_a_text_that_cannot_be_read_says_what_can(text, message):
         ({"clip": float("inf")}, "clip=inf must be a number of at least 0"),
         ({"target": 1.0}, r"target=1.0 must be a number in \(-1, 1\), a cosine"),
         ({"gamma": 1.5}, r"gamma=1.5 must be a number in \[0, 1\]"),
+        ({"factor": "half"}, 'factor=\'half\' must be one of "gsnr", "shrinkage", "positive-part"'),
+        ({"beta3": 1.0}, r"beta3=1.0 must be a number in \[0, 1\), or None"),
         ({"r_max": 0.5}, "r_max=0.5 must be a number of at least 1"),
         ({"precision": "int8"}, "precision='int8' must be one of"),
         ({"device": "tpu"}, "device='tpu' must be one of"),
@@ -166,6 +204,61 @@ def test_momentum_is_the_settings():
             settings.with_changes({"optimizer": name}), [("w", nn.Parameter(torch.ones(2)))]
         )
         assert [0.875] == [group["momentum"] for group in optimizer.param_groups]
+
+
+def built_vr(name, **changes):
+    """The optimizer over one weight, built by the settings."""
+    settings = DEFAULT.with_changes({"optimizer": name, **changes})
+    return build_optimizer(settings, [("w", nn.Parameter(torch.ones(2)))])
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_the_factor_is_that_of_the_step(factor):
+    """Gradients (1, 1) and (1, 3): G = (1, 2), s2 = (0, 1), so the ratios are inf and 4; k = 2."""
+    optimizer = built_vr("vr-sgd", factor=factor, gamma=0.5, lr=1.0)
+    (weight,) = optimizer.param_groups[0]["params"]
+    for gradient in (1.0, 1.0), (1.0, 3.0):
+        (weight * torch.tensor(gradient) / 2).sum().backward()
+    optimizer.step()
+    r = {"gsnr": 1.0, "shrinkage": 4 / 5, "positive-part": 3 / 4}[factor]
+    assert pytest.approx([1 - 1.0, 1 - 2 * r]) == weight.tolist()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "beta3", "expected"),
+    [
+        ("vr-momentum", None, None),
+        ("vr-adam", None, 0.9),
+        ("vr-lamb", None, 0.9),
+        ("vr-adam", 0.0, None),
+        ("vr-lamb", 0.5, 0.5),
+        ("vr-lars", 0.5, 0.5),
+        ("vr-sgd", 0.9, 0.9),
+    ],
+)
+def test_the_momentum_of_r_is_the_optimizers_own_or_what_the_settings_say(
+    optimizer, beta3, expected
+):
+    (group,) = built_vr(optimizer, beta3=beta3).param_groups
+    assert expected == group["beta3"]
+
+
+def test_an_upper_clip_that_no_factor_reaches_is_refused_and_does_not_vary():
+    with pytest.raises(SettingError, match=r"r_max=10\.0 has no effect: factor='shrinkage'"):
+        built_vr("vr-sgd", factor="shrinkage", r_max=10.0)
+    vr = DEFAULT.with_changes({"optimizer": "vr-sgd"})
+    texts = ["factor=gsnr,shrinkage", "r_max=1,10", "beta3=none,0.9"]
+    found = points_of(DIGITS, sweep_of(DIGITS, vr, texts, ()), vr)
+    expected = [("gsnr", 1.0), ("gsnr", 1.0), ("gsnr", 10.0), ("gsnr", 10.0)]
+    expected += [("shrinkage", 1.0)] * 2
+    assert expected == [(point.settings.factor, point.settings.r_max) for point in found]
+    assert [None, 0.9] * 3 == [point.settings.beta3 for point in found]
+
+
+@pytest.mark.parametrize("name", ["factor", "beta3", "gamma", "r_max"])
+def test_an_optimizer_without_vr_lacks_the_options_of_r(name):
+    assert name in unused_by_optimizer("adam")
+    assert name not in unused_by_optimizer("vr-adam")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from bigbatch.experiments.digits import DIGITS
 from bigbatch.experiments.recipe import Sweep
 from bigbatch.experiments.sweep import points_of, start_sweep, sweep_of, trainings_of
 from bigbatch.runs.html_report import write_sweep_files
+from bigbatch.runs.run_config import read_sweep, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.sweep_console import RunFollower
 from bigbatch.runs.sweep_figure import sweep_figure
@@ -98,6 +99,26 @@ def test_values_with_commas_are_parted_by_bars_and_make_file_names():
     assert [expected, f"{expected}~2"] == [point.name for point in alike]
 
 
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("max_change=none,auto,1.5", (None, "auto", 1.5)),
+        ("confidence=none,0.8", (None, 0.8)),
+        ("every=1,none", (1, None)),
+        ("min_micro_batches=none,6", (None, 6)),
+    ],
+)
+def test_values_that_may_be_left_out_vary_and_are_read_again(tmp_path, text, values):
+    key, found = text.partition("=")[0], points(text)
+    assert values == tuple(point.values[key] for point in found)
+    start_sweep(DIGITS, tmp_path / "sweep", found, (), 1)
+    trainings = read_trainings(tmp_path / "sweep")
+    assert values == tuple(settings[key] for settings in trainings.values())
+    assert values == tuple(
+        point[key] for point in read_sweep(tmp_path / "sweep")["points"].values()
+    )
+
+
 def test_points_whose_least_batch_exceeds_their_largest_are_left_out():
     found = points("min_batch=16,64,256", "max_batch=64,256")
     bounds = [(point.settings.min_batch, point.settings.max_batch) for point in found]
@@ -119,6 +140,14 @@ def test_what_has_no_effect_at_a_point_does_not_vary_there():
         "policy=simigrad,target=0.4,batch_size=32",
         "policy=simigrad,target=0.4,batch_size=64",
     ] == [point.name for point in found]
+
+
+def test_a_branch_test_does_not_vary_where_branches_cannot_train():
+    grid = ("policy=fixed,simigrad", "optimizer=sgd,vr-sgd", "branch_test=none,2 epochs")
+    found = points(*grid)
+    assert 5 == len(found)
+    (tested,) = [point for point in found if point.settings.branch_test is not None]
+    assert ("simigrad", "sgd") == (tested.settings.policy, tested.settings.optimizer)
 
 
 def test_an_arm_brings_its_changes_and_the_grid_changes_them():

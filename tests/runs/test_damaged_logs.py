@@ -28,7 +28,8 @@ from log_rows import row
 from property_tests import property_test
 
 FACTORS = {"w": [0.5, 0.1, None, 1.0], "b": [1.0, 0.0, 0.2, 1.0]}
-ROWS = [row(step, accuracy=0.5 if step == 4 else None, factors=FACTORS) for step in range(1, 5)]
+MEASURED = {"gsnr": FACTORS, "layers": {"w": [80.0, None]}, "half_batch_cosine": 0.1}
+ROWS = [row(step, accuracy=0.5 if step == 4 else None, **MEASURED) for step in range(1, 5)]
 DIGITS = RECIPES["digits"]
 SETTINGS = DIGITS.settings().with_changes({"epochs": 1})
 
@@ -145,6 +146,11 @@ def test_many_logs_with_another_value_are_read_or_refused(tmp_path_factory, dama
         ({"samples": 65}, "line 2: samples is 65, and must be 32 before the step and its"),
         ({"micro_batches": 33}, "line 2: micro_batches is 33, and must be at most the batch_size"),
         ({"gsnr": {"w": [1.0]}}, r"line 2: gsnr is .*, and must be names, each with \(a number"),
+        (
+            {"layers": {"w": [1.0]}},
+            r"line 2: layers is .*, and must be names, each with \(a number",
+        ),
+        ({"half_batch_cosine": "1"}, "line 2: half_batch_cosine is '1', and must be a number"),
         ({"loss": math.nan}, "line 2 is damaged"),
         ({"loss": math.inf}, "line 2 is damaged"),
     ],

@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.sampler import ElasticDistributedSampler
-from bigbatch.experiments.build_optimizer import build_controller
 from bigbatch.experiments.datasets.in_memory import identity_collate
 from bigbatch.experiments.datasets.subset import Subset, chosen_indices
 from bigbatch.experiments.process_group import world_size
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
+from bigbatch.policies.controller import Controller
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.lr_scaling import LRScaling
@@ -28,6 +28,7 @@ def build_loop(
     settings: Settings,
     model: nn.Module,
     optimizer: Optimizer,
+    controller: Controller,
     virtual_ranks: int,
     scaler: GradScaler | None = None,
 ) -> AdaptiveBatch:
@@ -40,14 +41,20 @@ def build_loop(
         model,
         optimizer,
         batches_of(data, settings, virtual_ranks),
-        policy=build_controller(settings),
+        policy=controller,
         micro_batch=settings.micro_batch,
+        fixed_micro_batch=settings.fixed_micro_batch,
         min_micro_batches=settings.min_micro_batches,
         groups=settings.groups,
         lr_scaling=lr_scaling_of(settings),
         transport=settings.transport,
         **interval_of(settings),
-        meter=GradientMeter(model, confidence=None if settings.smoothing else settings.confidence),
+        meter=GradientMeter(
+            model,
+            confidence=None if settings.smoothing else settings.confidence,
+            per_layer=settings.per_layer,
+            half_batch_cosine=settings.half_batch_cosine,
+        ),
         scaler=scaler,
     )
 

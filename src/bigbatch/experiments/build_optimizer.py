@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from bigbatch.data.collate import Batch
 from bigbatch.errors import SettingError
 from bigbatch.experiments.settings import (
     CONTROLLER_SETTINGS,
@@ -16,6 +17,7 @@ from bigbatch.experiments.settings import (
 )
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions
+from bigbatch.policies.branch_test_policy import BranchTest
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.parse import build_policy
 from bigbatch.policies.policy import Policy
@@ -25,16 +27,29 @@ from bigbatch.runs.run_directory import RunDirectory
 Named = tuple[str, Tensor]
 
 
-def build_controller(settings: Settings) -> Controller:
+def _no_loss(_: Batch) -> Tensor:
+    raise AssertionError("a controller that trains needs the loss of its training")
+
+
+def build_controller(
+    settings: Settings, loss_of: Callable[[Batch], Tensor] = _no_loss
+) -> Controller:
     """The controller with the policy of the settings.
 
+    Args:
+        settings: the policy and its options.
+        loss_of: mean loss of a batch, for branch tests; left out, the controller cannot train.
     Raises:
-        SettingError: a value is out of range, or a schedule has no text.
+        SettingError: a value is out of range, a schedule has no text, or a branch test cannot
+            correct the policy.
     """
     policy = _build_policy(settings)
+    batch_size = getattr(policy, "batch_size", None) or settings.batch_size
+    if settings.branch_test is not None:
+        policy = BranchTest(policy, loss_of, every=settings.branch_test)
     return Controller(
         policy,
-        getattr(policy, "batch_size", None) or settings.batch_size,
+        batch_size,
         settings.base_batch,
         **{name: getattr(settings, name) for name in CONTROLLER_SETTINGS},
     )
@@ -96,10 +111,21 @@ def build_optimizer(
     base = _BASES[settings.optimizer.removeprefix("vr-")](list(groups.values()), settings)
     if not is_vr:
         return base
-    beta3 = 0.9 if isinstance(base, AdamW | LAMB) else None  # VR-Adam and VR-LAMB average r
-    watch = settings.engine == "ddp"  # DeepSpeed flattens the weights into shards without names
-    options = VROptions(gamma=settings.gamma, r_max=settings.r_max, beta3=beta3, watch=watch)
-    return VarianceReduced(base, **options)
+    return VarianceReduced(base, **_vr_options(settings, base))
+
+
+def _vr_options(settings: Settings, base: Optimizer) -> VROptions:
+    """The options of a VR optimizer over `base`."""
+    beta3 = settings.beta3
+    if beta3 is None and isinstance(base, AdamW | LAMB):
+        beta3 = 0.9  # VR-Adam and VR-LAMB average r
+    return VROptions(
+        gamma=settings.gamma,
+        r_max=settings.r_max,
+        beta3=beta3 or None,  # with 0, r needs no memory for an average
+        factor=settings.factor,
+        watch=settings.engine == "ddp",  # DeepSpeed flattens weights into shards without names
+    )
 
 
 def base_of(optimizer: Optimizer) -> Optimizer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from bigbatch.experiments.build_loop import build_loop, lr_scaling_of
-from bigbatch.experiments.build_optimizer import build_optimizer
+from bigbatch.experiments.build_optimizer import build_controller, build_optimizer
 from bigbatch.experiments.lr_schedule import LRSchedule
 from bigbatch.experiments.memory_estimate import MemoryEstimate, estimate_memory
 from bigbatch.experiments.recipe import OURS, Data, Recipe
@@ -147,7 +147,8 @@ def _loop(recipe: Recipe, settings: Settings, samples: int, ranks: int) -> Adapt
     compares = settings.engine == "deepspeed" and micro_batch_optimizer(optimizer) is not None
     if compares and settings.min_micro_batches is None:
         settings = settings.with_changes({"min_micro_batches": _DEEPSPEED_BACKWARDS * ranks})
-    return build_loop(data, settings, model, optimizer, virtual_ranks)
+    controller = build_controller(settings)
+    return build_loop(data, settings, model, optimizer, controller, virtual_ranks)
 
 
 def _sizes(loop: AdaptiveBatch, settings: Settings, samples: int) -> dict[str, int]:

@@ -1,10 +1,13 @@
-"""A small residual network on Fashion-MNIST: fixed and measured batches in a minute on two cores.
+"""A small network on Fashion-MNIST: fixed and measured batches in a minute on two cores.
+
+A residual network, or a perceptron without BatchNorm (network = mlp).
 
 A demonstration, of no paper.
 
 Source of the data: H. Xiao, K. Rasul and R. Vollgraf, Fashion-MNIST, arXiv 1708.07747.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
@@ -20,7 +23,7 @@ from bigbatch.experiments.image_classification import (
 )
 from bigbatch.experiments.models.resnet import resnet_of_three_stages
 from bigbatch.experiments.recipe import OURS, Data, Grid, Recipe, Sweep
-from bigbatch.experiments.settings import Settings
+from bigbatch.experiments.settings import Settings, require_choice
 from bigbatch.experiments.vrgd_paper import CLIPS
 
 _ORIGIN = DatasetLocation(
@@ -35,12 +38,32 @@ _ORIGIN = DatasetLocation(
     source="Zalando Research, github.com/zalandoresearch/fashion-mnist",
     size="70,000 images of 28 x 28 in 10 classes, 29 MiB",
 )
+_SIZE, _CLASSES = 28, 10
 _MEAN, _STD = (0.2860,), (0.3530,)  # of the training images
 
 
 def _model(settings: Settings) -> nn.Module:
+    name = str(settings.task["network"])
+    require_choice("network", name, _NETWORKS)
+    return OfBytes(_NETWORKS[name](settings), _MEAN, _STD)
+
+
+def _resnet(settings: Settings) -> nn.Module:
     depth, width = int(settings.task["depth"]), int(settings.task["width"])
-    return OfBytes(resnet_of_three_stages(depth, width, classes=10, channels=1), _MEAN, _STD)
+    return resnet_of_three_stages(depth, width, classes=_CLASSES, channels=1)
+
+
+def _mlp(settings: Settings) -> nn.Module:
+    """Two hidden layers."""
+    hidden = settings.count("hidden")
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(_SIZE**2, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, _CLASSES),
+    )
 
 
 def _data(settings: Settings) -> Data:
@@ -57,9 +80,11 @@ def _sweep(targets: tuple[float, ...], sizes: tuple[int, ...]) -> Sweep:
     )
 
 
+_NETWORKS: dict[str, Callable[[Settings], nn.Module]] = {"resnet": _resnet, "mlp": _mlp}
+
 FASHION_MNIST = Recipe(
     name="fashion-mnist",
-    summary="small ResNet on Fashion-MNIST: fixed and measured batches",
+    summary="small ResNet or MLP on Fashion-MNIST: fixed and measured batches",
     paper="a demonstration, of no paper",
     paper_scale={
         "epochs": (30, OURS),
@@ -75,8 +100,10 @@ FASHION_MNIST = Recipe(
         **CLIPS,
         "lr_schedule": ("warm-up 1 epoch; cosine", OURS),
         "device": ("cuda", OURS),
+        "network": ("resnet", OURS),
         "depth": (20, OURS),
         "width": (16, OURS),
+        "hidden": (128, OURS),
     },
     small={
         "samples": 20_000,
@@ -100,5 +127,5 @@ FASHION_MNIST = Recipe(
     model=_model,
     loss=lambda _: class_loss(),
     data=_data,
-    example=examples(1, 28),
+    example=examples(1, _SIZE),
 )

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from bigbatch.data.micro_batches import Remainder
 from bigbatch.errors import SettingError
 from bigbatch.experiments.lr_schedule import LRSchedule
-from bigbatch.optim.gsnr_options import Gamma, RMax
+from bigbatch.optim.gsnr_options import Factor, Gamma, RMax
 from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
+from bigbatch.policies.branch_test_policy import TestInterval
 from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.late_switch import SwitchMoment
 from bigbatch.policies.parse import arguments_of
@@ -70,17 +71,24 @@ class Settings:
         late_from: moment from which late-switch lets late_policy decide: "60 epochs", or 0.3 for
             the learning rate at 0.3 of its peak.
         late_policy: policy of late-switch after that: simigrad:target=0.2 for example.
+        branch_test: time between branch tests, which correct the noise that the policy sees: "20 %"
+            for so many more samples than at the last test, or "2 epochs"; None for no test.
         tokens_per_sample: mean length of a sample, where the schedule counts tokens.
         min_batch: smallest batch size, in samples of a step.
         max_batch: largest batch size, in samples of a step.
         batch_size: batch size of the first step; with fixed, of all steps.
         base_batch: batch size that lr is given for.
         micro_batch: largest micro-batch, in samples of one backward.
+        fixed_micro_batch: whether every backward has micro_batch samples, except at the end of an
+            epoch.
         min_micro_batches: fewest micro-batches of a step; None for 4, or 8 with a vr- optimizer.
         groups: groups of samples that each backward measures; None to compare micro-batches, "auto"
             to take the faster.
         every: interval between measured steps; None for one that follows from budget.
         budget: largest share of the time that measuring may take, if every is None.
+        half_batch_cosine: whether the log has SimiGrad's own cosine of two half-batch gradients; it
+            keeps one more copy of the gradient.
+        per_layer: whether the log has noise scale and similarity of each layer.
         remainder: what becomes of the last samples of an epoch: joined to its last steps, a step of
             their own, or dropped.
         virtual_ranks: ranks to group samples for; a run is the same on any number that divides it.
@@ -88,7 +96,8 @@ class Settings:
         smoothing: window that noise is averaged over: "16 steps", "4K samples", or "auto" for one
             that adapts; None for none.
         dead_band: relative change that is too small to follow: 0.1 for 10 %.
-        max_change: largest factor by which one decision changes the batch.
+        max_change: largest factor by which one decision changes the batch; "auto" for the policy's
+            own, None for no limit.
         confidence: coverage of the interval that a decision must be sure at: 0.9 for example.
         warmup: time before the first decision: "500 steps", "8K samples" or "1 epoch".
         optimizer: one of sgd, momentum, adam, lars, lamb; with the prefix vr-, scaled by GSNR.
@@ -100,6 +109,8 @@ class Settings:
         clip: largest norm of the mean gradient; 0 for no clipping.
         gamma: lower clip of GSNR.
         r_max: upper clip of GSNR.
+        factor: formula of r: gsnr is the paper's; shrinkage and positive-part are never above 1.
+        beta3: momentum of r, 0 for none; None for 0.9 with vr-adam and vr-lamb, none with others.
         lr_scaling: how the learning rate follows the batch size.
         transport: whether the betas and the weight decay of adam keep their half-lives in samples.
         lr_schedule: schedule of the learning rate: "warm-up 5 epochs; cosine" for example.
@@ -146,22 +157,26 @@ class Settings:
     cap: str = ""
     late_from: SwitchMoment = 0.3
     late_policy: str = "simigrad"
+    branch_test: TestInterval | None = None
     tokens_per_sample: Positive | None = None
     min_batch: Count
     max_batch: Count
     batch_size: Count
     base_batch: Count
     micro_batch: Count
+    fixed_micro_batch: bool = False
     min_micro_batches: MinMicroBatches | None = None
     groups: GroupsSetting = None
     every: Count | None = 1
     budget: Share | None = None
+    half_batch_cosine: bool = False
+    per_layer: bool = False
     remainder: Remainder = "share"
     virtual_ranks: Count = 1
     decide_every: Count = 1
     smoothing: Smoothing = None
     dead_band: DeadBand = 0.0
-    max_change: Growth | None = None
+    max_change: Growth | Literal["auto"] | None = None
     confidence: Coverage | None = None
     warmup: WarmupLength | None = None
     optimizer: str = "momentum"
@@ -173,6 +188,8 @@ class Settings:
     clip: NotNegative = 0.0
     gamma: Gamma = 0.1
     r_max: RMax = 1.0
+    factor: Factor = "gsnr"
+    beta3: Share | None = None
     lr_scaling: Literal["sqrt", "linear", "adascale", "none"] = "sqrt"
     transport: bool = False
     lr_schedule: str = "constant"
@@ -193,16 +210,11 @@ class Settings:
                 f"zero_stage={self.zero_stage} with engine={self.engine}; DeepSpeed's 0, 1 and 2 "
                 "are known (at 3 no rank has the weights that scores are of), others have 0"
             )
-        if self.groups is not None and self.engine == "deepspeed":
-            raise SettingError(
-                f"groups={self.groups} with engine=deepspeed, which compares micro-batches; leave "
-                "groups out, or engine"
-            )
-        if self.transport and self.engine == "deepspeed":
-            raise SettingError(
-                "transport=True with engine=deepspeed, whose optimizers were not tried with it; "
-                "leave transport out, or engine"
-            )
+        for name, reason in _NOT_ON_DEEPSPEED.items() if self.engine == "deepspeed" else ():
+            if value := getattr(self, name):
+                raise SettingError(
+                    f"{name}={value} with engine=deepspeed, {reason}; leave {name} out, or engine"
+                )
         if self.every is not None and self.budget is not None:
             raise SettingError(
                 f"every={self.every} and budget={self.budget:g} both say how often steps are "
@@ -304,6 +316,14 @@ CONTROLLER_SETTINGS = (
     "confidence",
     "warmup",
 )
+_NOT_ON_DEEPSPEED = {  # settings that the engine lacks, and why
+    "branch_test": "which steps the optimizer itself",
+    "fixed_micro_batch": "whose micro-batches shrink and grow with the batch",
+    "groups": "which compares micro-batches",
+    "transport": "whose optimizers were not tried with it",
+    "half_batch_cosine": "whose meter lacks it",
+    "per_layer": "whose meter lacks it",
+}
 _OF_ARGUMENTS = {  # settings of arguments with other names
     "text": "batch_schedule",
     "schedule": "batch_schedule",

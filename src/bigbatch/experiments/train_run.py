@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from bigbatch.errors import RankError, RunError
-from bigbatch.experiments.build_optimizer import base_of, build_optimizer
+from bigbatch.experiments.build_optimizer import base_of, build_controller, build_optimizer
 from bigbatch.experiments.distributed_eval import device_of, finite_scores, to_device
 from bigbatch.experiments.engines.ddp_engine import DDP
 from bigbatch.experiments.engines.deepspeed_engine import DeepSpeed
@@ -110,7 +110,8 @@ class Training:
             # for other dropout and augmentation on each rank
             _seed((settings.seed + rank() * _SEED_STEP) % 2**32)
         engine = DeepSpeed if settings.engine == "deepspeed" else DDP
-        self.engine: Engine = engine(self.model, self.optimizer, self.data, settings)
+        controller = build_controller(settings, self.loss)
+        self.engine: Engine = engine(self.model, self.optimizer, self.data, settings, controller)
         self.train, self.wrapped_model = self.engine.train, self.engine.wrapped_model
         self.train.scheduler = self._scheduler()
 

@@ -10,6 +10,7 @@ from bigbatch.experiments.settings import CONTROLLER_SETTINGS, Settings, policy_
 from bigbatch.policies.parse import POLICIES
 
 CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # precisions of autocast
+_VR_SETTINGS = {"gamma", "r_max", "factor", "beta3"}
 
 
 def build_on_meta_device(recipe: Recipe, settings: Settings) -> nn.Module:
@@ -31,6 +32,7 @@ def require_trainable(recipe: Recipe, *settings_list: Settings) -> None:
                 "confidence with engine=deepspeed is that of a window; set smoothing"
             )
         build_optimizer(settings, [("weight", nn.Parameter(torch.zeros(1)))])
+        _require_branches(settings)
     different = {repr((s.task, s.precision, s.engine)): s for s in settings_list}
     for settings in different.values():
         dtypes = {p.dtype for p in _build(recipe, settings).parameters()}
@@ -41,6 +43,23 @@ def require_trainable(recipe: Recipe, *settings_list: Settings) -> None:
             )
         if settings.engine == "deepspeed":
             _require_for_deepspeed(dtypes, settings.precision)
+
+
+def _require_branches(settings: Settings) -> None:
+    """Raises SettingError for branch tests of a training in which branches cannot train.
+
+    Source:
+        training/branch_test.py, `require_supported`.
+    """
+    problem = ""
+    if settings.optimizer.startswith("vr-"):
+        problem = f"optimizer={settings.optimizer}, which needs the gradient of each micro-batch"
+    elif settings.precision == "float16":
+        problem = "precision=float16, whose GradScaler may skip steps of a branch"
+    if problem and settings.branch_test is not None:
+        raise SettingError(
+            f"branch_test={settings.branch_test} with {problem}; leave branch_test out"
+        )
 
 
 def _build(recipe: Recipe, settings: Settings) -> nn.Module:
@@ -77,8 +96,9 @@ def _require_for_deepspeed(dtypes: set[torch.dtype], precision: str) -> None:
 
 
 def unused_in(settings: Settings) -> set[str]:
-    """Settings without effect on the training, because of its policy and its optimizer."""
-    return unused_by_policy(settings.policy) | unused_by_optimizer(settings.optimizer)
+    """Settings without effect on the training, because of its policy, optimizer and factor."""
+    unused = unused_by_policy(settings.policy) | unused_by_optimizer(settings.optimizer)
+    return unused | (set() if settings.factor == "gsnr" else {"r_max"})  # others are never above 1
 
 
 def unused_by_policy(policy: str) -> set[str]:
@@ -86,15 +106,15 @@ def unused_by_policy(policy: str) -> set[str]:
     unused = {name for each in POLICIES for name in policy_settings(each).values()}
     unused -= {"batch_size", *policy_settings(policy).values()}
     if policy == "schedule":  # decides without measurements
-        unused |= {"smoothing", "dead_band", "confidence", "batch_size"}
+        unused |= {"smoothing", "dead_band", "confidence", "batch_size", "branch_test"}
     else:
         unused.add("replay_from")
-    return unused | set(CONTROLLER_SETTINGS if policy == "fixed" else ())
+    return unused | ({*CONTROLLER_SETTINGS, "branch_test"} if policy == "fixed" else set())
 
 
 def unused_by_optimizer(optimizer: str) -> set[str]:
-    """Settings that the optimizer of this name lacks."""
+    """Settings that the optimizer of this name lacks, or cannot train with."""
     base = optimizer.removeprefix("vr-")
-    unused = set() if optimizer.startswith("vr-") else {"gamma", "r_max"}
+    unused = {"branch_test"} if optimizer.startswith("vr-") else {*_VR_SETTINGS}
     unused |= set() if base in ("momentum", "lars") else {"momentum"}
     return unused | ({"decay_all"} if base in ("lars", "lamb") else set())

@@ -84,7 +84,7 @@ class BranchTest(Wrapper):
         if not getattr(self.policy, "needs_statistics", True):
             raise SettingError(
                 f"{type(self.policy).__name__} decides without statistics, so a branch test cannot "
-                "correct it; pass it without BranchTest"
+                "correct it; leave the branch test out"
             )
         self.ratio = 1.0
         self.spent = 0  # samples of all tests

@@ -1,7 +1,7 @@
 """Rows of the log, the history of a run, and tables of histories."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -57,16 +57,24 @@ def row_of(record: StepRecord, scores: Scores | None) -> Row:
         found = (test.critical_batch, *test.interval, test.noise_scale, test.samples_spent)
         row["branch_test"] = dict(zip(BRANCH_TEST, map(finite, found), strict=True))
     if record.gsnr is not None:
-        row["gsnr"] = {
-            name: [_round(number) for number in numbers]
-            for name, numbers in record.gsnr.by_layer().items()
-        }
+        row["gsnr"] = _rounded(record.gsnr.by_layer())
+    if statistics is not None and statistics.half_batch_cosine is not None:
+        row["half_batch_cosine"] = statistics.half_batch_cosine
+    if statistics is not None and statistics.layers:
+        row["layers"] = _rounded(
+            {name: (one.noise_scale, one.similarity) for name, one in statistics.layers.items()}
+        )
     return {name: finite(value) for name, value in row.items()}
 
 
 def finite(value: Any) -> Any:
     """The value; None for nan and infinity, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _rounded(by_layer: Mapping[str, Iterable[float]]) -> dict[str, list[float | None]]:
+    """The numbers of each layer with four digits."""
+    return {name: [_round(number) for number in numbers] for name, numbers in by_layer.items()}
 
 
 def _round(number: float) -> float | None:

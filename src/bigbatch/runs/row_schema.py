@@ -25,7 +25,7 @@ _Count = Annotated[int, In("[1, 9e18]")]  # fits an int64
 _Whole = Annotated[int, In("[0, 9e18]")]
 _OptionalNumber = Number | None
 _LayerNumbers = tuple[_OptionalNumber, _OptionalNumber, _OptionalNumber, _OptionalNumber]
-_Scalar = Number | str | bool
+_Scalar = Number | str | bool | None
 _Seconds = Annotated[float, In("[0, 1e12]")]
 
 STEP = {  # values of every line of metrics.jsonl that are read
@@ -54,6 +54,8 @@ OPTIONAL_STEP = {  # values that a line may lack
     "way": Kind(str),
     "branch_test": Kind(dict[str, _OptionalNumber]),
     "gsnr": Kind(dict[str, _LayerNumbers]),
+    "half_batch_cosine": Kind(_OptionalNumber),
+    "layers": Kind(dict[str, tuple[_OptionalNumber, _OptionalNumber]]),  # noise scale, similarity
 }
 BRANCH_TEST = ("critical_batch", "low", "high", "noise_scale", "samples_spent")
 SETTINGS = {  # settings of config.yaml that are read with a log
@@ -65,7 +67,7 @@ SETTINGS = {  # settings of config.yaml that are read with a log
     "init_from": Kind(str),
     "lr_control_from": Kind(str),
     "over_seeds": Kind(Literal["mean", "median"]),
-    "task": Kind(dict[str, _Scalar]),
+    "task": Kind(dict[str, Number | str | bool]),
 }
 SWEEP = {
     "tuned": Kind(list[str]),
@@ -73,7 +75,7 @@ SWEEP = {
     "higher_is_better": Kind(bool),
     "points": Kind(Annotated[dict[str, dict[str, _Scalar]], _NotEmpty()]),
 }
-_OTHER_SETTING = Kind(_Scalar | None)
+_OTHER_SETTING = Kind(_Scalar)
 
 
 def require_kinds(place: str, values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:

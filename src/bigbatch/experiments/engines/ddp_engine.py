@@ -12,6 +12,7 @@ from bigbatch.experiments.engines.engine import Loss, State
 from bigbatch.experiments.process_group import is_rank_zero, wrap_ddp
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
+from bigbatch.policies.controller import Controller
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.training.distributed_state import DistributedState
 from bigbatch.training.step_record import StepRecord
@@ -25,17 +26,25 @@ class DDP:
         optimizer: its optimizer.
         data: the training data.
         settings: settings of the training.
+        controller: decides the batch size.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, data: Data, settings: Settings
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        data: Data,
+        settings: Settings,
+        controller: Controller,
     ) -> None:
         self.wrapped_model = wrap_ddp(model)
         self._model, self._optimizer, self._clip = model, optimizer, settings.clip
         uses_scaler = settings.precision == "float16"
         self._scaler = GradScaler(settings.device) if uses_scaler else None
         ranks = virtual_ranks_of(settings)
-        self.train = build_loop(data, settings, self.wrapped_model, optimizer, ranks, self._scaler)
+        self.train = build_loop(
+            data, settings, self.wrapped_model, optimizer, controller, ranks, self._scaler
+        )
         self._states = DistributedState(self.train)
 
     def steps(self, loss_of: Loss) -> Iterator[StepRecord]:

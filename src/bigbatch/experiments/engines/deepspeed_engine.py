@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from bigbatch.digest import file_digests, require_digests
 from bigbatch.errors import RunError, SettingError, StateError
 from bigbatch.experiments.build_loop import batches_of, interval_of, lr_scaling_of, virtual_ranks_of
-from bigbatch.experiments.build_optimizer import build_controller
 from bigbatch.experiments.engines.engine import Loss, State
 from bigbatch.experiments.process_group import is_rank_zero, run_on_rank_zero, world_size
 from bigbatch.experiments.recipe import Data
 from bigbatch.experiments.settings import Settings
 from bigbatch.experiments.torchrun import backend
+from bigbatch.policies.controller import Controller
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.step_record import StepRecord
@@ -34,13 +34,19 @@ class DeepSpeed:
         optimizer: its optimizer.
         data: the training data.
         settings: settings of the training.
+        controller: decides the batch size.
     Raises:
         SettingError: DeepSpeed, or its integration, does not support a setting.
         MissingPackageError: DeepSpeed is not installed.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, data: Data, settings: Settings
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        data: Data,
+        settings: Settings,
+        controller: Controller,
     ) -> None:
         from bigbatch.integrations import deepspeed
 
@@ -54,7 +60,7 @@ class DeepSpeed:
             optimizer=optimizer,
             training_data=batches_of(data, settings, virtual_ranks_of(settings)),
             config=_config_of(settings),
-            policy=build_controller(settings),
+            policy=controller,
             adaptive_batch_params={"max_micro_batch_size": settings.micro_batch},
             lr_scaling=lr_scaling_of(settings),
             min_micro_batches=settings.min_micro_batches,
