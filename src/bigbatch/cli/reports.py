@@ -12,7 +12,8 @@ from bigbatch.policies.parse import POLICIES, parse_policy
 from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
 from bigbatch.runs.html_report import write_report
-from bigbatch.runs.metrics import history_of, measured_rows, seeds_of, table_of
+from bigbatch.runs.metrics import group_seeds, history_of, measured_rows, seeds_of, table_of
+from bigbatch.runs.paired_differences import differences_of, require_reference
 from bigbatch.runs.replay import replay as replay_policies
 from bigbatch.runs.replay import save_figure, table_of_replay, time_in_words
 from bigbatch.runs.run_directory import find_runs
@@ -20,16 +21,26 @@ from bigbatch.runs.sweep_results import read_sweep_results
 
 Paths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs or studies.")]
 
+Against = Annotated[
+    str | None,
+    typer.Option(metavar="ARM", help="Arm from which to show the others' differences [the first]."),
+]
+
 _REPLACES = "Replaces only what bigbatch wrote."
 
 
-def compare(paths: Paths) -> None:
+def compare(paths: Paths, against: Against = None) -> None:
     """Shows runs and studies in one table.
 
     Two studies: bigbatch compare runs/digits-1 runs/digits-2
+
+    Differences from one arm, paired by seed: bigbatch compare runs/digits-1 --against simigrad
     """
     histories = [history_of(run) for path in paths for run in find_runs(path)]
-    LiveView(plain_console()).table(table_of(histories), seeds_of(histories))
+    require_reference(against, group_seeds(histories))
+    view = LiveView(plain_console())
+    view.table(table_of(histories), seeds_of(histories))
+    view.differences(differences_of(histories, against))
 
 
 def report(
@@ -38,6 +49,7 @@ def report(
         Path | None,
         typer.Option("-o", "--out", help=f"A .html page, or a .png or .svg figure. {_REPLACES}"),
     ] = None,
+    against: Against = None,
 ) -> None:
     """Writes a report of runs and studies side by side.
 
@@ -53,10 +65,15 @@ def report(
         out = paths[0] / "report.html"
     else:
         require_writable(out, (".html", *FIGURE_FORMATS))
+    if out.suffix != ".html" and against is not None:
+        raise SettingError(
+            f"--against is for the tables of a page, and {out} has none; leave it out"
+        )
     results = [(path, read_sweep_results(path)) for path in paths]
     runs = [run for path, sweep in results for run in (sweep.drawn if sweep else find_runs(path))]
     sweeps = [sweep for _, sweep in results if sweep is not None]
-    write_report(runs, out, " and ".join(path.resolve().name for path in paths), sweeps)
+    title = " and ".join(path.resolve().name for path in paths)
+    write_report(runs, out, title, sweeps, against=against)
     LiveView(plain_console()).print(f"report: {out}")
 
 
