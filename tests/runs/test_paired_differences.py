@@ -276,7 +276,7 @@ def test_the_page_has_them_and_a_figure_refuses_the_option(bigbatch, tmp_path):
     figure = tmp_path / "curves.png"
     status, _, err = bigbatch("report", path, "--against", "bb", "-o", figure)
     assert 2 == status
-    assert "--against is for the tables of a page" in err
+    assert f"-o {figure} does not go together with --against" in err
     assert not figure.exists()
 
 

@@ -17,6 +17,7 @@ from bigbatch.runs.paired_differences import differences_of, require_reference
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.sweep_figure import sweep_figure
 from bigbatch.runs.sweep_results import SweepResults, as_csv, as_json
+from bigbatch.runs.time_to_score import ScoreTargets
 
 
 def write_report(
@@ -26,6 +27,7 @@ def write_report(
     sweeps: Sequence[SweepResults] = (),
     *,
     against: str | None = None,
+    targets: ScoreTargets | None = None,
 ) -> None:
     """Writes a report of runs side by side.
 
@@ -35,6 +37,7 @@ def write_report(
         title: the title of the page.
         sweeps: the sweeps that the runs belong to; each has a figure and a table on the page.
         against: arm or point of a sweep from which to show differences; None for the first.
+        targets: scores for which to show the time to reach them.
     Raises:
         SettingError: another ending, or no arm or point has the name `against`.
         RunError: no run has a step yet, or the file cannot be written.
@@ -62,6 +65,7 @@ def write_report(
         table=table_of(all_histories),  # which counts runs without a step
         seeds=seeds_of(all_histories),
         differences=differences_of(all_histories, against),
+        times=targets and (targets.title(all_histories), targets.table(all_histories)),
         figures={label: as_svg(curves(histories, x)) for x, label in AXES.items()},
         heat_maps=[as_svg(figure) for figure in map(heat_maps, first_seeds) if figure is not None],
         runs=[(run.name, yaml.safe_dump(run.settings, sort_keys=False)) for run in runs],
