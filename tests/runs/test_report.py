@@ -239,7 +239,7 @@ def test_a_browser_shows_the_table_and_every_panel_of_the_chosen_axis(page, tmp_
         timeout=120,
     ).stdout
     seen = json.loads(re.search(r'<pre id="out">(.*?)</pre>', dumped, re.DOTALL)[1])
-    assert 2 == seen["rows"]
+    assert 3 == seen["rows"]  # two arms, and the difference of the second
     for tab, axis in zip(seen["tabs"], ("samples", "optimizer steps", "seconds"), strict=True):
         assert 1 == tab["figures"]
         assert 6 == tab["panels"]

@@ -5,31 +5,72 @@ from typing import Annotated
 
 import typer
 
-from bigbatch.cli.options import parse_settings, with_settings
+from bigbatch.cli.options import parse_settings, refuse_options, with_settings
 from bigbatch.errors import SettingError
+from bigbatch.experiments import get_recipe
 from bigbatch.experiments.settings import CONTROLLER_SETTINGS
 from bigbatch.policies.parse import POLICIES, parse_policy
 from bigbatch.runs.console import LiveView, plain_console
 from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
 from bigbatch.runs.html_report import write_report
-from bigbatch.runs.metrics import history_of, measured_rows, seeds_of, table_of
+from bigbatch.runs.metrics import (
+    History,
+    group_seeds,
+    history_of,
+    measured_rows,
+    seeds_of,
+    table_of,
+)
+from bigbatch.runs.paired_differences import differences_of, require_reference
 from bigbatch.runs.replay import replay as replay_policies
 from bigbatch.runs.replay import save_figure, table_of_replay, time_in_words
 from bigbatch.runs.run_directory import find_runs
 from bigbatch.runs.sweep_results import read_sweep_results
+from bigbatch.runs.time_to_score import ScoreTargets
 
 Paths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs or studies.")]
+
+Against = Annotated[
+    str | None,
+    typer.Option(metavar="ARM", help="Arm from which to show the others' differences [the first]."),
+]
+To = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--to", metavar="SCORE", help="Show steps, samples, seconds to this score. May be repeated."
+    ),
+]
 
 _REPLACES = "Replaces only what bigbatch wrote."
 
 
-def compare(paths: Paths) -> None:
+def compare(paths: Paths, against: Against = None, to: To = None) -> None:
     """Shows runs and studies in one table.
 
     Two studies: bigbatch compare runs/digits-1 runs/digits-2
+
+    Differences from one arm, paired by seed: bigbatch compare runs/digits-1 --against simigrad
+
+    The time to 85 and to 90 %: bigbatch compare runs/digits-1 --to 85 --to 90
     """
+    targets = _targets(to)
     histories = [history_of(run) for path in paths for run in find_runs(path)]
-    LiveView(plain_console()).table(table_of(histories), seeds_of(histories))
+    require_reference(against, group_seeds(histories))
+    times = targets and targets.table(histories)
+    view = LiveView(plain_console())
+    view.table(table_of(histories), seeds_of(histories))
+    view.differences(differences_of(histories, against))
+    if targets and times:
+        view.table(times, targets.title(histories))
+
+
+def _targets(scores: list[float] | None) -> ScoreTargets | None:
+    return ScoreTargets(scores, _higher_is_better) if scores else None
+
+
+def _higher_is_better(history: History) -> bool:
+    """Whether a higher main score is better, as the recipe of the run says."""
+    return get_recipe(str(history.settings.get("recipe"))).higher_is_better
 
 
 def report(
@@ -38,6 +79,8 @@ def report(
         Path | None,
         typer.Option("-o", "--out", help=f"A .html page, or a .png or .svg figure. {_REPLACES}"),
     ] = None,
+    against: Against = None,
+    to: To = None,
 ) -> None:
     """Writes a report of runs and studies side by side.
 
@@ -53,10 +96,14 @@ def report(
         out = paths[0] / "report.html"
     else:
         require_writable(out, (".html", *FIGURE_FORMATS))
+    if out.suffix != ".html":
+        of_tables = {"against": against, "to": to}
+        refuse_options(f"-o {out}", (name for name, value in of_tables.items() if value))
     results = [(path, read_sweep_results(path)) for path in paths]
     runs = [run for path, sweep in results for run in (sweep.drawn if sweep else find_runs(path))]
     sweeps = [sweep for _, sweep in results if sweep is not None]
-    write_report(runs, out, " and ".join(path.resolve().name for path in paths), sweeps)
+    title = " and ".join(path.resolve().name for path in paths)
+    write_report(runs, out, title, sweeps, against=against, targets=_targets(to))
     LiveView(plain_console()).print(f"report: {out}")
 
 

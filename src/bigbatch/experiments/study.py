@@ -19,6 +19,7 @@ from bigbatch.runs.atomic_files import create_directory_atomically, write_atomic
 from bigbatch.runs.console import LiveView
 from bigbatch.runs.html_report import write_report, write_sweep_files
 from bigbatch.runs.metrics import history_of, seeds_of, table_of
+from bigbatch.runs.paired_differences import differences_of
 from bigbatch.runs.run_config import config_yaml, read_trainings
 from bigbatch.runs.run_directory import RunDirectory, find_runs
 from bigbatch.runs.sweep_results import read_sweep_results
@@ -124,6 +125,7 @@ def report_study(path: Path, view: LiveView) -> None:
         view.table(sweep.table(), f"{path.name}: {sweep.title}")
         for place in sweep.at_edges:
             view.print(f"{place}: the best value is at the edge of the grid; widen it")
+        view.differences(sweep.differences())
         view.print(f"figure: {path / 'sweep.png'}\nreport: {report}")
 
 
@@ -131,6 +133,7 @@ def _show_runs(path: Path, view: LiveView) -> None:
     """Shows the table of the run or the runs at `path`, and the path of the report."""
     histories = [history_of(run) for run in find_runs(path)]
     view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
+    view.differences(differences_of(histories))
     view.print(f"report: {path / 'report.html'}")
 
 

@@ -13,6 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from bigbatch.runs.metrics import Scores, Table
+from bigbatch.runs.paired_differences import Differences
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.step_record import StepRecord
@@ -55,6 +56,11 @@ class LiveView:
         if self.console.measure(rich_table, options=unlimited).minimum > self.console.width:
             rich_table = _rich_table(table, title, wraps=True)
         self.console.print(rich_table)
+
+    def differences(self, differences: Differences | None) -> None:
+        """Prints the table of differences; nothing where there is no other arm."""
+        if differences is not None:
+            self.table(differences.table(), differences.title)
 
     @contextmanager
     def training(

@@ -13,13 +13,21 @@ from bigbatch.runs.atomic_files import GENERATOR, write_atomically
 from bigbatch.runs.curves import AXES, FIGURE_FORMATS, as_svg, curves, require_ending, write_figure
 from bigbatch.runs.gsnr_heatmap import heat_maps
 from bigbatch.runs.metrics import group_seeds, history_of, seeds_of, table_of
+from bigbatch.runs.paired_differences import differences_of, require_reference
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.sweep_figure import sweep_figure
 from bigbatch.runs.sweep_results import SweepResults, as_csv, as_json
+from bigbatch.runs.time_to_score import ScoreTargets
 
 
 def write_report(
-    runs: list[RunDirectory], out: Path, title: str, sweeps: Sequence[SweepResults] = ()
+    runs: list[RunDirectory],
+    out: Path,
+    title: str,
+    sweeps: Sequence[SweepResults] = (),
+    *,
+    against: str | None = None,
+    targets: ScoreTargets | None = None,
 ) -> None:
     """Writes a report of runs side by side.
 
@@ -28,8 +36,10 @@ def write_report(
         out: a `.html` page, or the curves alone as `.png` or `.svg`.
         title: the title of the page.
         sweeps: the sweeps that the runs belong to; each has a figure and a table on the page.
+        against: arm or point of a sweep from which to show differences; None for the first.
+        targets: scores for which to show the time to reach them.
     Raises:
-        SettingError: another ending.
+        SettingError: another ending, or no arm or point has the name `against`.
         RunError: no run has a step yet, or the file cannot be written.
     """
     require_ending(out, (".html", *FIGURE_FORMATS))
@@ -37,6 +47,9 @@ def write_report(
     histories = [history for history in all_histories if history.rows]
     if not histories:
         raise RunError(f"{title}: no step is logged yet, so there is nothing to report")
+    groups = group_seeds(all_histories)
+    points = {point.name: point for sweep in sweeps for point in sweep.points}
+    require_reference(against, {**groups, **points})
     if out.suffix != ".html":
         write_figure(curves(histories, "samples"), out)
         return
@@ -46,9 +59,13 @@ def write_report(
     text = page.render(
         generator=GENERATOR,
         title=title,
-        sweeps=[(sweep, as_svg(sweep_figure(sweep))) for sweep in sweeps],
+        sweeps=[
+            (sweep, as_svg(sweep_figure(sweep)), sweep.differences(against)) for sweep in sweeps
+        ],
         table=table_of(all_histories),  # which counts runs without a step
         seeds=seeds_of(all_histories),
+        differences=differences_of(all_histories, against),
+        times=targets and (targets.title(all_histories), targets.table(all_histories)),
         figures={label: as_svg(curves(histories, x)) for x, label in AXES.items()},
         heat_maps=[as_svg(figure) for figure in map(heat_maps, first_seeds) if figure is not None],
         runs=[(run.name, yaml.safe_dump(run.settings, sort_keys=False)) for run in runs],

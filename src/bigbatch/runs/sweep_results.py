@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from bigbatch.errors import RunError
 from bigbatch.runs.metrics import History, Table, finite, history_of
+from bigbatch.runs.paired_differences import Differences, SeedScores, differences_between
 from bigbatch.runs.run_config import read_sweep, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.seed_summary import SeedSummary
@@ -58,16 +59,21 @@ class SweepPoint:
     Args:
         name: name of the point.
         values: values of the settings that vary.
-        planned: number of runs, finished or not.
+        seeds: the seeds of its runs, finished or not.
         runs: the finished runs.
         tuning: finished runs of tuning seeds, which are not shown.
     """
 
     name: str
     values: Mapping[str, Any]
-    planned: int
+    seeds: list[int]
     runs: list[SweepRun]
     tuning: list[SweepRun] = field(default_factory=list)
+
+    @property
+    def planned(self) -> int:
+        """Number of runs, finished or not."""
+        return len(self.seeds)
 
     def scores(self, score: str) -> list[float]:
         """Finite values of a score over the runs."""
@@ -76,6 +82,11 @@ class SweepPoint:
     def missing(self, score: str) -> int:
         """Number of runs that are unfinished, lack a finite score, or diverged."""
         return self.planned - _valid(self.runs, score)
+
+    def scores_by_seed(self, score: str) -> SeedScores:
+        """A score of each seed; None for a run that `missing` counts."""
+        valid = {run.seed: run.scores.get(score) for run in self.runs if not run.diverged}
+        return {seed: valid.get(seed) for seed in self.seeds}
 
     @property
     def average_batch(self) -> float:
@@ -253,6 +264,21 @@ class SweepResults:
         columns = (*(keys or ["point"]), *scores, "average batch", "steps", "wall time", "runs")
         return Table(columns, rows)
 
+    def differences(self, against: str | None = None) -> Differences | None:
+        """Differences of the main score between the shown points; None for one point.
+
+        Args:
+            against: name of the reference, shown or not; None for the first shown point, also if
+                no point has this name.
+        """
+        named = [point for point in self.points if point.name == against]
+        reference = (named or self.shown)[0]
+        points = [reference, *(point for point in self.shown if point is not reference)]
+        scores = {point.name: point.scores_by_seed(self.score) for point in points}
+        return differences_between(
+            scores, self.score, reference.name, () if self.tuning_seeds else self.tuned
+        )
+
 
 def read_sweep_results(path: Path) -> SweepResults | None:
     """Results of the sweep at `path`; None for another study, or a run.
@@ -281,9 +307,12 @@ def read_sweep_results(path: Path) -> SweepResults | None:
             if history.finished:
                 runs = tuning if tunes else finished
                 runs[settings["arm"]].append(_sweep_run(history, settings["seed"], directory))
-    arms = [settings["arm"] for settings in trainings.values() if not is_tuning(settings)]
+    seeds: dict[str, list[int]] = {name: [] for name in sweep["points"]}
+    for settings in trainings.values():
+        if not is_tuning(settings):
+            seeds[settings["arm"]].append(settings["seed"])
     points = [
-        SweepPoint(name, values, arms.count(name), finished[name], tuning[name])
+        SweepPoint(name, values, seeds[name], finished[name], tuning[name])
         for name, values in sweep["points"].items()
     ]
     return SweepResults(
@@ -346,12 +375,13 @@ def _result_cells(point: SweepPoint, scores: list[str], summary: SeedSummary) ->
 
 def as_json(sweep: SweepResults) -> dict[str, Any]:
     """All points with their runs, for sweep.json."""
-    front, shown = sweep.front, sweep.shown
+    front, shown, differences = sweep.front, sweep.shown, sweep.differences()
     return {
         "name": sweep.name,
         "score": sweep.score,
         "higher_is_better": sweep.higher_is_better,
         "tuned": list(sweep.tuned),
+        "reference": differences and differences.reference,
         "points": [
             {
                 "name": point.name,
@@ -359,11 +389,29 @@ def as_json(sweep: SweepResults) -> dict[str, Any]:
                 "planned": point.planned,
                 "shown": point in shown,
                 "on_front": point in front,
+                "difference": _difference_as_json(differences, point),
                 "runs": [_run_as_json(run) for run in point.runs],
                 "tuning": [_run_as_json(run) for run in point.tuning],
             }
             for point in sweep.points
         ],
+    }
+
+
+def _difference_as_json(differences: Differences | None, point: SweepPoint) -> Any:
+    """The difference of a shown point from the reference; None for another point."""
+    if differences is None or point.name not in differences.arms:
+        return None
+    one = differences.arms[point.name]
+    low, high = one.interval or (None, None)
+    return {
+        "mean": one.center,
+        "low": finite(low),
+        "high": finite(high),
+        "level": one.level,
+        "pairs": len(one.by_seed),
+        "missing": one.missing,
+        "result": one.result,
     }
 
 
@@ -376,15 +424,17 @@ def _run_as_json(run: SweepRun) -> dict[str, Any]:
 
 
 def as_csv(sweep: SweepResults) -> str:
-    """One row per run, for sweep.csv."""
-    keys, scores = sweep.keys, sweep.score_names
+    """One row per run, for sweep.csv; `difference` is that from the reference's run of its seed."""
+    keys, scores, differences = sweep.keys, sweep.score_names, sweep.differences()
+    arms = differences.arms if differences else {}
     text = io.StringIO()
     out = csv.writer(text, lineterminator="\n")
-    out.writerow(["point", *keys, "seed", *scores, *_NUMBERS])
+    out.writerow(["point", *keys, "seed", *scores, *_NUMBERS, "difference"])
     for point in sweep.points:
         values = [point.values.get(key, "") for key in keys]
         for run in point.runs:
             run_scores = [run.scores.get(score) for score in scores]
             numbers = [finite(getattr(run, name)) for name in _NUMBERS]
-            out.writerow([point.name, *values, run.seed, *run_scores, *numbers])
+            difference = arms[point.name].by_seed.get(run.seed) if point.name in arms else None
+            out.writerow([point.name, *values, run.seed, *run_scores, *numbers, difference])
     return text.getvalue()
