@@ -46,7 +46,8 @@ def build_controller(
     policy = _build_policy(settings)
     batch_size = getattr(policy, "batch_size", None) or settings.batch_size
     if settings.branch_test is not None:
-        policy = BranchTest(policy, loss_of, every=settings.branch_test)
+        share = settings.branch_share
+        policy = BranchTest(policy, loss_of, every=settings.branch_test, share=share)
     return Controller(
         policy,
         batch_size,

@@ -11,7 +11,7 @@ from bigbatch.errors import SettingError
 from bigbatch.experiments.lr_schedule import LRSchedule
 from bigbatch.optim.gsnr_options import Factor, Gamma, RMax
 from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
-from bigbatch.policies.branch_test_policy import TestInterval
+from bigbatch.policies.branch_test_policy import DEFAULT_SHARE, TestInterval
 from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.late_switch import SwitchMoment
 from bigbatch.policies.parse import arguments_of
@@ -73,6 +73,7 @@ class Settings:
         late_policy: policy of late-switch after that: simigrad:target=0.2 for example.
         branch_test: time between branch tests, which correct the noise that the policy sees: "20 %"
             for so many more samples than at the last test, or "2 epochs"; None for no test.
+        branch_share: largest share of the samples so far that branch tests may spend.
         tokens_per_sample: mean length of a sample, where the schedule counts tokens.
         min_batch: smallest batch size, in samples of a step.
         max_batch: largest batch size, in samples of a step.
@@ -158,6 +159,7 @@ class Settings:
     late_from: SwitchMoment = 0.3
     late_policy: str = "simigrad"
     branch_test: TestInterval | None = None
+    branch_share: Positive = DEFAULT_SHARE
     tokens_per_sample: Positive | None = None
     min_batch: Count
     max_batch: Count

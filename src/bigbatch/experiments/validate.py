@@ -10,6 +10,7 @@ from bigbatch.experiments.settings import CONTROLLER_SETTINGS, Settings, policy_
 from bigbatch.policies.parse import POLICIES
 
 CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # precisions of autocast
+_BRANCH_SETTINGS = ("branch_test", "branch_share")
 _VR_SETTINGS = {"gamma", "r_max", "factor", "beta3"}
 
 
@@ -106,15 +107,15 @@ def unused_by_policy(policy: str) -> set[str]:
     unused = {name for each in POLICIES for name in policy_settings(each).values()}
     unused -= {"batch_size", *policy_settings(policy).values()}
     if policy == "schedule":  # decides without measurements
-        unused |= {"smoothing", "dead_band", "confidence", "batch_size", "branch_test"}
+        unused |= {"smoothing", "dead_band", "confidence", "batch_size", *_BRANCH_SETTINGS}
     else:
         unused.add("replay_from")
-    return unused | ({*CONTROLLER_SETTINGS, "branch_test"} if policy == "fixed" else set())
+    return unused | ({*CONTROLLER_SETTINGS, *_BRANCH_SETTINGS} if policy == "fixed" else set())
 
 
 def unused_by_optimizer(optimizer: str) -> set[str]:
     """Settings that the optimizer of this name lacks, or cannot train with."""
     base = optimizer.removeprefix("vr-")
-    unused = {"branch_test"} if optimizer.startswith("vr-") else {*_VR_SETTINGS}
+    unused = {*_BRANCH_SETTINGS} if optimizer.startswith("vr-") else {*_VR_SETTINGS}
     unused |= set() if base in ("momentum", "lars") else {"momentum"}
     return unused | ({"decay_all"} if base in ("lars", "lamb") else set())
