@@ -14,7 +14,8 @@ import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
 # errors, interrupts, kernels < digest, optional_packages, setting_types < gradients < statistics
-# < policies < data, optim < training < advisor < integrations, runs < experiments < bench < cli
+# < policies < data, optim < training < advisor < integrations, runs < experiments < bench
+# < results < cli
 LEVELS = {
     "errors": 0,
     "interrupts": 0,
@@ -35,8 +36,9 @@ LEVELS = {
     "runs": 8,
     "experiments": 9,
     "bench": 10,
-    "cli": 11,
-    "__main__": 12,
+    "results": 11,
+    "cli": 12,
+    "__main__": 13,
 }
 LIBRARY = {folder for folder, level in LEVELS.items() if level <= LEVELS["advisor"]} | {"public"}
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -104,6 +106,7 @@ OPTIONAL = {  # the packages that a folder or a module may import
     "runs": {"filelock", "jinja2", "matplotlib", "rich", "yaml"},
     "experiments": {"PIL", "filelock", "jinja2", "matplotlib", "rich"},
     "bench": {"matplotlib", "rich", "typer"},
+    "results": {"matplotlib", "rich"},
 }
 
 

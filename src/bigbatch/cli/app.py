@@ -34,6 +34,10 @@ _COMMANDS = {  # module, and first line of the help
         "Lists the recipes, or the arms, data and commands of one.",
     ),
     "bench": ("bigbatch.bench.commands", "Measures costs on this machine, as ratios."),
+    "results": (
+        "bigbatch.cli.results_command",
+        "What the methods deliver: draws the results, or trains them again.",
+    ),
 }
 
 

@@ -164,6 +164,7 @@ class _ProcessPool:
         while not _is_unlocked(run):  # its process outlived an earlier parent
             await asyncio.sleep(_POLL_SECONDS)
         threads = {"OMP_NUM_THREADS": str(self._trainings[run.name]["threads"])}
+        (run.path / LOG).write_bytes(b"")
         process = self._context.Process(target=_train, args=(run.path, {**threads, **slot}))
         process.start()
         self._running[run.name] = RunFollower(run)
@@ -198,7 +199,7 @@ def _train(path: Path, environment: Environment) -> None:
     os.setsid()  # Ctrl-C interrupts the parent alone
     os.environ |= environment
     null = os.open(os.devnull, os.O_RDWR)
-    log = os.open(path / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    log = os.open(path / LOG, os.O_WRONLY)
     for stream, file in ((0, null), (1, null), (2, log)):
         os.dup2(file, stream)
     sys.argv = ["bigbatch", "train", "--quiet", "--resume", str(path)]

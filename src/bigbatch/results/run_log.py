@@ -1,0 +1,195 @@
+"""The log of a comparison: what its runs came to, small enough to be kept with the project."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import RunError
+from bigbatch.results.step_cost import StepCost
+from bigbatch.runs.atomic_files import write_atomically
+from bigbatch.runs.metrics import history_of
+from bigbatch.runs.run_config import read_trainings
+from bigbatch.runs.sweep_results import SweepPoint, SweepRun, read_sweep_results
+
+_POINTS = 30  # most points of a stored trajectory
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """One training.
+
+    Args:
+        arm: its arm.
+        lr: its learning rate.
+        seed: its seed.
+        tuning: whether it only chose the rate.
+        failure: why it did not end; "" where it did.
+        diverged: whether its loss diverged.
+        samples, steps: samples and updates of the whole training.
+        seconds: its duration.
+        scores: last scores by name; None for one that is not finite.
+        spent: samples of branch tests, which are not among `samples`.
+        curve: (samples, steps, seconds, main score) at each evaluation; () for a tuning run.
+        trajectory: (samples, batch size), averaged over equal parts; () for a tuning run.
+    """
+
+    arm: str
+    lr: float
+    seed: int
+    tuning: bool
+    failure: str = ""
+    diverged: bool = False
+    samples: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    spent: int = 0
+    curve: tuple[tuple[int, int, float, float | None], ...] = ()
+    trajectory: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def average_batch(self) -> float:
+        """Mean samples of an update."""
+        return self.samples / self.steps if self.steps else math.nan
+
+    def score(self, name: str) -> float | None:
+        """A last score; None where the run failed, diverged, or has none that is finite."""
+        return None if self.failure or self.diverged else self.scores.get(name)
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """All trainings of a comparison.
+
+    Args:
+        about: recipe, settings, arms, rates and seeds.
+        higher_is_better: whether a higher main score is better.
+        step_cost: seconds of a step of a plain loop.
+        runs: the trainings.
+    """
+
+    about: Mapping[str, Any]
+    higher_is_better: bool
+    step_cost: StepCost
+    runs: list[LoggedRun]
+
+    @property
+    def score(self) -> str:
+        """Name of the main score of fresh runs."""
+        return next(name for run in self.runs if not run.tuning for name in run.scores)
+
+    @property
+    def arms(self) -> list[str]:
+        """Names of the arms."""
+        return list(dict.fromkeys(run.arm for run in self.runs))
+
+    def fresh(self, arm: str) -> list[LoggedRun]:
+        """The runs of an arm that are shown."""
+        return [run for run in self.runs if run.arm == arm and not run.tuning]
+
+    def tuning(self, arm: str) -> list[LoggedRun]:
+        """The runs of an arm that chose its rate."""
+        return [run for run in self.runs if run.arm == arm and run.tuning]
+
+    def rate(self, arm: str) -> float:
+        """The rate that was chosen for an arm."""
+        return self.fresh(arm)[0].lr
+
+    def at_edge(self, arm: str) -> bool:
+        """Whether the chosen rate is the smallest or the largest that was tried."""
+        rates = {run.lr for run in self.tuning(arm)}
+        return len(rates) > 1 and self.rate(arm) in (min(rates), max(rates))
+
+
+def logged_runs(path: Path, failures: Mapping[str, str]) -> list[LoggedRun]:
+    """The runs of the sweep at `path`; `failures` are the reasons of those that did not end."""
+    results = read_sweep_results(path)
+    assert results is not None
+    runs = [
+        _logged(point, run, tuning=tuning)
+        for point in results.points
+        for tuning, finished in ((True, point.tuning), (False, point.runs))
+        for run in finished
+    ]
+    trainings = read_trainings(path)
+    points = {point.name: point for point in results.points}
+    for name, reason in failures.items():
+        point, seed = points[trainings[name]["arm"]], trainings[name]["seed"]
+        arm, lr = str(point.values["arm"]), float(point.values["lr"])
+        runs.append(LoggedRun(arm, lr, seed, seed in results.tuning_seeds, failure=reason))
+    return runs
+
+
+def _logged(point: SweepPoint, run: SweepRun, *, tuning: bool) -> LoggedRun:
+    history = history_of(run.directory)
+    curve: list[tuple[int, int, float, float | None]] = []
+    updates = 0
+    for row in history.rows:
+        updates += not row["skipped"]
+        if row["metrics"] is not None:
+            score = row["metrics"].get(history.score)
+            seconds = round(row["elapsed_seconds"], 2)
+            curve.append((row["samples"], updates, seconds, _rounded(score)))
+    return LoggedRun(
+        arm=str(point.values["arm"]),
+        lr=float(point.values["lr"]),
+        seed=run.seed,
+        tuning=tuning,
+        diverged=run.diverged,
+        samples=history.rows[-1]["samples"],
+        steps=run.steps,
+        seconds=round(run.elapsed_seconds, 2),
+        scores={name: _rounded(score) for name, score in run.scores.items()},
+        spent=sum(
+            row["branch_test"]["samples_spent"] for row in history.rows if "branch_test" in row
+        ),
+        curve=() if tuning else tuple(curve),
+        trajectory=() if tuning else _trajectory(history.rows),
+    )
+
+
+def _trajectory(rows: list[dict[str, Any]]) -> tuple[tuple[int, float], ...]:
+    """Mean batch size of consecutive steps, with the samples after the last of them."""
+    size = max(1, -(-len(rows) // _POINTS))
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return tuple(
+        (part[-1]["samples"], round(sum(row["batch_size"] for row in part) / len(part), 1))
+        for part in parts
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    """The value with six digits."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def write_log(path: Path, log: RunLog) -> None:
+    """Writes a log, one run a line."""
+    head = {"about": log.about, "higher_is_better": log.higher_is_better}
+    head["step_cost"] = asdict(log.step_cost)
+    runs = ",\n".join(json.dumps(asdict(run), separators=(",", ":")) for run in log.runs)
+    text = f'{json.dumps(head)[:-1]},\n"runs":[\n{runs}\n]}}\n'
+    write_atomically(path, text.encode())
+
+
+def read_log(path: Path) -> RunLog:
+    """What `write_log` wrote.
+
+    Raises:
+        RunError: the file is not there, or not a log of a comparison.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        runs = [_read_run(run) for run in content.pop("runs")]
+        step_cost = StepCost(**content.pop("step_cost"))
+        return RunLog(runs=runs, step_cost=step_cost, **content)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is not the log of a comparison ({error!r})") from None
+
+
+def _read_run(values: dict[str, Any]) -> LoggedRun:
+    curve, trajectory = (tuple(map(tuple, values.pop(name))) for name in ("curve", "trajectory"))
+    return LoggedRun(**values, curve=curve, trajectory=trajectory)
