@@ -22,6 +22,11 @@ RunsDir = Annotated[Path, typer.Option(help="Folder of the runs, which are resum
 Logs = Annotated[Path, typer.Option(help="Folder of the logs.")]
 
 
+@results.callback()
+def _group() -> None:
+    """Makes `train` a command of the group while it is the only one."""
+
+
 @results.command()
 def train(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(COMPARISONS)}.")],
