@@ -14,7 +14,8 @@ import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
 # errors, interrupts, kernels < digest, optional_packages, setting_types < gradients < statistics
-# < policies < data, optim < training < advisor < integrations, runs < experiments < bench < cli
+# < policies < data, optim < training < advisor < integrations, runs < experiments
+# < bench, results < cli
 LEVELS = {
     "errors": 0,
     "interrupts": 0,
@@ -35,6 +36,7 @@ LEVELS = {
     "runs": 8,
     "experiments": 9,
     "bench": 10,
+    "results": 10,
     "cli": 11,
     "__main__": 12,
 }
@@ -104,6 +106,7 @@ OPTIONAL = {  # the packages that a folder or a module may import
     "runs": {"filelock", "jinja2", "matplotlib", "rich", "yaml"},
     "experiments": {"PIL", "filelock", "jinja2", "matplotlib", "rich"},
     "bench": {"matplotlib", "rich", "typer"},
+    "results": {"matplotlib"},
 }
 
 
