@@ -34,7 +34,7 @@ Log = dict[str, Any]
 SEEDS = range(5)
 FIXED_WAYS, POLICY_WAYS = (2, 4, 8, 16), (4, 16)  # micro-batches
 GROUPS = 8
-BRANCH_STEPS = (50, 125, 250)  # before which branches are tested
+BRANCH_STEPS = (50, 125, 200)  # before which branches are tested
 
 _SAMPLES = 63 * FIXED_BATCH  # whole steps, so that a pass has no smaller one
 _PASSES = 4
@@ -42,8 +42,8 @@ _FIRST = SHIFTS[-1]  # the first step that counts
 _OVERHEAD = 256.0  # of Goodput
 _WINDOWS = ("16 steps", "auto")
 _BRANCH_SIZES = [64, 128, 256, 512]
-_BRANCH_SAMPLES, _BRANCH_REPEATS, _HELD_ASIDE = 5120, 4, 640
-_BRANCH_TOTAL, _BRANCH_TRUTH, _BRANCH_EVERY = 40_000, 24_000, 4  # samples, exact ones; steps
+_BRANCH_SAMPLES, _BRANCH_REPEATS, _HELD_ASIDE = 5120, 5, 640
+_BRANCH_TOTAL, _BRANCH_TRUTH, _BRANCH_EVERY = 28_000, 24_000, 4  # samples, exact ones; steps
 _MOST_SHARE = 100.0  # of the samples seen, that a branch test may cost
 
 
