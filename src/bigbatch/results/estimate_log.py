@@ -123,7 +123,7 @@ def _compare(samples: Samples, total: int, seed: int) -> tuple[list[Log], Log]:
         is_fixed = isinstance(arm.policy, Fixed)
         tracked = train_tracked(samples, total, seed, arm, truth if is_fixed else None)
         truth = truth or tracked.truth
-        runs.append({"seed": seed, "arm": arm.name, **_measures(tracked)})
+        runs.append({"seed": seed, "arm": arm.name, **measures(tracked)})
         if arm.micro_batches == POLICY_WAYS[0]:
             example[arm.name] = _series(tracked)
     return runs, example
@@ -132,13 +132,13 @@ def _compare(samples: Samples, total: int, seed: int) -> tuple[list[Log], Log]:
 # measures of one training
 
 
-def _measures(tracked: Tracked) -> Log:
+def measures(tracked: Tracked) -> Log:
     """Numbers of one training: of single steps, of averages, and of the batch under a policy."""
     arm, centered = tracked.arm, _logs(tracked.centered())
     exact, estimates = tracked.exact(), tracked.estimates
     is_fixed = isinstance(arm.policy, Fixed)
     windows = _WINDOWS if is_fixed else (arm.smoothing or "",)
-    measures = {
+    numbers = {
         "steps": len(tracked.records),
         "loss": _number(tracked.records[-1].loss),
         "truth_error": _number(_median(tracked.truth.errors)),
@@ -152,8 +152,8 @@ def _measures(tracked: Tracked) -> Log:
     }
     if not is_fixed:
         oracle = _ln(tracked.followed(tracked.centered(), averages=False))
-        measures["batch"] = _pair(_ln(tracked.decided), _ln(tracked.followed(exact)), oracle)
-    return measures
+        numbers["batch"] = _pair(_ln(tracked.decided), _ln(tracked.followed(exact)), oracle)
+    return numbers
 
 
 def _step_errors(tracked: Tracked) -> Log:
