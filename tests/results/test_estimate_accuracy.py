@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -173,7 +174,7 @@ def test_an_average_with_a_scatter_beyond_the_band_does_not_track():
 
 def test_a_lag_that_no_seed_has_is_counted():
     cells = row(part(made_log(), "Batch sizes"), "SimiGrad, 16 micro-batches")
-    assert ["none, 0 of 5 seeds", "3", "does not"] == cells[3:]
+    assert ["-0.50", "0.05", "none, 0 of 5 seeds", "3", "does not"] == cells[2:]
 
 
 def test_paired_differences():
@@ -211,6 +212,20 @@ def test_the_figure_has_four_panels_with_the_data():
 def test_rule_and_hypothesis_name_the_bands():
     assert "-.22 and .22" in estimate_accuracy.RULE
     assert "ratio of 2" in estimate_accuracy.HYPOTHESIS
+
+
+def test_the_page_has_the_tables_of_its_log():
+    folder = Path(__file__).parents[2] / "docs" / "results"
+    file = folder / "estimates.json"
+    assert file.stat().st_size < 150_000
+    log = json.loads(file.read_text())
+    page = (folder / "estimates.md").read_text()
+    missing = [
+        line for line in estimate_accuracy.table(log).splitlines() if line not in page.splitlines()
+    ]
+    assert [] == missing
+    for text in (estimate_accuracy.HYPOTHESIS, estimate_accuracy.RULE):
+        assert text in page
 
 
 @pytest.mark.release  # four minutes

@@ -113,7 +113,7 @@ def _step_table(log: Log) -> str:
     errors = [_value(run["truth_error"]) for run in log["runs"]]
     return (
         f"{_markdown(rows)}\n\nThe exact values have no error for the training set. For a larger "
-        "population that it is drawn from, the standard error of the true ln B_simple is "
+        "population that it is drawn from, the\nstandard error of the true ln B_simple is "
         f"{median(errors):.2f} (median of the runs)."
     )
 
@@ -143,11 +143,12 @@ def _tracking_cells(pairs: Sequence[Log]) -> dict[str, str]:
     """The cells of errors of ln B: of the estimate, and what exact values would leave."""
     estimates = [pair["estimate"] for pair in pairs]
     bias, scatter, lag = _intervals(estimates)
-    _, exact_scatter, exact_lag = _intervals([pair["exact"] for pair in pairs])
+    exact_bias, exact_scatter, exact_lag = _intervals([pair["exact"] for pair in pairs])
     checks = [(bias, -_MAX_BIAS, _MAX_BIAS), (scatter, 0, _MAX_SCATTER), (lag, -_MAX_LAG, _MAX_LAG)]
     return {
         "bias": bias.text(signed=True),
         "scatter": scatter.text(),
+        "exact: bias": _mean_text(exact_bias, 2),
         "exact: scatter": _mean_text(exact_scatter, 2),
         "steps late": lag.text(0) + _count_text(lag, len(pairs)),
         "exact: late": _mean_text(exact_lag, 0) + _count_text(exact_lag, len(pairs)),
