@@ -228,7 +228,7 @@ def test_the_page_has_the_tables_of_its_log():
         assert text in page
 
 
-@pytest.mark.release  # four minutes
+@pytest.mark.release  # three minutes
 def test_a_training_on_digits_gives_a_log_for_table_and_figure():
     log = train(None, jobs=2)
     assert log == json.loads(json.dumps(log, allow_nan=False))
