@@ -14,6 +14,7 @@ AREAS = {
     "experiments": "every experiment reads its data, builds its models, trains and evaluates",
     "advisor": "unmodified scripts are measured as by hand, or refused, and train as without it",
     "bench": "the benchmarks count and simulate what they report",
+    "results": "the experiments of the page of results compute what they say",
     "cli": "every command accepts its documented options, and refuses others in one line",
     "outside": "third-party scripts train as before, after an edit of a few lines",
     "project": "README, documents and examples are right; imports follow the data",

@@ -18,6 +18,7 @@ NEEDED = {  # the extra that a folder, or the files with this beginning of their
     "src/bigbatch/integrations/deepspeed": "deepspeed",
     "src/bigbatch/integrations/lightning": "lightning",
     "src/bigbatch/integrations/transformers": "transformers",
+    "src/bigbatch/results": "experiments",
     "src/bigbatch/runs": "cli",
     "tests/advisor/test_advised_trainers": "all",
     "tests/advisor/test_advise": "experiments",
@@ -36,6 +37,7 @@ NEEDED = {  # the extra that a folder, or the files with this beginning of their
     "tests/integrations/test_lightning": "lightning",
     "tests/integrations/": "all",
     "tests/project/test_examples": "all",
+    "tests/results": "experiments",
     "tests/runs": "experiments",
 }
 

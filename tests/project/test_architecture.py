@@ -106,7 +106,7 @@ OPTIONAL = {  # the packages that a folder or a module may import
     "runs": {"filelock", "jinja2", "matplotlib", "rich", "yaml"},
     "experiments": {"PIL", "filelock", "jinja2", "matplotlib", "rich"},
     "bench": {"matplotlib", "rich", "typer"},
-    "results": {"matplotlib", "rich"},
+    "results": {"matplotlib"},
 }
 
 
