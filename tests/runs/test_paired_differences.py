@@ -289,7 +289,12 @@ def sweep(path, scores, tuned=()):
         for name, values in of_point.items()
         for seed in range(len(values))
     }
-    description = {"tuned": list(tuned), "tuning_seeds": [], "higher_is_better": True, "points": points}
+    description = {
+        "tuned": list(tuned),
+        "tuning_seeds": [],
+        "higher_is_better": True,
+        "points": points,
+    }
     path.mkdir()
     content = {"trainings": trainings, "sweep": description}
     (path / "study.yaml").write_bytes(config_yaml("study", content))

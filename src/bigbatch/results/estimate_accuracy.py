@@ -18,6 +18,7 @@ from bigbatch.results.estimate_log import (
     policy_arms,
     train,
 )
+from bigbatch.results.markdown import markdown_table
 from bigbatch.results.tracked_training import EVERY, Arm
 from bigbatch.results.tracking_error import OverSeeds, over_seeds, verdict
 from bigbatch.runs.curves import COLORS, add_grid
@@ -112,8 +113,8 @@ def _step_table(log: Log) -> str:
         )
     errors = [_value(run["truth_error"]) for run in log["runs"]]
     return (
-        f"{_markdown(rows)}\n\nThe exact values have no error for the training set. For a larger "
-        "population that it is drawn from, the\nstandard error of the true ln B_simple is "
+        f"{markdown_table(rows)}\n\n"
+        "The exact values have no error for the training set. For a larger population that it is drawn from, the\nstandard error of the true ln B_simple is "
         f"{median(errors):.2f} (median of the runs)."
     )
 
@@ -124,7 +125,7 @@ def _average_table(log: Log) -> str:
         for window in runs[0]["averages"]:
             pairs = [run["averages"][window] for run in runs]
             rows.append({"training": arm, "average": window, **_tracking_cells(pairs)})
-    return _markdown(rows)
+    return markdown_table(rows)
 
 
 def _batch_table(log: Log) -> str:
@@ -136,7 +137,7 @@ def _batch_table(log: Log) -> str:
     rows = [{"training": arm, **_tracking_cells(pairs)} for arm, pairs in batches.items()]
     for row in rows:
         del row["signal <= 0"]  # every step has a batch size
-    return _markdown(rows)
+    return markdown_table(rows)
 
 
 def _tracking_cells(pairs: Sequence[Log]) -> dict[str, str]:
@@ -180,7 +181,7 @@ def _paired_table(log: Log) -> str:
                 "verdict": "matters" if matters else "undecided",
             }
         )
-    return _markdown(rows)
+    return markdown_table(rows)
 
 
 def _comparisons() -> list[tuple[str, Arm, Arm, Callable[[Log], float]]]:
@@ -235,7 +236,7 @@ def _branch_table(log: Log) -> str:
                 "verdict": inside if enough or inside == "does not" else "undecided",
             }
         )
-    return _markdown(rows)
+    return markdown_table(rows)
 
 
 def _log_ratio(test: Log) -> float:
@@ -255,13 +256,6 @@ def _positions(tests: Sequence[Log]) -> str:
 
 
 # text
-
-
-def _markdown(rows: Sequence[dict[str, str]]) -> str:
-    if not rows:
-        return "None were made."
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _value(number: Any) -> float:

@@ -9,6 +9,7 @@ from bigbatch.runs.sweep_results import SweepResults
 DEVICES = (1, 8, 64)
 FIXED = (64, 128, 256, 512, 1024)
 _WARMED_FROM = 256  # batches that a longer warm-up is tried for
+BASE = "fixed 64"
 DOUBLING = "doubling"
 CONTROLLED = ("SimiGrad .1", "SimiGrad .2", "SimiGrad .4", "noise scale", "Goodput, 8 devices")
 
@@ -28,8 +29,21 @@ of accuracy (plus 0.05 bits). Fixed batches are represented by the one that is f
 hindsight, which favours them. A run that does not reach the target is counted, not averaged.
 """
 
-_UNMEASURED = {"every": 1000}  # measuring would only take time
-_MEASURED = {"groups": 8, "smoothing": "auto", "max_change": "auto"}
+UNMEASURED = {"every": 1000}  # measuring would only take time
+MEASURED = {"groups": 8, "smoothing": "auto", "max_change": "auto"}
+MLP = {  # changes of the recipe fashion-mnist
+    "network": "mlp",
+    "samples": 20_000,
+    "epochs": 3,
+    "held_out": 5_000,
+    "batch_size": 64,
+    "base_batch": 64,
+    "micro_batch": 2048,
+    "virtual_ranks": 1,
+    "min_batch": 32,
+    "max_batch": 2048,
+    "evaluate_every": "2K samples",
+}
 _LONG_WARMUP = {"lr_schedule": "warm-up 1 epoch; cosine"}
 
 
@@ -42,26 +56,26 @@ def _arms(doubling_samples: int, cost: StepCost) -> Arms:
     """
     arms: dict[str, dict[str, Any]] = {}
     for size in FIXED:
-        arms[fixed(size)] = {"policy": "fixed", "batch_size": size, **_UNMEASURED}
+        arms[fixed(size)] = {"policy": "fixed", "batch_size": size, **UNMEASURED}
         if size >= _WARMED_FROM:
             arms[fixed(size, long_warmup=True)] = {**arms[fixed(size)], **_LONG_WARMUP}
     arms[DOUBLING] = {
         "policy": "schedule",
         "batch_schedule": f"64, x2 every {doubling_samples} samples up to 1024",
-        **_UNMEASURED,
+        **UNMEASURED,
     }
     for target in (0.1, 0.2, 0.4):
-        arms[f"SimiGrad .{target * 10:.0f}"] = {"policy": "simigrad", "target": target, **_MEASURED}
+        arms[f"SimiGrad .{target * 10:.0f}"] = {"policy": "simigrad", "target": target, **MEASURED}
     single = {"smoothing": None, "max_change": None}  # as in the paper
     arms["SimiGrad .2, single steps"] = {**arms["SimiGrad .2"], **single}
-    noise = {"policy": "noise-scale", **_MEASURED, "smoothing": "16 steps"}
+    noise = {"policy": "noise-scale", **MEASURED, "smoothing": "16 steps"}
     arms["noise scale"] = noise
     arms["noise scale, branch tests"] = {**noise, "branch_test": "100 %", "branch_share": 3.0}
     for devices in DEVICES:
         arms[f"Goodput, {devices} device{'s' * (devices > 1)}"] = {
             "policy": "goodput",
             "overhead": round(cost.overhead(devices), 1),
-            **_MEASURED,
+            **MEASURED,
         }
     return arms
 
@@ -75,12 +89,12 @@ def _controls(results: SweepResults) -> Arms:
         controls[replay_of(arm)] = {
             "policy": "schedule",
             "replay_from": str(results.path.resolve() / f"{point.name}-seed[0-9]"),
-            **_UNMEASURED,
+            **UNMEASURED,
         }
         controls[equal_steps(arm)] = {
             "policy": "fixed",
             "batch_size": round(point.average_batch),
-            **_UNMEASURED,
+            **UNMEASURED,
         }
     return controls
 
@@ -115,19 +129,7 @@ COMPARISONS = (
         12_000,
         name="batch-mlp",
         recipe="fashion-mnist",
-        settings={
-            "network": "mlp",
-            "samples": 20_000,
-            "epochs": 3,
-            "held_out": 5_000,
-            "batch_size": 64,
-            "base_batch": 64,
-            "micro_batch": 2048,
-            "virtual_ranks": 1,
-            "min_batch": 32,
-            "max_batch": 2048,
-            "evaluate_every": "2K samples",
-        },
+        settings=MLP,
         rates=(0.0125, 0.025, 0.05, 0.1, 0.2),
     ),
     _comparison(
