@@ -1,4 +1,4 @@
-"""`bigbatch results`: trains the comparisons behind docs/results.md, and draws their results."""
+"""`bigbatch results`: draws the tables and figures of docs/results.md, or trains for them again."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,44 +6,45 @@ from typing import Annotated
 import typer
 
 from bigbatch.cli import options
-from bigbatch.experiments import get_recipe
 from bigbatch.experiments.settings import require_choice
-from bigbatch.results.questions import COMPARISONS
-from bigbatch.results.run_log import write_log
+from bigbatch.results.questions import QUESTIONS, draw
+from bigbatch.runs.atomic_files import write_atomically
 from bigbatch.runs.console import LiveView, plain_console
 
 results = typer.Typer(
-    help="What the methods deliver: draws the results, or trains them again.",
+    help="What the methods deliver: draws the results, or trains for them again.",
     add_completion=False,
     rich_markup_mode=None,
 )
 
-RunsDir = Annotated[Path, typer.Option(help="Folder of the runs, which are resumed if there.")]
 Logs = Annotated[Path, typer.Option(help="Folder of the logs.")]
+_LOGS = Path("docs/results")
 
 
-@results.callback()
-def _group() -> None:
-    """Makes `train` a command of the group while it is the only one."""
+@results.command("draw")
+def draw_all(logs: Logs = _LOGS) -> None:
+    """Draws every figure and writes every table from the logs, without training."""
+    for path in draw(logs):
+        typer.echo(path)
 
 
 @results.command()
 def train(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(COMPARISONS)}.")],
-    data: options.Data = None,
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(QUESTIONS)}.")],
+    data: Annotated[Path | None, typer.Option(exists=True, help="Folder of data folders.")] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time [cores / threads].")
     ] = None,
-    runs_dir: RunsDir = Path("runs"),
-    logs: Logs = Path("docs/results"),
+    runs_dir: Annotated[
+        Path, typer.Option(help="Folder of the runs, which are resumed if there.")
+    ] = Path("runs"),
+    logs: Logs = _LOGS,
     quiet: options.Quiet = False,
 ) -> None:
-    """Trains a comparison and writes its log; an interrupted one is resumed."""
-    require_choice("comparison", name, COMPARISONS)
-    comparison = COMPARISONS[name]
-    folder = options.find_data(get_recipe(comparison.recipe), data)
+    """Trains for one question and writes its log; what an interruption left is resumed."""
+    require_choice("question", name, QUESTIONS)
     view = LiveView(plain_console(), quiet=quiet)
-    log = comparison.train(runs_dir / f"results-{name}", folder, jobs, view)
+    text = QUESTIONS[name].train(runs_dir / f"results-{name}", data, jobs, view)
     logs.mkdir(parents=True, exist_ok=True)
-    write_log(logs / f"{name}.json", log)
+    write_atomically(logs / f"{name}.json", text.encode())
     view.print(f"log: {logs / f'{name}.json'}")

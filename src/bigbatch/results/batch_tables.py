@@ -116,7 +116,7 @@ def _mean(values: Sequence[float | None], digits: int) -> str:
 
 def _ratio(difference: PairedDifference) -> str:
     if difference.interval is None:
-        return "1" if difference.center == 0 else "-"
+        return "1" if difference.center == 0 and len(difference.by_seed) > 1 else "-"
     low, high = difference.interval
     text = f"{math.exp(difference.center or 0):.2f} [{math.exp(low):.2f}, {math.exp(high):.2f}]"
     return f"**{text}**" if low > 0 or high < 0 else text

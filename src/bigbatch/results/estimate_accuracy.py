@@ -114,7 +114,8 @@ def _step_table(log: Log) -> str:
     errors = [_value(run["truth_error"]) for run in log["runs"]]
     return (
         f"{markdown_table(rows)}\n\n"
-        "The exact values have no error for the training set. For a larger population that it is drawn from, the\nstandard error of the true ln B_simple is "
+        "The exact values have no error for the training set. For a larger population that it is "
+        "drawn from, the\nstandard error of the true ln B_simple is "
         f"{median(errors):.2f} (median of the runs)."
     )
 

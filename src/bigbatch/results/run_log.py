@@ -9,7 +9,6 @@ from typing import Any
 
 from bigbatch.errors import RunError
 from bigbatch.results.step_cost import StepCost
-from bigbatch.runs.atomic_files import write_atomically
 from bigbatch.runs.metrics import history_of
 from bigbatch.runs.run_config import read_trainings
 from bigbatch.runs.sweep_results import SweepPoint, SweepRun, read_sweep_results
@@ -166,17 +165,16 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def write_log(path: Path, log: RunLog) -> None:
-    """Writes a log, one run a line."""
-    head = {"about": log.about, "higher_is_better": log.higher_is_better}
+def log_text(log: RunLog) -> str:
+    """A log as JSON, with one run a line."""
+    head: dict[str, Any] = {"about": log.about, "higher_is_better": log.higher_is_better}
     head["step_cost"] = asdict(log.step_cost)
     runs = ",\n".join(json.dumps(asdict(run), separators=(",", ":")) for run in log.runs)
-    text = f'{json.dumps(head)[:-1]},\n"runs":[\n{runs}\n]}}\n'
-    write_atomically(path, text.encode())
+    return f'{json.dumps(head)[:-1]},\n"runs":[\n{runs}\n]}}\n'
 
 
 def read_log(path: Path) -> RunLog:
-    """What `write_log` wrote.
+    """The log in a file that has `log_text`.
 
     Raises:
         RunError: the file is not there, or not a log of a comparison.
