@@ -96,8 +96,11 @@ QUESTIONS: dict[str, Question] = {
 }
 
 
+_README_ARMS = ("fixed 64", "SimiGrad .2")  # in the figure of the README
+
+
 def draw(logs: Path) -> list[Path]:
-    """Draws the figure of every log beside it, and writes the tables into the pages.
+    """Draws the figure of every log into its folder, and writes the tables into the pages.
 
     The pages are results.md in the folder above and those in the folder of the logs. Returns the
     files that were written.
@@ -110,6 +113,10 @@ def draw(logs: Path) -> list[Path]:
             tables[name] = question.tables(logs)
             written.append(log.with_suffix(".png"))
             write_figure(question.figure(logs), written[-1])
+    first = measured_batch.COMPARISONS[0].name
+    if (log := logs / f"{first}.json").exists():
+        written.append(logs / "score-over-steps.png")
+        write_figure(batch_tables.score_over_steps(read_log(log), _README_ARMS), written[-1])
     for page in (logs.parent / "results.md", *sorted(logs.glob("*.md"))):
         if page.exists():
             write_atomically(page, fill(page.read_text(), tables).encode())
