@@ -90,13 +90,7 @@ def made_sweep(path, scores, *, tune_seeds=1):
             run.append(row(3, metrics={SCORE: score, "test loss": None}))
 
 
-BRANCH = {
-    "critical_batch": None,
-    "low": 1.0,
-    "high": None,
-    "noise_scale": 9.0,
-    "samples_spent": 77,
-}
+BRANCH = {"critical_batch": None, "low": 1.0, "high": None, "noise_scale": 9.0, "samples_spent": 77}
 SCORES = {(0.1, 1000): 80.0, (0.2, 1000): 90.0, (0.2, 0): 91.0, (0.2, 1): 92.0}
 
 

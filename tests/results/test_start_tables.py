@@ -12,7 +12,7 @@ from made_runs import fresh, log_of
 FIXED, ADAPTIVE, *_ = POLICIES
 
 
-@pytest.mark.parametrize(("wins", "losses"), product((0, 1, 2, 5, 30), repeat=2))
+@pytest.mark.parametrize(("wins", "losses"), list(product((0, 1, 2, 5, 30), repeat=2)))
 def test_the_sign_test_is_scipys(wins, losses):
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
     expected = stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1.0

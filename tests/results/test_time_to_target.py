@@ -33,9 +33,9 @@ def test_a_curve_reaches_a_target_where_the_log_does(made, target, higher):
     ]
     expected = None
     for end, (_, score) in enumerate(made, start=1):
-        if score is not None and expected is None:
-            if score == target or (score > target) == higher:
-                expected = sum(not skipped for skipped, _ in made[:end]), 32 * end
+        is_better = score is not None and (score == target or (score > target) == higher)
+        if expected is None and is_better:
+            expected = sum(not skipped for skipped, _ in made[:end]), 32 * end
     curve, steps = [], 0
     for end, (skipped, score) in enumerate(made, start=1):
         steps += not skipped
@@ -56,16 +56,16 @@ def test_a_diverged_or_failed_run_reaches_nothing():
 def test_the_modelled_time_is_that_of_every_step_one_after_another():
     cost = StepCost(fixed=2e-3, per_sample=1e-5, gradient_bytes=10**6)
     for devices in (1, 8, 64):
-        messages = 2 * (devices - 1)  # of a ring
-        ring = messages * (1e6 / devices / 12.5e9 + 30e-6)
-        one_by_one = sum(2e-3 + ring + size * 1e-5 / devices for size in (64, 128, 256))
+        bytes_sent = 2 * (devices - 1) * (10**6 / devices)  # a ring's parts
+        latency = {1: 0, 8: 6, 64: 12}[devices] * 30e-6  # up and down a binary tree
+        reduced = bytes_sent / 12.5e9 + latency
+        one_by_one = sum(2e-3 + reduced + size * 1e-5 / devices for size in (64, 128, 256))
         assert pytest.approx(one_by_one) == cost.seconds(3, 448, devices)
-        assert pytest.approx(cost.overhead(devices)) == (2e-3 + ring) * devices / 1e-5
+        assert pytest.approx(cost.overhead(devices)) == (2e-3 + reduced) * devices / 1e-5
 
 
 @pytest.mark.parametrize(
-    "values",
-    [[1.0], [1.0, 2.0], [3.0, None, 1.0], [1.0, None], [None, None], [1, 2, None, None]],
+    "values", [[1.0], [1.0, 2.0], [3.0, None, 1.0], [1.0, None], [None, None], [1, 2, None, None]]
 )
 def test_the_median_has_infinity_for_runs_that_never_reach_it(values):
     times = TargetTimes(dict(enumerate(values)))

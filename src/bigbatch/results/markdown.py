@@ -13,7 +13,11 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     """A table with one line for each row; the columns are the keys of the first."""
     if not rows:
         return "None were made."
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([row[column] for column in rows[0]] for row in rows)]
+    lines = [
+        list(rows[0]),
+        ["---"] * len(rows[0]),
+        *([row[column] for column in rows[0]] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
