@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -480,6 +481,52 @@ def rows_of(study):
     }
 
 
+def children_of(pid):
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="the server of processes is on Linux alone")
+def test_no_training_outlives_a_signal_to_the_whole_group(tmp_path):
+    """The server of the processes gets it first; it stays, so the parent can end the trainings."""
+    process = sweeping(*GRID, "--set", "epochs=400", "--run-dir", tmp_path / "sweep")
+    wait_for(process, tmp_path / "sweep")
+    children = children_of(process.pid)
+    trainings = [pid for child in children for pid in children_of(child)]
+    assert 2 == len(trainings)
+    for pid in (*children, process.pid):
+        os.kill(pid, signal.SIGTERM)
+    _, err = process.communicate(timeout=SECONDS)
+    assert "interrupted" in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in trainings)
+
+
+@pytest.mark.thorough
+def test_a_script_without_a_main_guard_trains_once(tmp_path):
+    """A process does not import the script of its caller."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "sweep"], capture_output=True, text=True, check=True
+    )
+    assert ("begins\n{}\n", "") == (done.stdout, done.stderr)
+    assert (tmp_path / "sweep" / "all-seed0" / "report.html").exists()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from bigbatch.experiments.digits import DIGITS
+from bigbatch.experiments.process_pool import train_sweep
+from bigbatch.experiments.sweep import points_of, start_sweep, sweep_of
+from bigbatch.runs.console import LiveView, plain_console
+
+print("begins")
+settings = DIGITS.settings().with_changes({"epochs": 1, "samples": 200})
+points = points_of(DIGITS, sweep_of(DIGITS, settings, ["lr=0.1"], ()), settings)
+start_sweep(DIGITS, Path(sys.argv[1]), points, (), 1)
+print(train_sweep(Path(sys.argv[1]), 1, LiveView(plain_console(), quiet=True)))
+"""
 EPOCHS = ("--set", "epochs=4")
 GRID = ("digits", "--grid", "lr=0.01,0.02", "--seeds", "1", *EPOCHS, "--jobs", "2")
 

@@ -13,10 +13,11 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ _WAIT_SECONDS = 0.05  # between two looks at a process
 _GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
 
 _PRELOADED = ("bigbatch.cli.train_command", "torch._dynamo")  # torch.optim imports the latter
+
+_ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 Environment = dict[str, str]
 
@@ -165,15 +168,18 @@ class _ProcessPool:
             await asyncio.sleep(_POLL_SECONDS)
         threads = {"OMP_NUM_THREADS": str(self._trainings[run.name]["threads"])}
         (run.path / LOG).write_bytes(b"")
-        process = self._context.Process(target=_train, args=(run.path, {**threads, **slot}))
-        process.start()
-        self._running[run.name] = RunFollower(run)
+        environment = {**os.environ, **threads, **slot}
+        process = self._context.Process(target=_train, args=(run.path, environment))
         try:
+            with _signals_blocked(), _main_hidden():
+                process.start()
+            self._running[run.name] = RunFollower(run)
             while (status := process.exitcode) is None:
                 await asyncio.sleep(_WAIT_SECONDS)
             return status
         finally:
-            await _terminate(process)
+            if process.pid is not None:
+                await _terminate(process)
 
     def _fail(self, name: str, reason: str) -> None:
         self.failures[name] = reason
@@ -194,9 +200,36 @@ def _context() -> ForkServerContext | SpawnContext:
     return context
 
 
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """In here interrupts and SIGTERM wait, so that a process that starts is not lost.
+
+    The server inherits this: a signal to the whole group leaves it alive, to report the status of
+    the processes, which the parent ends.
+    """
+    resource_tracker.ensure_running()  # unblocks them where it is not running yet
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *_ENDING])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """In here a process starts that does not import the caller's script, which would train too."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def _train(path: Path, environment: Environment) -> None:
     """Resumes the run at `path` in this process, whose standard error becomes its log."""
     os.setsid()  # Ctrl-C interrupts the parent alone
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, *_ENDING])
     os.environ |= environment
     null = os.open(os.devnull, os.O_RDWR)
     log = os.open(path / LOG, os.O_WRONLY)
@@ -258,8 +291,7 @@ def _visible_gpus() -> list[str]:
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
     """In here SIGTERM and SIGHUP raise KeyboardInterrupt, so that no process outlives this one."""
-    signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    handlers = {number: signal.signal(number, signal.default_int_handler) for number in signals}
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in _ENDING}
     try:
         yield
     finally:

@@ -62,9 +62,7 @@ def _easier_cells(log: RunLog, arm: str) -> dict[str, str]:
     for factor in _EASIER:
         target = tuned_score(log, BASE) + factor * _MARGIN[log.higher_is_better]
         reference = fastest(log, fixed_arms(log), target, 8)
-        reached = times_to(log, arm, target, 8).reached
-        ratio = _ratio(time_ratio(log, arm, target, 8))
-        cells[f"{target:.2f}, over {reference}"] = f"{ratio} ({reached} of {len(log.fresh(arm))})"
+        cells[f"{target:.2f}, over {reference}"] = _ratio(time_ratio(log, arm, target, 8))
     return cells
 
 
@@ -88,14 +86,15 @@ def time_ratio(log: RunLog, arm: str, target: float, devices: int) -> PairedDiff
 
 def _arm_cells(log: RunLog, arm: str, target: float) -> dict[str, str]:
     runs = log.fresh(arm)
-    loss = [name for name in runs[0].scores if "loss" in name]
+    valid = [run for run in runs if run.score(log.score) is not None]
+    losses = [name for name in log.score_names if "loss" in name]
     cells = {
         "arm": arm,
         "rate": f"{log.rate(arm):g}" + " (edge)" * log.at_edge(arm),
         log.score: _mean(list(scores_of(log, arm).values()), 2 + 2 * (not log.higher_is_better)),
-        **{name: _mean(list(scores_of(log, arm, name).values()), 4) for name in loss},
-        "steps": f"{fmean(run.steps for run in runs):,.0f}",
-        "batch": f"{fmean(run.average_batch for run in runs):,.0f}",
+        **{name: _mean(list(scores_of(log, arm, name).values()), 4) for name in losses},
+        "steps": f"{fmean(run.steps for run in valid):,.0f}" if valid else "none",
+        "batch": f"{fmean(run.average_batch for run in valid):,.0f}" if valid else "none",
         "reached": f"{times_to(log, arm, target, 1).reached} of {len(runs)}",
     }
     return cells | {
@@ -132,22 +131,29 @@ def _mean(values: Sequence[float | None], digits: int) -> str:
 
 
 def _ratio(difference: PairedDifference) -> str:
-    if difference.interval is None:
-        return "1" if difference.center == 0 and len(difference.by_seed) > 1 else "-"
-    low, high = difference.interval
-    text = f"{math.exp(difference.center or 0):.2f} [{math.exp(low):.2f}, {math.exp(high):.2f}]"
-    if difference.missing:  # of those that reach the target alone, which favours the arm
-        return f"({text})"
-    return f"**{text}**" if low > 0 or high < 0 else text
+    return _cell(difference, lambda value: f"{math.exp(value):.2f}")
 
 
 def _difference(difference: PairedDifference, log: RunLog) -> str:
-    if difference.interval is None:
-        return difference.result
-    low, high = difference.interval
     digits = 2 if log.higher_is_better else 3
-    text = f"{difference.center:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
-    return f"**{text}**" if low > 0 or high < 0 else text
+    return _cell(difference, lambda value: f"{value:+.{digits}f}")
+
+
+def _cell(difference: PairedDifference, text_of: Callable[[float], str]) -> str:
+    """Mean and interval, bold if it excludes 0; where pairs lack a value, their number instead.
+
+    The pairs that have one are then those of the better runs.
+    """
+    if difference.center is None:
+        return "none"
+    text = text_of(difference.center)
+    if difference.interval is not None:
+        low, high = difference.interval
+        text = f"{text} [{text_of(low)}, {text_of(high)}]"
+        excludes_zero = low > 0 or high < 0
+        text = f"**{text}**" if excludes_zero and not difference.missing else text
+    pairs = f" ({len(difference.by_seed)} of {difference.pairs} pairs)"
+    return text + pairs * bool(difference.missing)
 
 
 def figure(log: RunLog) -> Figure:

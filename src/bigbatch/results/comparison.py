@@ -10,15 +10,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bigbatch.errors import RunError
 from bigbatch.experiments import get_recipe
 from bigbatch.experiments.process_pool import train_sweep
 from bigbatch.experiments.settings import Settings
-from bigbatch.experiments.sweep import Point, start_sweep
+from bigbatch.experiments.study import settings_from
+from bigbatch.experiments.sweep import Point, start_sweep, trainings_of
 from bigbatch.experiments.validate import require_trainable
 from bigbatch.results.run_log import LoggedRun, RunLog, logged_runs
 from bigbatch.results.step_cost import StepCost, measure_step_cost
 from bigbatch.runs.atomic_files import write_atomically
 from bigbatch.runs.console import LiveView
+from bigbatch.runs.run_config import read_trainings
 from bigbatch.runs.sweep_results import SweepResults, read_sweep_results
 
 Arms = Mapping[str, Mapping[str, Any]]
@@ -52,7 +55,7 @@ class Comparison:
         """Trains what is missing in `folder`, and collects it.
 
         Raises:
-            RunError: data are missing, or a file in `folder` is damaged.
+            RunError: data are missing, or a file in `folder` is damaged or of other trainings.
         """
         folder.mkdir(parents=True, exist_ok=True)
         recipe, settings = get_recipe(self.recipe), self._settings(data)
@@ -89,9 +92,12 @@ class Comparison:
     def _train_arms(
         self, path: Path, arms: Arms, settings: Settings, jobs: int | None, view: LiveView
     ) -> list[LoggedRun]:
-        if not path.exists():
-            points, tuned = self.points(arms, settings), ["lr"] if self.tune_seeds else []
-            start_sweep(get_recipe(self.recipe), path, points, tuned, self.seeds, self.tune_seeds)
+        recipe, points = get_recipe(self.recipe), self.points(arms, settings)
+        if path.exists():
+            _require_trainings(path, trainings_of(recipe, points, self.seeds, self.tune_seeds))
+        else:
+            tuned = ["lr"] if self.tune_seeds else []
+            start_sweep(recipe, path, points, tuned, self.seeds, self.tune_seeds)
         return logged_runs(path, train_sweep(path, jobs, view))
 
     def _about(self, arms: Arms) -> dict[str, Any]:
@@ -105,8 +111,26 @@ class Comparison:
         }
 
 
+def _require_trainings(path: Path, expected: Mapping[str, Settings]) -> None:
+    """Raises RunError where the study at `path` has other trainings, as of older code."""
+    file = path / "study.yaml"
+    actual = {
+        name: settings_from(f"{file}, training {name}", values)
+        for name, values in read_trainings(path).items()
+    }
+    if actual != expected:
+        raise RunError(f"{file} has other trainings than this comparison; move {path} away")
+
+
 def _step_cost(path: Path, measure: Callable[[], StepCost]) -> StepCost:
-    """The step cost in the file; measured and written where there is none."""
+    """The step cost in the file; measured and written where there is none.
+
+    Raises:
+        RunError: the file is damaged.
+    """
     if not path.exists():
         write_atomically(path, json.dumps(asdict(measure())).encode())
-    return StepCost(**json.loads(path.read_bytes()))
+    try:
+        return StepCost(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{path} is not the cost of a step ({error}); move it away") from None

@@ -81,11 +81,16 @@ def _arms(doubling_samples: int, cost: StepCost) -> Arms:
 
 
 def _controls(results: SweepResults) -> Arms:
-    """Two controls for the adaptive arms: the replay of the other seeds, and a fixed batch."""
+    """Two controls for the adaptive arms: the replay of the other seeds, and a fixed batch.
+
+    An arm with a run that failed has none until that run is trained.
+    """
     points = {str(point.values["arm"]): point for point in results.shown}
     controls: dict[str, dict[str, Any]] = {}
     for arm in CONTROLLED:
         point = points[arm]
+        if len(point.runs) < point.planned:
+            continue
         controls[replay_of(arm)] = {
             "policy": "schedule",
             "replay_from": str(results.path.resolve() / f"{point.name}-seed[0-9]"),

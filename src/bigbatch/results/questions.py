@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from bigbatch.errors import RunError
 from bigbatch.experiments import get_recipe
 from bigbatch.results import (
     any_start,
@@ -104,21 +105,36 @@ def draw(logs: Path) -> list[Path]:
 
     The pages are results.md in the folder above and those in the folder of the logs. Returns the
     files that were written.
+
+    Raises:
+        RunError: there is no log, one is damaged, or a place in a page has no table.
     """
-    tables: dict[str, str] = {}
-    written: list[Path] = []
-    for name, question in QUESTIONS.items():
-        log = logs / f"{name}.json"
-        if log.exists():
-            tables[name] = question.tables(logs)
-            written.append(log.with_suffix(".png"))
-            write_figure(question.figure(logs), written[-1])
-    first = measured_batch.COMPARISONS[0].name
-    if (log := logs / f"{first}.json").exists():
-        written.append(logs / "score-over-steps.png")
-        write_figure(batch_tables.score_over_steps(read_log(log), _README_ARMS), written[-1])
-    for page in (logs.parent / "results.md", *sorted(logs.glob("*.md"))):
-        if page.exists():
-            write_atomically(page, fill(page.read_text(), tables).encode())
-            written.append(page)
-    return written
+    tables = tables_of(logs)
+    pages = {page: fill(page.read_text(), tables) for page in pages_of(logs)}
+    figures = {logs / f"{name}.png": QUESTIONS[name].figure(logs) for name in tables}
+    if (first := measured_batch.COMPARISONS[0].name) in tables:
+        log = read_log(logs / f"{first}.json")
+        figures[logs / "score-over-steps.png"] = batch_tables.score_over_steps(log, _README_ARMS)
+    for path, figure in figures.items():
+        write_figure(figure, path)
+    for page, text in pages.items():
+        write_atomically(page, text.encode())
+    return [*figures, *pages]
+
+
+def tables_of(logs: Path) -> dict[str, str]:
+    """The tables of every log, by its name.
+
+    Raises:
+        RunError: there is no log, or one is damaged.
+    """
+    names = [name for name in QUESTIONS if (logs / f"{name}.json").exists()]
+    if not names:
+        raise RunError(f"there is no log in {logs}; `bigbatch results train` writes one")
+    return {name: QUESTIONS[name].tables(logs) for name in names}
+
+
+def pages_of(logs: Path) -> list[Path]:
+    """The pages that have the tables."""
+    summary = logs.parent / "results.md"
+    return [summary] * summary.exists() + sorted(logs.glob("*.md"))

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from bigbatch.results.step_cost import StepCost
 from bigbatch.runs.metrics import history_of
 from bigbatch.runs.run_config import read_trainings
 from bigbatch.runs.sweep_results import SweepPoint, SweepRun, read_sweep_results
+from bigbatch.runs.time_to_score import evaluations
 
 _POINTS = 30  # most points of a stored trajectory
 
@@ -76,9 +78,21 @@ class RunLog:
     runs: list[LoggedRun]
 
     @property
+    def score_names(self) -> list[str]:
+        """Names of the scores of fresh runs; the first is the main score.
+
+        Raises:
+            RunError: no fresh run has a score.
+        """
+        names = [name for run in self.runs if not run.tuning for name in run.scores]
+        if not names:
+            raise RunError("no run of the log has a score; train again what failed")
+        return list(dict.fromkeys(names))
+
+    @property
     def score(self) -> str:
         """Name of the main score of fresh runs."""
-        return next(name for run in self.runs if not run.tuning for name in run.scores)
+        return self.score_names[0]
 
     @property
     def arms(self) -> list[str]:
@@ -104,14 +118,21 @@ class RunLog:
 
 
 def logged_runs(path: Path, failures: Mapping[str, str]) -> list[LoggedRun]:
-    """The runs of the sweep at `path`; `failures` are the reasons of those that did not end."""
+    """The runs of the sweep at `path`; `failures` are the reasons of those that did not end.
+
+    Of a tuned arm the fresh runs have one rate, the best: others are of a sweep that was resumed
+    after a run that chose it had failed.
+    """
     results = read_sweep_results(path)
     assert results is not None
+    shown = {point.name for point in results.shown}
     runs = [
         _logged(point, run, tuning=tuning)
         for point in results.points
         for tuning, finished in ((True, point.tuning), (False, point.runs))
+        if tuning or point.name in shown
         for run in finished
+        if run.directory.name not in failures
     ]
     trainings = read_trainings(path)
     points = {point.name: point for point in results.points}
@@ -124,14 +145,10 @@ def logged_runs(path: Path, failures: Mapping[str, str]) -> list[LoggedRun]:
 
 def _logged(point: SweepPoint, run: SweepRun, *, tuning: bool) -> LoggedRun:
     history = history_of(run.directory)
-    curve: list[tuple[int, int, float, float | None]] = []
-    updates = 0
-    for row in history.rows:
-        updates += not row["skipped"]
-        if row["metrics"] is not None:
-            score = row["metrics"].get(history.score)
-            seconds = round(row["elapsed_seconds"], 2)
-            curve.append((row["samples"], updates, seconds, _rounded(score)))
+    curve = tuple(
+        (time.samples, time.steps, round(time.seconds, 2), _rounded(score))
+        for time, score in evaluations(history)
+    )
     return LoggedRun(
         arm=str(point.values["arm"]),
         lr=float(point.values["lr"]),
@@ -145,7 +162,7 @@ def _logged(point: SweepPoint, run: SweepRun, *, tuning: bool) -> LoggedRun:
         spent=sum(
             row["branch_test"]["samples_spent"] for row in history.rows if "branch_test" in row
         ),
-        curve=() if tuning else tuple(curve),
+        curve=() if tuning else curve,
         trajectory=() if tuning else _trajectory(history.rows),
     )
 
@@ -169,8 +186,9 @@ def log_text(log: RunLog) -> str:
     """A log as JSON, with one run a line."""
     head: dict[str, Any] = {"about": log.about, "higher_is_better": log.higher_is_better}
     head["step_cost"] = asdict(log.step_cost)
-    runs = ",\n".join(json.dumps(asdict(run), separators=(",", ":")) for run in log.runs)
-    return f'{json.dumps(head)[:-1]},\n"runs":[\n{runs}\n]}}\n'
+    to_json = partial(json.dumps, allow_nan=False)
+    runs = ",\n".join(to_json(asdict(run), separators=(",", ":")) for run in log.runs)
+    return f'{to_json(head)[:-1]},\n"runs":[\n{runs}\n]}}\n'
 
 
 def read_log(path: Path) -> RunLog:
@@ -184,7 +202,7 @@ def read_log(path: Path) -> RunLog:
         runs = [_read_run(run) for run in content.pop("runs")]
         step_cost = StepCost(**content.pop("step_cost"))
         return RunLog(runs=runs, step_cost=step_cost, **content)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is not the log of a comparison ({error!r})") from None
 
 

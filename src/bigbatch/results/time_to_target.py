@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from bigbatch.errors import RunError
 from bigbatch.results.run_log import LoggedRun, RunLog
 from bigbatch.runs.paired_differences import PairedDifference, paired_difference
+from bigbatch.runs.time_to_score import reaches
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,8 @@ def _logs(times: TargetTimes) -> dict[int, float | None]:
 
 def to_target(run: LoggedRun, target: float, *, higher_is_better: bool) -> tuple[int, int] | None:
     """(steps, samples) at the first evaluation that reaches the target; None if none does."""
-    sign = 1 if higher_is_better else -1
     for samples, steps, _, score in () if run.diverged else run.curve:
-        if score is not None and sign * (score - target) >= 0:
+        if reaches(score, target, higher_is_better=higher_is_better):
             return steps, samples
     return None
 
@@ -59,11 +60,23 @@ def times_to(log: RunLog, arm: str, target: float, devices: int) -> TargetTimes:
 
 
 def tuned_score(log: RunLog, arm: str) -> float:
-    """Mean score of the tuning runs of an arm at the rate that was chosen."""
+    """Mean main score of the tuning runs of an arm at the rate that was chosen.
+
+    Raises:
+        RunError: none of them has one.
+    """
     runs = [run for run in log.tuning(arm) if run.lr == log.rate(arm)]
-    return fmean(score for run in runs for score in run.scores.values() if score is not None)
+    scores = [run.score(name) for run in runs for name in list(run.scores)[:1]]
+    if not (known := [score for score in scores if score is not None]):
+        raise RunError(f"no tuning run of {arm} has a score; train again what failed")
+    return fmean(known)
 
 
 def fastest(log: RunLog, arms: Sequence[str], target: float, devices: int) -> str:
-    """The arm with the least median time; of several the one with the smallest mean."""
-    return min(arms, key=lambda arm: times_to(log, arm, target, devices).median)
+    """The arm with the least median time; of several, the first that reaches it most often."""
+
+    def order(arm: str) -> tuple[float, int]:
+        times = times_to(log, arm, target, devices)
+        return times.median, -times.reached
+
+    return min(arms, key=order)

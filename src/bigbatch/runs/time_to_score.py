@@ -1,7 +1,7 @@
 """Steps, samples and seconds until the main score of a run reaches a target."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -45,14 +45,25 @@ def time_to_score(
     Raises:
         SettingError: the target is not finite.
     """
-    name, sign = history.score, 1 if higher_is_better else -1
+    for time, score in evaluations(history):
+        if reaches(score, target, higher_is_better=higher_is_better):
+            return time
+    return None
+
+
+def evaluations(history: History) -> Iterator[tuple[TimeToScore, float | None]]:
+    """What a run had consumed at each evaluation, with its main score; None if not finite."""
     skipped = 0
     for row in history.rows:
         skipped += row["skipped"]
-        score = (row["metrics"] or {}).get(name)
-        if score is not None and sign * score >= sign * target:
-            return TimeToScore(row["step"] - skipped, row["samples"], row["elapsed_seconds"])
-    return None
+        if row["metrics"] is not None:
+            time = TimeToScore(row["step"] - skipped, row["samples"], row["elapsed_seconds"])
+            yield time, row["metrics"].get(history.score)
+
+
+def reaches(score: float | None, target: float, *, higher_is_better: bool) -> bool:
+    """Whether a score is at the target or better; None is not."""
+    return score is not None and (score >= target if higher_is_better else score <= target)
 
 
 @checked

@@ -1,0 +1,29 @@
+"""Made logs of comparisons: runs whose scores and curves the test chooses."""
+
+from bigbatch.results.run_log import LoggedRun, RunLog
+from bigbatch.results.step_cost import StepCost
+
+SCORE = "test accuracy, %"
+COST = StepCost(fixed=1e-3, per_sample=1e-5, gradient_bytes=0)
+
+
+def fresh(arm, seed, score=90.0, *, lr=0.1, reached_at=10, **changes):
+    """A run of 100 steps of 64 samples; its score is reached at a step, or never with None."""
+    curve = () if reached_at is None else ((64 * reached_at, reached_at, 1.0, score),)
+    values = {
+        "samples": 6400,
+        "steps": 100,
+        "seconds": 2.0,
+        "scores": {SCORE: score, "test loss": 0.5},
+        "curve": ((64, 1, 0.1, None), *curve),
+        "trajectory": ((3200, 64.0), (6400, 64.0)),
+    }
+    return LoggedRun(arm, lr, seed, tuning=False, **{**values, **changes})
+
+
+def tuning(arm, seed=1000, score=90.0, *, lr=0.1):
+    return LoggedRun(arm, lr, seed, tuning=True, scores={"held-out accuracy, %": score})
+
+
+def log_of(*runs, higher_is_better=True):
+    return RunLog({"recipe": "made"}, higher_is_better, COST, list(runs))
