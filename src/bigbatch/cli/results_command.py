@@ -7,7 +7,7 @@ import typer
 
 from bigbatch.cli import options
 from bigbatch.experiments.settings import require_choice
-from bigbatch.results.questions import QUESTIONS, draw
+from bigbatch.results.questions import TRAINED, draw
 from bigbatch.runs.atomic_files import write_atomically
 from bigbatch.runs.console import LiveView, plain_console
 
@@ -30,7 +30,7 @@ def draw_all(logs: Logs = _LOGS) -> None:
 
 @results.command()
 def train(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(QUESTIONS)}.")],
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(TRAINED)}.")],
     data: Annotated[Path | None, typer.Option(exists=True, help="Folder of data folders.")] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time [cores / threads].")
@@ -42,9 +42,9 @@ def train(
     quiet: options.Quiet = False,
 ) -> None:
     """Trains for one question and writes its log; what an interruption left is resumed."""
-    require_choice("question", name, QUESTIONS)
+    require_choice("question", name, TRAINED)
     view = LiveView(plain_console(), quiet=quiet)
-    text = QUESTIONS[name].train(runs_dir / f"results-{name}", data, jobs, view)
+    text = TRAINED[name](runs_dir / f"results-{name}", data, jobs, view)
     logs.mkdir(parents=True, exist_ok=True)
     write_atomically(logs / f"{name}.json", text.encode())
     view.print(f"log: {logs / f'{name}.json'}")

@@ -12,6 +12,7 @@ from bigbatch.experiments import get_recipe
 from bigbatch.results import (
     any_start,
     batch_tables,
+    cost_figure,
     estimate_accuracy,
     measured_batch,
     start_tables,
@@ -30,14 +31,16 @@ class Question:
 
     Args:
         train: makes the text of its log; takes the folder of the runs, that of the data or None,
-            the number of runs at a time or None, and the view.
+            the number of runs at a time or None, and the view. None where nothing is trained.
         tables: makes the tables of its log in a folder of logs.
         figure: draws its log in a folder of logs.
+        log: path of the log from that folder; "" for its name with .json.
     """
 
-    train: Callable[[Path, Path | None, int | None, LiveView], str]
+    train: Callable[[Path, Path | None, int | None, LiveView], str] | None
     tables: Callable[[Path], str]
     figure: Callable[[Path], Figure]
+    log: str = ""
 
 
 def _of(
@@ -86,6 +89,17 @@ def _estimates() -> Question:
     )
 
 
+def _cost() -> Question:
+    """It is drawn from the page of benchmarks, which is its record."""
+    record = "../benchmarks.md"
+    return Question(
+        None,
+        lambda logs: cost_figure.tables((logs / record).read_text()),
+        lambda logs: cost_figure.figure((logs / record).read_text()),
+        record,
+    )
+
+
 QUESTIONS: dict[str, Question] = {
     **{
         one.name: _of(one, batch_tables.tables, batch_tables.figure)
@@ -93,14 +107,16 @@ QUESTIONS: dict[str, Question] = {
     },
     any_start.COMPARISON.name: _any_start(),
     "estimates": _estimates(),
+    "cost": _cost(),
 }
+TRAINED = {name: one.train for name, one in QUESTIONS.items() if one.train is not None}
 
 
 _README_ARMS = ("fixed 64", "SimiGrad .2")  # in the figure of the README
 
 
 def draw(logs: Path) -> list[Path]:
-    """Draws the figure of every log into its folder, and writes the tables into the pages.
+    """Draws the figure of every log into the folder of logs, and writes the tables into the pages.
 
     The pages are results.md in the folder above and those in the folder of the logs. Returns the
     files that were written.
@@ -108,10 +124,9 @@ def draw(logs: Path) -> list[Path]:
     tables: dict[str, str] = {}
     written: list[Path] = []
     for name, question in QUESTIONS.items():
-        log = logs / f"{name}.json"
-        if log.exists():
+        if (logs / (question.log or f"{name}.json")).exists():
             tables[name] = question.tables(logs)
-            written.append(log.with_suffix(".png"))
+            written.append(logs / f"{name}.png")
             write_figure(question.figure(logs), written[-1])
     first = measured_batch.COMPARISONS[0].name
     if (log := logs / f"{first}.json").exists():
