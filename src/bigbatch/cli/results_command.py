@@ -1,5 +1,6 @@
 """`bigbatch results`: draws the tables and figures of docs/results.md, or trains for them again."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -35,16 +36,21 @@ def train(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time [cores / threads].")
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0, help="Stop after so many, and write the log of what is finished."),
+    ] = None,
     runs_dir: Annotated[
         Path, typer.Option(help="Folder of the runs, which are resumed if there.")
     ] = Path("runs"),
     logs: Logs = _LOGS,
     quiet: options.Quiet = False,
 ) -> None:
-    """Trains for one question and writes its log; what an interruption left is resumed."""
+    """Trains for one question and writes its log; what was left is resumed."""
     require_choice("question", name, TRAINED)
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
     view = LiveView(plain_console(), quiet=quiet)
-    text = TRAINED[name](runs_dir / f"results-{name}", data, jobs, view)
+    text = TRAINED[name](runs_dir / f"results-{name}", data, jobs, view, deadline)
     logs.mkdir(parents=True, exist_ok=True)
     write_atomically(logs / f"{name}.json", text.encode())
     view.print(f"log: {logs / f'{name}.json'}")

@@ -8,12 +8,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from bigbatch.errors import SettingError
 from bigbatch.experiments import get_recipe
 from bigbatch.results import (
     any_start,
     batch_tables,
     cost_figure,
     estimate_accuracy,
+    gpu_comparisons,
     measured_batch,
     start_tables,
 )
@@ -24,6 +26,8 @@ from bigbatch.runs.atomic_files import write_atomically
 from bigbatch.runs.console import LiveView
 from bigbatch.runs.curves import write_figure
 
+Train = Callable[[Path, Path | None, int | None, LiveView, float | None], str]
+
 
 @dataclass(frozen=True)
 class Question:
@@ -31,13 +35,14 @@ class Question:
 
     Args:
         train: makes the text of its log; takes the folder of the runs, that of the data or None,
-            the number of runs at a time or None, and the view. None where nothing is trained.
+            the number of runs at a time or None, the view, and the value of `time.monotonic()` at
+            which it stops or None. None where nothing is trained.
         tables: makes the tables of its log in a folder of logs.
         figure: draws its log in a folder of logs.
         log: path of the log from that folder; "" for its name with .json.
     """
 
-    train: Callable[[Path, Path | None, int | None, LiveView], str] | None
+    train: Train | None
     tables: Callable[[Path], str]
     figure: Callable[[Path], Figure]
     log: str = ""
@@ -48,9 +53,11 @@ def _of(
 ) -> Question:
     file = f"{comparison.name}.json"
 
-    def train(runs: Path, data: Path | None, jobs: int | None, view: LiveView) -> str:
+    def train(
+        runs: Path, data: Path | None, jobs: int | None, view: LiveView, deadline: float | None
+    ) -> str:
         folder = get_recipe(comparison.recipe).origin.find(data)
-        return log_text(comparison.train(runs, str(folder or ""), jobs, view))
+        return log_text(comparison.train(runs, str(folder or ""), jobs, view, deadline))
 
     return Question(
         train,
@@ -76,7 +83,11 @@ def _any_start() -> Question:
 
 
 def _estimates() -> Question:
-    def train(_: Path, data: Path | None, jobs: int | None, __: LiveView) -> str:
+    def train(
+        _: Path, data: Path | None, jobs: int | None, __: LiveView, deadline: float | None
+    ) -> str:
+        if deadline is not None:
+            raise SettingError("estimates cannot be stopped and resumed; leave --minutes out")
         return json.dumps(estimate_accuracy.train(data, jobs or 1)) + "\n"
 
     def log(logs: Path) -> Any:
@@ -103,7 +114,7 @@ def _cost() -> Question:
 QUESTIONS: dict[str, Question] = {
     **{
         one.name: _of(one, batch_tables.tables, batch_tables.figure)
-        for one in measured_batch.COMPARISONS
+        for one in (*measured_batch.COMPARISONS, *gpu_comparisons.COMPARISONS)
     },
     any_start.COMPARISON.name: _any_start(),
     "estimates": _estimates(),
