@@ -1,5 +1,6 @@
 """`bigbatch results`: draws the tables and figures of docs/results.md, or trains for them again."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,7 @@ import typer
 
 from bigbatch.cli import options
 from bigbatch.experiments.settings import require_choice
-from bigbatch.results.questions import QUESTIONS, draw
+from bigbatch.results.questions import TRAINED, draw
 from bigbatch.runs.atomic_files import write_atomically
 from bigbatch.runs.console import LiveView, plain_console
 
@@ -30,10 +31,14 @@ def draw_all(logs: Logs = _LOGS) -> None:
 
 @results.command()
 def train(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(QUESTIONS)}.")],
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(TRAINED)}.")],
     data: Annotated[Path | None, typer.Option(exists=True, help="Folder of data folders.")] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time [cores / threads].")
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0, help="Stop after so many, and write the log of what is finished."),
     ] = None,
     runs_dir: Annotated[
         Path, typer.Option(help="Folder of the runs, which are resumed if there.")
@@ -41,10 +46,11 @@ def train(
     logs: Logs = _LOGS,
     quiet: options.Quiet = False,
 ) -> None:
-    """Trains for one question and writes its log; what an interruption left is resumed."""
-    require_choice("question", name, QUESTIONS)
+    """Trains for one question and writes its log; what was left is resumed."""
+    require_choice("question", name, TRAINED)
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
     view = LiveView(plain_console(), quiet=quiet)
-    text = QUESTIONS[name].train(runs_dir / f"results-{name}", data, jobs, view)
+    text = TRAINED[name](runs_dir / f"results-{name}", data, jobs, view, deadline)
     logs.mkdir(parents=True, exist_ok=True)
     write_atomically(logs / f"{name}.json", text.encode())
     view.print(f"log: {logs / f'{name}.json'}")

@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import get_context, resource_tracker
@@ -46,16 +47,21 @@ _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(si
 Environment = dict[str, str]
 
 
-def train_sweep(path: Path, jobs: int | None, view: LiveView) -> dict[str, str]:
+def train_sweep(
+    path: Path, jobs: int | None, view: LiveView, deadline: float | None = None
+) -> dict[str, str]:
     """Trains the unfinished runs of the sweep at `path`, so many at a time.
 
     With tuning seeds, it trains those first, and then the best point of each combination alone. A
-    run that fails stops no other, except those that begin from it.
+    run that fails stops no other, except those that begin from it. Runs that the deadline stops
+    resume from their checkpoints, as after an interruption.
 
     Args:
         path: directory of the sweep.
         jobs: number of processes at a time; None for one per GPU, or as many as the cores allow.
         view: shows the progress.
+        deadline: value of `time.monotonic()` at which running processes are ended, which takes at
+            most ten seconds, and after which none begins; None for none.
     Returns:
         The reasons of the runs that failed, by name.
     Raises:
@@ -64,12 +70,18 @@ def train_sweep(path: Path, jobs: int | None, view: LiveView) -> dict[str, str]:
     """
     tuning_seeds, trainings = _results(path).tuning_seeds, read_trainings(path)
     if not tuning_seeds:
-        return _train_side_by_side(path, trainings, jobs, view)
+        return _train_side_by_side(path, trainings, jobs, view, deadline)
     tuning = {n: s for n, s in trainings.items() if s["seed"] in tuning_seeds}
-    failures = _train_side_by_side(path, tuning, jobs, view)
+    failures = _train_side_by_side(path, tuning, jobs, view, deadline)
+    if _is_past(deadline):  # what is tuned so far chooses nothing
+        return failures
     shown = {point.name for point in _results(path).shown}
     best = {n: s for n, s in trainings.items() if n not in tuning and s["arm"] in shown}
-    return failures | _train_side_by_side(path, best, jobs, view)
+    return failures | _train_side_by_side(path, best, jobs, view, deadline)
+
+
+def _is_past(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() >= deadline
 
 
 def _results(path: Path) -> SweepResults:
@@ -80,7 +92,11 @@ def _results(path: Path) -> SweepResults:
 
 
 def _train_side_by_side(
-    path: Path, trainings: Mapping[str, dict[str, Any]], jobs: int | None, view: LiveView
+    path: Path,
+    trainings: Mapping[str, dict[str, Any]],
+    jobs: int | None,
+    view: LiveView,
+    deadline: float | None,
 ) -> dict[str, str]:
     """Trains some of the runs of the study at `path`; returns the reasons of those that failed."""
     for name, settings in trainings.items():
@@ -95,7 +111,7 @@ def _train_side_by_side(
     try:
         with FileLock(path / ".lock", blocking=False), _sigterm_interrupts():
             pool = _ProcessPool(path, trainings, slots, SweepConsole(view, path.name))
-            asyncio.run(pool.train())
+            asyncio.run(pool.train(deadline))
             return pool.failures
     except Timeout:
         raise RunError(f"{path} is in use by another process; wait for it") from None
@@ -128,17 +144,22 @@ class _ProcessPool:
         self._finished = {name for name in trainings if is_finished(path / name)}
         self.failures: dict[str, str] = {}
 
-    async def train(self) -> None:
+    async def train(self, deadline: float | None) -> None:
+        """Trains all until their ends or the deadline."""
         for name in self._trainings:
             if name not in self._finished:
                 self._tasks[name] = asyncio.create_task(self._train_one(name))
         pending = set(self._tasks.values())
         with self._console.live():
-            while pending:
+            while pending and not _is_past(deadline):
                 done, pending = await asyncio.wait(pending, timeout=_POLL_SECONDS)
                 for task in done:
                     task.result()
                 self._console.update(self._running, self._counts())
+            for task in pending:
+                task.cancel()
+            if pending:
+                await asyncio.wait(pending)  # until their processes are ended
 
     async def _train_one(self, name: str) -> None:
         required_runs = {self._trainings[name][setting_name] for setting_name in PREREQUISITES}

@@ -11,14 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from bigbatch.results.markdown import markdown_table
-from bigbatch.results.measured_batch import (
-    BASE,
-    CONTROLLED,
-    DEVICES,
-    DOUBLING,
-    equal_steps,
-    replay_of,
-)
+from bigbatch.results.measured_batch import DEVICES, DOUBLING, equal_steps, replay_of
 from bigbatch.results.run_log import LoggedRun, RunLog
 from bigbatch.results.time_to_target import fastest, times_to, tuned_score
 from bigbatch.runs.curves import COLORS, add_grid
@@ -28,13 +21,25 @@ _MARGIN = {True: -1.0, False: 0.05}  # of the target, by whether a higher score 
 _EASIER = (2, 4)  # margins of further targets that the rule does not name
 
 
+def base_of(log: RunLog) -> str:
+    """The first arm, a fixed batch: the reference of all others."""
+    return str(next(iter(log.about["arms"])))
+
+
 def target_of(log: RunLog) -> float:
-    """The target score: that of fixed 64 in tuning, less one point, or plus 0.05 bits."""
-    return tuned_score(log, BASE) + _MARGIN[log.higher_is_better]
+    """The target score: that of the first arm in tuning, less one point, or plus 0.05 bits."""
+    return tuned_score(log, base_of(log)) + _MARGIN[log.higher_is_better]
 
 
 def tables(log: RunLog) -> str:
-    """The arms, their modelled times to the target, and the differences from their controls."""
+    """The arms, their modelled times to the target, and the differences from their controls.
+
+    Arms without a finished run are left out, and the runs that are missing are counted.
+    """
+    arms = finished_arms(log)
+    missing = [_missing_words(log)] if log.missing else []
+    if base_of(log) not in arms:
+        return "\n\n".join([f"There is no target before {base_of(log)} has a run.", *missing])
     target = target_of(log)
     words = f"Target: {log.score} {target:.2f}. Step of a plain loop: "
     words += (
@@ -47,28 +52,42 @@ def tables(log: RunLog) -> str:
     return "\n\n".join(
         [
             words,
-            markdown_table([_arm_cells(log, arm, target) for arm in log.arms]),
+            *missing,
+            markdown_table([_arm_cells(log, arm, target) for arm in arms]),
             f"Fixed batches that the times are relative to: {'; '.join(references)}.",
-            markdown_table([_control_cells(log, arm) for arm in CONTROLLED]),
+            markdown_table([_control_cells(log, arm) for arm in arms if replay_of(arm) in arms]),
             "Not in the rule, looked at afterwards: easier targets on 8 devices.",
-            markdown_table([_easier_cells(log, arm) for arm in log.arms]),
+            markdown_table([_easier_cells(log, arm) for arm in arms]),
         ]
     )
 
 
+def finished_arms(log: RunLog) -> list[str]:
+    """The arms of which a shown run has scores."""
+    return [arm for arm in log.arms if any(run.scores for run in log.fresh(arm))]
+
+
+def _missing_words(log: RunLog) -> str:
+    planned, finished = len(log.planned_arms), len(finished_arms(log))
+    return (
+        f"**Not complete.** Missing runs: {sum(log.missing.values())}. "
+        f"Arms without a finished run, which are left out: {planned - finished} of {planned}."
+    )
+
+
 def _easier_cells(log: RunLog, arm: str) -> dict[str, str]:
-    """Times to targets that are further below the score of fixed 64 in tuning, on 8 devices."""
+    """Times on 8 devices to targets that are further below the first arm's score in tuning."""
     cells = {"arm": arm}
     for factor in _EASIER:
-        target = tuned_score(log, BASE) + factor * _MARGIN[log.higher_is_better]
+        target = tuned_score(log, base_of(log)) + factor * _MARGIN[log.higher_is_better]
         reference = fastest(log, fixed_arms(log), target, 8)
         cells[f"{target:.2f}, over {reference}"] = _ratio(time_ratio(log, arm, target, 8))
     return cells
 
 
 def fixed_arms(log: RunLog) -> list[str]:
-    """The fixed batches that were chosen before the run."""
-    return [arm for arm in log.arms if arm.startswith("fixed ")]
+    """The fixed batches that were chosen before the run, with a finished run."""
+    return [arm for arm in finished_arms(log) if arm.startswith("fixed ")]
 
 
 def scores_of(log: RunLog, arm: str, score: str | None = None) -> dict[int, float | None]:
@@ -109,11 +128,12 @@ def _control_cells(log: RunLog, arm: str) -> dict[str, str]:
         "its replay": replay_of(arm),
         "fixed, equal steps": equal_steps(arm),
         "doubling": DOUBLING,
-        "fixed 64": BASE,
+        base_of(log): base_of(log),
     }
     return {"arm": arm} | {
         f"minus {name}": _difference(paired_difference(own, scores_of(log, other)), log)
         for name, other in others.items()
+        if other in log.planned_arms
     }
 
 
@@ -157,16 +177,19 @@ def _cell(difference: PairedDifference, text_of: Callable[[float], str]) -> str:
 
 
 def figure(log: RunLog) -> Figure:
-    """For every arm: score less that of fixed 64, and time to the target over the best fixed."""
-    target, arms = target_of(log), [arm for arm in log.arms if not arm.startswith("fixed, steps")]
+    """For every arm: score less that of the first, and time to the target over the best fixed."""
+    base = base_of(log)
+    if base not in finished_arms(log):
+        return Figure(figsize=(4, 1))
+    target = target_of(log)
+    arms = [arm for arm in finished_arms(log) if not arm.startswith("fixed, steps")]
     drawn = Figure(figsize=(12, 0.9 + 0.27 * len(arms)), layout="constrained")
     panels = drawn.subplots(1, 1 + len(DEVICES), sharey=True)
-    base = scores_of(log, BASE)
     _forest(
         panels[0],
         arms,
-        lambda arm: paired_difference(scores_of(log, arm), base),
-        f"{log.score}, less that of {BASE}",
+        lambda arm: paired_difference(scores_of(log, arm), scores_of(log, base)),
+        f"{log.score}, less that of {base}",
         0.0,
     )
     for axes, devices in zip(panels[1:], DEVICES, strict=True):

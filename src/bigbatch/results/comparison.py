@@ -6,9 +6,11 @@ Rates are tuned on held-out training samples and on seeds of their own, as `bigb
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bigbatch.errors import RunError
 from bigbatch.experiments import get_recipe
@@ -40,6 +42,7 @@ class Comparison:
         seeds: fresh seeds of each arm, from 0; of each arm and rate without tuning.
         tune_seeds: seeds that choose the rate; 0 to train and show every rate.
         controls: further arms, which follow from the results of the arms.
+        timed_sizes: batch sizes of the plain loop whose steps are timed.
     """
 
     name: str
@@ -50,23 +53,52 @@ class Comparison:
     seeds: int
     tune_seeds: int = 0
     controls: Callable[[SweepResults], Arms] = lambda _: {}
+    timed_sizes: Sequence[int] = (32, 128, 512)
 
-    def train(self, folder: Path, data: str, jobs: int | None, view: LiveView) -> RunLog:
-        """Trains what is missing in `folder`, and collects it.
+    def train(
+        self,
+        folder: Path,
+        data: str,
+        jobs: int | None,
+        view: LiveView,
+        deadline: float | None = None,
+    ) -> RunLog:
+        """Trains what is missing in `folder`, and collects what is there at the end.
 
+        All rates are tuned first; then each seed is trained for all arms before the next seed.
+        Controls begin once no arm lacks a run.
+
+        Args:
+            folder: folder of the runs.
+            data: folder of the data; "" for data that need none.
+            jobs: runs at a time; None for one per GPU, or as many as the cores allow.
+            view: shows the progress, and the runs that are missing.
+            deadline: value of `time.monotonic()` at which the runs are stopped; None for none.
         Raises:
             RunError: data are missing, or a file in `folder` is damaged or of other trainings.
         """
         folder.mkdir(parents=True, exist_ok=True)
         recipe, settings = get_recipe(self.recipe), self._settings(data)
-        cost = _step_cost(folder / "step_cost.json", lambda: measure_step_cost(recipe, settings))
+        cost = _step_cost(
+            folder / "step_cost.json", lambda: measure_step_cost(recipe, settings, self.timed_sizes)
+        )
         arms = self.arms(cost)
-        runs = self._train_arms(folder / "arms", arms, settings, jobs, view)
+
+        def runs_of(name: str, arms: Arms) -> list[LoggedRun]:
+            path = folder / name
+            self._start(path, arms, settings)
+            return logged_runs(path, train_sweep(path, jobs, view, deadline))
+
+        log = RunLog(self._about(arms), recipe.higher_is_better, cost, runs_of("arms", arms))
         results = read_sweep_results(folder / "arms")
         assert results is not None
-        if controls := self.controls(results):
-            runs += self._train_arms(folder / "controls", controls, settings, jobs, view)
-        return RunLog(self._about(arms), recipe.higher_is_better, cost, runs)
+        if not log.missing and (controls := self.controls(results)):
+            about = {**log.about, "controls": list(controls)}
+            log = replace(log, about=about, runs=log.runs + runs_of("controls", controls))
+        if log.missing:
+            counts = ", ".join(f"{arm}: {count}" for arm, count in log.missing.items())
+            view.print(f"missing runs, which the same command trains: {counts}")
+        return log
 
     def points(self, arms: Arms, settings: Settings) -> list[Point]:
         """One point for each arm and rate.
@@ -89,16 +121,18 @@ class Comparison:
     def _settings(self, data: str) -> Settings:
         return get_recipe(self.recipe).settings().with_changes({**self.settings, "data": data})
 
-    def _train_arms(
-        self, path: Path, arms: Arms, settings: Settings, jobs: int | None, view: LiveView
-    ) -> list[LoggedRun]:
+    def _start(self, path: Path, arms: Arms, settings: Settings) -> None:
+        """Writes the trainings of these arms to `path`, or checks that they are there.
+
+        Raises:
+            RunError: others are there.
+        """
         recipe, points = get_recipe(self.recipe), self.points(arms, settings)
         if path.exists():
             _require_trainings(path, trainings_of(recipe, points, self.seeds, self.tune_seeds))
         else:
             tuned = ["lr"] if self.tune_seeds else []
             start_sweep(recipe, path, points, tuned, self.seeds, self.tune_seeds)
-        return logged_runs(path, train_sweep(path, jobs, view))
 
     def _about(self, arms: Arms) -> dict[str, Any]:
         return {
@@ -130,6 +164,7 @@ def _step_cost(path: Path, measure: Callable[[], StepCost]) -> StepCost:
     """
     if not path.exists():
         write_atomically(path, json.dumps(asdict(measure())).encode())
+        torch.cuda.empty_cache()  # the runs need a GPU's memory
     try:
         return StepCost(**json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:

@@ -21,6 +21,28 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def table_of(page: str, section: str) -> list[dict[str, str]]:
+    r"""The rows of the first table below the heading of a section, by the names of the columns.
+
+    Raises:
+        ValueError: there is no such section, it has no table, or a row has another number of cells.
+    Example:
+        >>> table_of("## A\n| b | c |\n|---|---|\n| 1 | 2 |\n\n## D\n", "A")
+        [{'b': '1', 'c': '2'}]
+    """
+    _, heading, rest = f"\n{page}".partition(f"\n## {section}\n")
+    if not heading:
+        raise ValueError("there is no such section")
+    table = re.search(r"^\|.+\|\n\|[-| ]+\|\n(\|.*\n?)+", rest.split("\n## ")[0], re.MULTILINE)
+    if table is None:
+        raise ValueError("the section has no table")
+    header, _, *lines = (
+        [cell.strip() for cell in line.strip().strip("|").split("|")]
+        for line in table[0].splitlines()
+    )
+    return [dict(zip(header, cells, strict=True)) for cells in lines]
+
+
 def fill(page: str, tables: Mapping[str, str]) -> str:
     r"""A page with the tables at their places, between `<!-- results: NAME -->` and `<!-- end -->`.
 

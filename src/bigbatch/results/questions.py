@@ -8,12 +8,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bigbatch.errors import RunError
+from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments import get_recipe
 from bigbatch.results import (
     any_start,
     batch_tables,
+    cost_figure,
     estimate_accuracy,
+    gpu_comparisons,
     measured_batch,
     start_tables,
 )
@@ -24,6 +26,8 @@ from bigbatch.runs.atomic_files import write_atomically
 from bigbatch.runs.console import LiveView
 from bigbatch.runs.curves import write_figure
 
+Train = Callable[[Path, Path | None, int | None, LiveView, float | None], str]
+
 
 @dataclass(frozen=True)
 class Question:
@@ -31,14 +35,17 @@ class Question:
 
     Args:
         train: makes the text of its log; takes the folder of the runs, that of the data or None,
-            the number of runs at a time or None, and the view.
+            the number of runs at a time or None, the view, and the value of `time.monotonic()` at
+            which it stops or None. None where nothing is trained.
         tables: makes the tables of its log in a folder of logs.
         figure: draws its log in a folder of logs.
+        log: path of the log from that folder; "" for its name with .json.
     """
 
-    train: Callable[[Path, Path | None, int | None, LiveView], str]
+    train: Train | None
     tables: Callable[[Path], str]
     figure: Callable[[Path], Figure]
+    log: str = ""
 
 
 def _of(
@@ -46,9 +53,11 @@ def _of(
 ) -> Question:
     file = f"{comparison.name}.json"
 
-    def train(runs: Path, data: Path | None, jobs: int | None, view: LiveView) -> str:
+    def train(
+        runs: Path, data: Path | None, jobs: int | None, view: LiveView, deadline: float | None
+    ) -> str:
         folder = get_recipe(comparison.recipe).origin.find(data)
-        return log_text(comparison.train(runs, str(folder or ""), jobs, view))
+        return log_text(comparison.train(runs, str(folder or ""), jobs, view, deadline))
 
     return Question(
         train,
@@ -74,7 +83,11 @@ def _any_start() -> Question:
 
 
 def _estimates() -> Question:
-    def train(_: Path, data: Path | None, jobs: int | None, __: LiveView) -> str:
+    def train(
+        _: Path, data: Path | None, jobs: int | None, __: LiveView, deadline: float | None
+    ) -> str:
+        if deadline is not None:
+            raise SettingError("estimates cannot be stopped and resumed; leave --minutes out")
         return json.dumps(estimate_accuracy.train(data, jobs or 1)) + "\n"
 
     def log(logs: Path) -> Any:
@@ -87,21 +100,34 @@ def _estimates() -> Question:
     )
 
 
+def _cost() -> Question:
+    """It is drawn from the page of benchmarks, which is its record."""
+    record = "../benchmarks.md"
+    return Question(
+        None,
+        lambda logs: cost_figure.tables((logs / record).read_text()),
+        lambda logs: cost_figure.figure((logs / record).read_text()),
+        record,
+    )
+
+
 QUESTIONS: dict[str, Question] = {
     **{
         one.name: _of(one, batch_tables.tables, batch_tables.figure)
-        for one in measured_batch.COMPARISONS
+        for one in (*measured_batch.COMPARISONS, *gpu_comparisons.COMPARISONS)
     },
     any_start.COMPARISON.name: _any_start(),
     "estimates": _estimates(),
+    "cost": _cost(),
 }
+TRAINED = {name: one.train for name, one in QUESTIONS.items() if one.train is not None}
 
 
 _README_ARMS = ("fixed 64", "SimiGrad .2")  # in the figure of the README
 
 
 def draw(logs: Path) -> list[Path]:
-    """Draws the figure of every log into its folder, and writes the tables into the pages.
+    """Draws the figure of every log into the folder of logs, and writes the tables into the pages.
 
     The pages are results.md in the folder above and those in the folder of the logs. Returns the
     files that were written.
@@ -123,12 +149,13 @@ def draw(logs: Path) -> list[Path]:
 
 
 def tables_of(logs: Path) -> dict[str, str]:
-    """The tables of every log, by its name.
+    """The tables of every log, by the names of the questions.
 
     Raises:
         RunError: there is no log, or one is damaged.
     """
-    names = [name for name in QUESTIONS if (logs / f"{name}.json").exists()]
+    logged = {name: logs / (one.log or f"{name}.json") for name, one in QUESTIONS.items()}
+    names = [name for name, log in logged.items() if log.exists()]
     if not names:
         raise RunError(f"there is no log in {logs}; `bigbatch results train` writes one")
     return {name: QUESTIONS[name].tables(logs) for name in names}

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -66,7 +67,7 @@ class RunLog:
     """All trainings of a comparison.
 
     Args:
-        about: recipe, settings, arms, rates and seeds.
+        about: recipe, settings, arms, rates and seeds; controls, where they are begun.
         higher_is_better: whether a higher main score is better.
         step_cost: seconds of a step of a plain loop.
         runs: the trainings.
@@ -98,6 +99,21 @@ class RunLog:
     def arms(self) -> list[str]:
         """Names of the arms."""
         return list(dict.fromkeys(run.arm for run in self.runs))
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Runs of each planned arm that neither ended nor failed; without arms that lack none."""
+        rates, seeds, tune_seeds = (self.about[name] for name in ("rates", "seeds", "tune_seeds"))
+        planned = len(rates) * tune_seeds + seeds if tune_seeds else len(rates) * seeds
+        counts = Counter(run.arm for run in self.runs)
+        arms = self.planned_arms
+        return {arm: planned - counts[arm] for arm in arms if counts[arm] < planned}
+
+    @property
+    def planned_arms(self) -> list[str]:
+        """Names of the arms, with a run or without; controls once they are begun."""
+        planned = (*self.about["arms"], *self.about.get("controls", ()))
+        return list(dict.fromkeys([*planned, *self.arms]))
 
     def fresh(self, arm: str) -> list[LoggedRun]:
         """The runs of an arm that are shown."""

@@ -1,5 +1,6 @@
 """The time of a step: measured in a plain loop here, and modelled on a cluster."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -9,12 +10,13 @@ import torch
 from bigbatch.advisor.cluster_time import Network
 from bigbatch.bench.timing import times
 from bigbatch.experiments.build_optimizer import build_optimizer
+from bigbatch.experiments.distributed_eval import device_of, to_device
 from bigbatch.experiments.hold_out import hold_out
 from bigbatch.experiments.recipe import Recipe
 from bigbatch.experiments.settings import Settings
+from bigbatch.experiments.train_run import autocast
 from bigbatch.policies.step_time import StepTime, TimedSize
 
-_SIZES = (32, 128, 512)
 _ROUNDS = 15
 
 
@@ -47,27 +49,38 @@ class StepCost:
         return self.seconds(1, 0, devices) / self.seconds(0, 1, devices)
 
 
-def measure_step_cost(recipe: Recipe, settings: Settings) -> StepCost:
-    """Times steps of a plain loop over the recipe's data: median of 15 for each of three sizes."""
+def measure_step_cost(recipe: Recipe, settings: Settings, sizes: Sequence[int]) -> StepCost:
+    """Times steps of a plain loop over the recipe's data on the device of the settings.
+
+    Args:
+        recipe: the recipe that is trained.
+        settings: its settings; the precision is theirs too.
+        sizes: batch sizes, each of one backward; the median of 15 steps counts.
+    Raises:
+        SettingError: the device does not exist.
+    """
     torch.manual_seed(0)
     torch.set_num_threads(settings.threads)
-    data, model = hold_out(recipe.data(settings), settings), recipe.model(settings)
+    device = device_of(settings)
+    data, model = hold_out(recipe.data(settings), settings), recipe.model(settings).to(device)
     optimizer = build_optimizer(settings, model.named_parameters())
     loss_of = recipe.loss(settings)
-    samples = data.train.__getitems__(list(range(max(_SIZES))))  # type: ignore[attr-defined]
+    samples = data.train.__getitems__(list(range(max(sizes))))  # type: ignore[attr-defined]
+    samples = to_device(samples, device)
 
     def step(size: int) -> None:
         optimizer.zero_grad()
-        loss = loss_of(model, tuple(column[:size] for column in samples))
+        with autocast(device.type, settings.precision):
+            loss = loss_of(model, tuple(column[:size] for column in samples))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    seconds: dict[int, list[float]] = {size: [] for size in _SIZES}
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(_ROUNDS + 1):  # the first warms up
-        for size in _SIZES:
+        for size in sizes:
             seconds[size].append(times(partial(step, size)).wall)
-    sizes = [TimedSize(size, median(timed[1:]), _ROUNDS) for size, timed in seconds.items()]
-    fitted = StepTime.fit(sizes)
+    timed = [TimedSize(size, median(times_[1:]), _ROUNDS) for size, times_ in seconds.items()]
+    fitted = StepTime.fit(timed)
     assert fitted is not None
     bytes_ = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return StepCost(fitted.fixed, fitted.per_sample, bytes_)
