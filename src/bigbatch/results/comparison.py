@@ -7,6 +7,7 @@ Rates are tuned on held-out training samples and on seeds of their own, as `bigb
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ class Comparison:
         name: name of the log.
         recipe: name of the recipe.
         settings: changes of its small scale, for all arms.
-        arms: changes of each arm; a plain loop's step time may be among them.
-        rates: learning rates that every arm is tuned over.
+        arms: changes of each arm; a plain loop's step time may be among them. A tuple has the values
+            that a setting is tuned over.
+        rates: learning rates that an arm is tuned over if it has none of its own.
         seeds: fresh seeds of each arm, from 0; of each arm and rate without tuning.
-        tune_seeds: seeds that choose the rate; 0 to train and show every rate.
+        tune_seeds: seeds that choose the tuned values; 0 to train and show every one.
         controls: further arms, which follow from the results of the arms.
     """
 
@@ -43,7 +45,7 @@ class Comparison:
     recipe: str
     settings: Mapping[str, Any]
     arms: Callable[[StepCost], Arms]
-    rates: Sequence[float]
+    rates: Sequence[float] = ()
     seeds: int
     tune_seeds: int = 0
     controls: Callable[[SweepResults], Arms] = lambda _: {}
@@ -66,22 +68,28 @@ class Comparison:
         return RunLog(self._about(arms), recipe.higher_is_better, cost, runs)
 
     def points(self, arms: Arms, settings: Settings) -> list[Point]:
-        """One point for each arm and rate.
+        """One point for each arm and combination of its tuned values.
 
         Raises:
             SettingError: a setting is unknown or invalid.
         """
         points = [
             Point(
-                f"{arm},lr={rate:g}",
-                {"arm": arm, "lr": rate},
-                settings.with_changes({**changes, "lr": rate}),
+                ",".join((arm, *(f"{name}={value:g}" for name, value in values.items()))),
+                {"arm": arm, **values},
+                settings.with_changes({**changes, **values}),
             )
             for arm, changes in arms.items()
-            for rate in self.rates
+            for values in self._combinations(changes)
         ]
         require_trainable(get_recipe(self.recipe), *(point.settings for point in points))
         return points
+
+    def _combinations(self, changes: Mapping[str, Any]) -> list[dict[str, float]]:
+        """All combinations of the tuned values of an arm."""
+        tuned = {"lr": tuple(self.rates)}
+        tuned |= {name: values for name, values in changes.items() if isinstance(values, tuple)}
+        return [dict(zip(tuned, values, strict=True)) for values in product(*tuned.values())]
 
     def _settings(self, data: str) -> Settings:
         return get_recipe(self.recipe).settings().with_changes({**self.settings, "data": data})
@@ -90,7 +98,9 @@ class Comparison:
         self, path: Path, arms: Arms, settings: Settings, jobs: int | None, view: LiveView
     ) -> list[LoggedRun]:
         if not path.exists():
-            points, tuned = self.points(arms, settings), ["lr"] if self.tune_seeds else []
+            points = self.points(arms, settings)
+            names = dict.fromkeys(name for point in points for name in point.values)
+            tuned = [name for name in names if name != "arm"] if self.tune_seeds else []
             start_sweep(get_recipe(self.recipe), path, points, tuned, self.seeds, self.tune_seeds)
         return logged_runs(path, train_sweep(path, jobs, view))
 

@@ -33,6 +33,7 @@ class LoggedRun:
         spent: samples of branch tests, which are not among `samples`.
         curve: (samples, steps, seconds, main score) at each evaluation; () for a tuning run.
         trajectory: (samples, batch size), averaged over equal parts; () for a tuning run.
+        values: values of other tuned settings than the rate.
     """
 
     arm: str
@@ -48,6 +49,7 @@ class LoggedRun:
     spent: int = 0
     curve: tuple[tuple[int, int, float, float | None], ...] = ()
     trajectory: tuple[tuple[int, float], ...] = ()
+    values: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def average_batch(self) -> float:
@@ -117,8 +119,8 @@ def logged_runs(path: Path, failures: Mapping[str, str]) -> list[LoggedRun]:
     points = {point.name: point for point in results.points}
     for name, reason in failures.items():
         point, seed = points[trainings[name]["arm"]], trainings[name]["seed"]
-        arm, lr = str(point.values["arm"]), float(point.values["lr"])
-        runs.append(LoggedRun(arm, lr, seed, seed in results.tuning_seeds, failure=reason))
+        tuning = seed in results.tuning_seeds
+        runs.append(LoggedRun(**_identity(point), seed=seed, tuning=tuning, failure=reason))
     return runs
 
 
@@ -133,8 +135,7 @@ def _logged(point: SweepPoint, run: SweepRun, *, tuning: bool) -> LoggedRun:
             seconds = round(row["elapsed_seconds"], 2)
             curve.append((row["samples"], updates, seconds, _rounded(score)))
     return LoggedRun(
-        arm=str(point.values["arm"]),
-        lr=float(point.values["lr"]),
+        **_identity(point),
         seed=run.seed,
         tuning=tuning,
         diverged=run.diverged,
@@ -148,6 +149,16 @@ def _logged(point: SweepPoint, run: SweepRun, *, tuning: bool) -> LoggedRun:
         curve=() if tuning else tuple(curve),
         trajectory=() if tuning else _trajectory(history.rows),
     )
+
+
+def _identity(point: SweepPoint) -> dict[str, Any]:
+    """Arm, rate and other tuned values of a point."""
+    others = {name: value for name, value in point.values.items() if name not in ("arm", "lr")}
+    return {
+        "arm": str(point.values["arm"]),
+        "lr": float(point.values["lr"]),
+        "values": others,
+    }
 
 
 def _trajectory(rows: list[dict[str, Any]]) -> tuple[tuple[int, float], ...]:
