@@ -75,8 +75,10 @@ def _arm_cells(log: RunLog, arm: str, target: float) -> dict[str, str]:
     cells = {
         "arm": arm,
         "rate": f"{log.rate(arm):g}" + " (edge)" * log.at_edge(arm),
-        log.score: _mean(list(scores_of(log, arm).values()), 2 + 2 * (not log.higher_is_better)),
-        **{name: _mean(list(scores_of(log, arm, name).values()), 4) for name in loss},
+        log.score: mean_cell(
+            list(scores_of(log, arm).values()), 2 + 2 * (not log.higher_is_better)
+        ),
+        **{name: mean_cell(list(scores_of(log, arm, name).values()), 4) for name in loss},
         "steps": f"{fmean(run.steps for run in runs):,.0f}",
         "batch": f"{fmean(run.average_batch for run in runs):,.0f}",
         "reached": f"{times_to(log, arm, target, 1).reached} of {len(runs)}",
@@ -96,7 +98,7 @@ def _control_cells(log: RunLog, arm: str) -> dict[str, str]:
         "fixed 64": BASE,
     }
     return {"arm": arm} | {
-        f"minus {name}": _difference(paired_difference(own, scores_of(log, other)), log)
+        f"minus {name}": difference_cell(paired_difference(own, scores_of(log, other)), log)
         for name, other in others.items()
     }
 
@@ -105,7 +107,8 @@ def _devices(count: int) -> str:
     return f"{count} device" + "s" * (count > 1)
 
 
-def _mean(values: Sequence[float | None], digits: int) -> str:
+def mean_cell(values: Sequence[float | None], digits: int) -> str:
+    """Mean and standard deviation of the values that are known, and the number of the others."""
     known = [value for value in values if value is not None]
     if not known:
         return "none"
@@ -122,7 +125,8 @@ def _ratio(difference: PairedDifference) -> str:
     return f"**{text}**" if low > 0 or high < 0 else text
 
 
-def _difference(difference: PairedDifference, log: RunLog) -> str:
+def difference_cell(difference: PairedDifference, log: RunLog) -> str:
+    """Mean and interval, bold where it excludes 0; in words where there is no interval."""
     if difference.interval is None:
         return difference.result
     low, high = difference.interval

@@ -33,7 +33,7 @@ class Comparison:
         name: name of the log.
         recipe: name of the recipe.
         settings: changes of its small scale, for all arms.
-        arms: changes of each arm; a plain loop's step time may be among them. A tuple has the values
+        arms: changes of each arm; a plain loop's step time may be among them. A tuple is the values
             that a setting is tuned over.
         rates: learning rates that an arm is tuned over if it has none of its own.
         seeds: fresh seeds of each arm, from 0; of each arm and rate without tuning.
@@ -57,7 +57,7 @@ class Comparison:
             RunError: data are missing, or a file in `folder` is damaged.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        recipe, settings = get_recipe(self.recipe), self._settings(data)
+        recipe, settings = get_recipe(self.recipe), self.recipe_settings(data)
         cost = _step_cost(folder / "step_cost.json", lambda: measure_step_cost(recipe, settings))
         arms = self.arms(cost)
         runs = self._train_arms(folder / "arms", arms, settings, jobs, view)
@@ -91,7 +91,8 @@ class Comparison:
         tuned |= {name: values for name, values in changes.items() if isinstance(values, tuple)}
         return [dict(zip(tuned, values, strict=True)) for values in product(*tuned.values())]
 
-    def _settings(self, data: str) -> Settings:
+    def recipe_settings(self, data: str) -> Settings:
+        """The settings that all arms change, with the data in this folder."""
         return get_recipe(self.recipe).settings().with_changes({**self.settings, "data": data})
 
     def _train_arms(

@@ -15,6 +15,8 @@ from bigbatch.results import (
     estimate_accuracy,
     measured_batch,
     start_tables,
+    variance_reduction,
+    vr_tables,
 )
 from bigbatch.results.comparison import Comparison
 from bigbatch.results.markdown import fill
@@ -92,6 +94,9 @@ QUESTIONS: dict[str, Question] = {
         for one in measured_batch.COMPARISONS
     },
     any_start.COMPARISON.name: _any_start(),
+    variance_reduction.COMPARISON.name: _of(
+        variance_reduction.COMPARISON, vr_tables.tables, vr_tables.figure
+    ),
     "estimates": _estimates(),
 }
 

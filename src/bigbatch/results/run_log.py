@@ -154,11 +154,7 @@ def _logged(point: SweepPoint, run: SweepRun, *, tuning: bool) -> LoggedRun:
 def _identity(point: SweepPoint) -> dict[str, Any]:
     """Arm, rate and other tuned values of a point."""
     others = {name: value for name, value in point.values.items() if name not in ("arm", "lr")}
-    return {
-        "arm": str(point.values["arm"]),
-        "lr": float(point.values["lr"]),
-        "values": others,
-    }
+    return {"arm": str(point.values["arm"]), "lr": float(point.values["lr"]), "values": others}
 
 
 def _trajectory(rows: list[dict[str, Any]]) -> tuple[tuple[int, float], ...]:
