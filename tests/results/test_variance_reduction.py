@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -212,7 +213,9 @@ def test_the_best_clips_are_those_of_the_fresh_runs_and_the_map_has_the_best_rat
     log = whole_log({})
     arm = arm_of("adam", BEST_CLIPS, 4096)
     text = tables(log)
-    row = next(row for row in rows_of(text, "More versions, with 4,096 samples:") if arm == row["arm"])
+    row = next(
+        row for row in rows_of(text, "More versions, with 4,096 samples:") if arm == row["arm"]
+    )
     assert row["chosen"].startswith("gamma 0.5, r_max 1, rate ")
     extra = tuning_run(arm, 1.0, 99.0, values={"gamma": 0.1, "r_max": 1.0})
     lost = tuning_run(arm, 1.0, None, values={"gamma": 0.1, "r_max": 10.0})
@@ -242,7 +245,7 @@ def test_the_arms_are_trainable_have_grids_of_factor_two_and_measure_eight_group
     points = COMPARISON.points(ARMS, settings)
     for arm, changes in ARMS.items():
         rates = changes["lr"]
-        assert all(math.isclose(2 * low, high) for low, high in zip(rates, rates[1:], strict=False))
+        assert all(math.isclose(2 * low, high) for low, high in pairwise(rates))
         is_vr = arm.startswith("vr-")
         assert is_vr == (changes.get("groups") == 8)
         assert is_vr or {*changes} == {"optimizer", "batch_size", "every", "lr"}
@@ -258,7 +261,9 @@ def test_a_control_takes_the_rate_of_the_best_point_and_the_run_of_its_own_seed(
         SweepPoint(point.name, point.values, [0], [])
         for point in COMPARISON.points(ARMS, COMPARISON.recipe_settings(""))
     ]
-    results = SweepResults(Path("/sweep"), [], points, ("lr", "gamma", "r_max"), (1000,), True, None)
+    results = SweepResults(
+        Path("/sweep"), [], points, ("lr", "gamma", "r_max"), (1000,), True, None
+    )
     made = COMPARISON.controls(results)
     assert [mean_rate_of("sgd", 4096)] + [
         mean_rate_of("momentum", batch) for batch in BATCHES["momentum"]
@@ -276,12 +281,7 @@ def test_a_control_takes_the_rate_of_the_best_point_and_the_run_of_its_own_seed(
 
 def test_an_arm_is_tuned_over_its_own_values_or_the_rates_of_all():
     comparison = Comparison(
-        name="x",
-        recipe="digits",
-        settings={},
-        arms=lambda _: {},
-        rates=(0.1, 0.2),
-        seeds=1,
+        name="x", recipe="digits", settings={}, arms=lambda _: {}, rates=(0.1, 0.2), seeds=1
     )
     arms = {"a": {}, "b": {"lr": (0.4,), "momentum": (0.5, 0.8)}, "c": {"momentum": 0.3}}
     points = comparison.points(arms, comparison.recipe_settings(""))

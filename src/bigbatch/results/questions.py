@@ -102,7 +102,7 @@ QUESTIONS: dict[str, Question] = {
 
 
 def draw(logs: Path) -> list[Path]:
-    """Draws the figure of every log beside it, and writes the tables into the pages.
+    """Draws the figure of every log next to it, and writes the tables into the pages.
 
     The pages are results.md in the folder above and those in the folder of the logs. Returns the
     files that were written.
