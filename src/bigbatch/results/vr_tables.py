@@ -67,7 +67,7 @@ def compare_stable(log: RunLog, optimizer: str, version: str, batch: int) -> str
         return "open" if base_is_last else "larger"
     if own < base:
         return "open" if own_is_last else "smaller"
-    return "equal" if own_is_last == base_is_last else "open"
+    return "open" if own_is_last or base_is_last else "equal"
 
 
 def advantage(log: RunLog, optimizer: str, version: str, batch: int) -> Scores:
@@ -294,13 +294,13 @@ def _heat_map(axes: Axes, log: RunLog, optimizer: str) -> None:
         [math.nan if (one := scores.get((gamma, r_max))) is None else one for r_max in r_maxes]
         for gamma in GAMMAS
     ]
-    axes.imshow(values, aspect="auto", cmap="viridis")
+    axes.imshow(values, aspect="auto", cmap="viridis", alpha=0.5)
     for row, column in product(range(len(GAMMAS)), range(len(r_maxes))):
         text = f"{values[row][column]:.1f}"
-        axes.text(column, row, text, ha="center", va="center", color="white", fontsize=9)
+        axes.text(column, row, text, ha="center", va="center", fontsize=9)
     axes.set_xticks(range(len(r_maxes)), [f"{value:g}" for value in r_maxes])
     axes.set_yticks(range(len(GAMMAS)), [f"{value:g}" for value in GAMMAS])
     axes.set_xlabel("r_max")
     axes.set_ylabel("gamma")
-    title = f"vr-{optimizer}; {LARGEST:,}\nheld-out accuracy at the best rate, one seed"
+    title = f"vr-{optimizer}; {LARGEST:,}\nheld-out accuracy, %, one seed"
     axes.set_title(title, fontsize=9, loc="left")
