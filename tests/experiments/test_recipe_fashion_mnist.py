@@ -13,6 +13,7 @@ from real_data import FOLDER, needs
 
 needs_data = needs("fashion-mnist")
 SETTINGS = FASHION_MNIST.settings()
+TINY = {"network": "mlp", "hidden": 4, "samples": 3000}
 
 
 def accuracy(run):
@@ -72,3 +73,19 @@ def test_the_small_scale_is_right_for_85_images_of_100(bigbatch, tmp_path):
     options = ("--arm", "fixed-64", "--quiet", "--run-dir", place)
     assert 0 == bigbatch("train", "fashion-mnist", "--data", FOLDER, *options)[0]
     assert accuracy(place) > 85
+
+
+@needs_data
+def test_the_gap_is_scored_on_as_many_images_that_are_trained_on():
+    data = str(FASHION_MNIST.origin.find(FOLDER))
+    names = {
+        gap: list(scores_of(SETTINGS.with_changes({"data": data, "gap": gap, **TINY})))
+        for gap in (False, True)
+    }
+    assert ["test accuracy, %", "test loss"] == names[False]
+    expected = ["train accuracy, % (3,000 samples)", "train minus test, %"]
+    assert [*names[False], *expected] == names[True]
+
+
+def scores_of(settings):
+    return FASHION_MNIST.data(settings).scores(FASHION_MNIST.model(settings))

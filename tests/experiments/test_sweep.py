@@ -186,6 +186,15 @@ def test_a_run_begins_from_the_one_of_the_same_values_and_seed():
         trainings_of(recipe, alone, 1)
 
 
+def test_a_run_from_elsewhere_may_be_that_of_the_own_seed():
+    settings = SETTINGS.with_changes({"lr_control_from": "/runs/vr-seed{seed}"})
+    found = points_of(DIGITS, sweep_of(DIGITS, settings, ["lr=0.1"], []), settings)
+    trainings = trainings_of(DIGITS, found, 2)
+    assert {"all-seed0": "/runs/vr-seed0", "all-seed1": "/runs/vr-seed1"} == {
+        name: one.lr_control_from for name, one in trainings.items()
+    }
+
+
 def test_a_dry_run_lists_the_points_and_writes_nothing(bigbatch, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ("--grid", "lr=0.1,0.2", "--grid", "target=0.2,0.4", "--tune", "lr", "--seeds", "2")

@@ -13,7 +13,9 @@ from pathlib import Path
 from torch import nn
 
 from bigbatch.experiments.datasets import idx_files
+from bigbatch.experiments.datasets.in_memory import InMemoryDataset
 from bigbatch.experiments.datasets.location import DatasetLocation
+from bigbatch.experiments.datasets.subset import scored_indices
 from bigbatch.experiments.image_classification import (
     OfBytes,
     accuracies,
@@ -68,7 +70,10 @@ def _mlp(settings: Settings) -> nn.Module:
 
 def _data(settings: Settings) -> Data:
     train, test = idx_files.read_images(Path(settings.data), _ORIGIN)
-    return Data(train, accuracies(test, settings), held_out_accuracy(settings))
+    scored = scored_indices(len(train), settings.samples, len(test))
+    gap = settings.task.get("gap")  # earlier runs lack it
+    gap_images = InMemoryDataset(*train.__getitems__(scored)) if gap else None
+    return Data(train, accuracies(test, settings, gap_images), held_out_accuracy(settings))
 
 
 def _sweep(targets: tuple[float, ...], sizes: tuple[int, ...]) -> Sweep:
@@ -104,6 +109,7 @@ FASHION_MNIST = Recipe(
         "depth": (20, OURS),
         "width": (16, OURS),
         "hidden": (128, OURS),
+        "gap": (False, OURS),
     },
     small={
         "samples": 20_000,

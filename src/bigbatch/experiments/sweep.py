@@ -106,7 +106,8 @@ def trainings_of(
 ) -> dict[str, Settings]:
     """The trainings of the points over so many seeds, by the names of their directories.
 
-    An arm that needs another arm's run needs that arm's point of the same values and seed. Of
+    An arm that needs another arm's run needs that arm's point of the same values and seed; in the
+    path of a run that it needs from elsewhere, `{seed}` is replaced with its own seed. Of
     trainings whose settings hold samples out to tune on, those with seeds that are shown hold none
     out.
 
@@ -218,9 +219,10 @@ def _required_runs(
 ) -> dict[str, str]:
     """The directories of the runs that a point needs, by the settings that name them."""
     return {
-        name: f"{_point_of_arm(arm, point, points).name}-seed{seed}"
-        for name, arm in point.settings.required_runs.items()
-        if arm in recipe.arm_names
+        name: f"{_point_of_arm(run, point, points).name}-seed{seed}"
+        if run in recipe.arm_names
+        else run.replace("{seed}", str(seed))
+        for name, run in point.settings.required_runs.items()
     }
 
 

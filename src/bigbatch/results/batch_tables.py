@@ -110,8 +110,10 @@ def _arm_cells(log: RunLog, arm: str, target: float) -> dict[str, str]:
     cells = {
         "arm": arm,
         "rate": f"{log.rate(arm):g}" + " (edge)" * log.at_edge(arm),
-        log.score: _mean(list(scores_of(log, arm).values()), 2 + 2 * (not log.higher_is_better)),
-        **{name: _mean(list(scores_of(log, arm, name).values()), 4) for name in losses},
+        log.score: mean_cell(
+            list(scores_of(log, arm).values()), 2 + 2 * (not log.higher_is_better)
+        ),
+        **{name: mean_cell(list(scores_of(log, arm, name).values()), 4) for name in losses},
         "steps": f"{fmean(run.steps for run in valid):,.0f}" if valid else "none",
         "batch": f"{fmean(run.average_batch for run in valid):,.0f}" if valid else "none",
         "reached": f"{times_to(log, arm, target, 1).reached} of {len(runs)}",
@@ -131,7 +133,7 @@ def _control_cells(log: RunLog, arm: str) -> dict[str, str]:
         base_of(log): base_of(log),
     }
     return {"arm": arm} | {
-        f"minus {name}": _difference(paired_difference(own, scores_of(log, other)), log)
+        f"minus {name}": difference_cell(paired_difference(own, scores_of(log, other)), log)
         for name, other in others.items()
         if other in log.planned_arms
     }
@@ -141,7 +143,8 @@ def _devices(count: int) -> str:
     return f"{count} device" + "s" * (count > 1)
 
 
-def _mean(values: Sequence[float | None], digits: int) -> str:
+def mean_cell(values: Sequence[float | None], digits: int) -> str:
+    """Mean and standard deviation of the values that are known, and the number of the others."""
     known = [value for value in values if value is not None]
     if not known:
         return "none"
@@ -154,7 +157,8 @@ def _ratio(difference: PairedDifference) -> str:
     return _cell(difference, lambda value: f"{math.exp(value):.2f}")
 
 
-def _difference(difference: PairedDifference, log: RunLog) -> str:
+def difference_cell(difference: PairedDifference, log: RunLog) -> str:
+    """Mean and interval of a difference of main scores, as `_cell` writes them."""
     digits = 2 if log.higher_is_better else 3
     return _cell(difference, lambda value: f"{value:+.{digits}f}")
 

@@ -7,6 +7,7 @@ Rates are tuned on held-out training samples and on seeds of their own, as `bigb
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,11 @@ class Comparison:
         name: name of the log.
         recipe: name of the recipe.
         settings: changes of its small scale, for all arms.
-        arms: changes of each arm; a plain loop's step time may be among them.
-        rates: learning rates that every arm is tuned over.
+        arms: changes of each arm; a plain loop's step time may be among them. A tuple is the values
+            that a setting is tuned over.
+        rates: learning rates that an arm is tuned over if it has none of its own.
         seeds: fresh seeds of each arm, from 0; of each arm and rate without tuning.
-        tune_seeds: seeds that choose the rate; 0 to train and show every rate.
+        tune_seeds: seeds that choose the tuned values; 0 to train and show every one.
         controls: further arms, which follow from the results of the arms.
         timed_sizes: batch sizes of the plain loop whose steps are timed.
     """
@@ -49,7 +51,7 @@ class Comparison:
     recipe: str
     settings: Mapping[str, Any]
     arms: Callable[[StepCost], Arms]
-    rates: Sequence[float]
+    rates: Sequence[float] = ()
     seeds: int
     tune_seeds: int = 0
     controls: Callable[[SweepResults], Arms] = lambda _: {}
@@ -78,7 +80,7 @@ class Comparison:
             RunError: data are missing, or a file in `folder` is damaged or of other trainings.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        recipe, settings = get_recipe(self.recipe), self._settings(data)
+        recipe, settings = get_recipe(self.recipe), self.recipe_settings(data)
         cost = _step_cost(
             folder / "step_cost.json", lambda: measure_step_cost(recipe, settings, self.timed_sizes)
         )
@@ -101,24 +103,31 @@ class Comparison:
         return log
 
     def points(self, arms: Arms, settings: Settings) -> list[Point]:
-        """One point for each arm and rate.
+        """One point for each arm and combination of its tuned values.
 
         Raises:
             SettingError: a setting is unknown or invalid.
         """
         points = [
             Point(
-                f"{arm},lr={rate:g}",
-                {"arm": arm, "lr": rate},
-                settings.with_changes({**changes, "lr": rate}),
+                ",".join((arm, *(f"{name}={value:g}" for name, value in values.items()))),
+                {"arm": arm, **values},
+                settings.with_changes({**changes, **values}),
             )
             for arm, changes in arms.items()
-            for rate in self.rates
+            for values in self._combinations(changes)
         ]
         require_trainable(get_recipe(self.recipe), *(point.settings for point in points))
         return points
 
-    def _settings(self, data: str) -> Settings:
+    def _combinations(self, changes: Mapping[str, Any]) -> list[dict[str, float]]:
+        """All combinations of the tuned values of an arm."""
+        tuned = {"lr": tuple(self.rates)}
+        tuned |= {name: values for name, values in changes.items() if isinstance(values, tuple)}
+        return [dict(zip(tuned, values, strict=True)) for values in product(*tuned.values())]
+
+    def recipe_settings(self, data: str) -> Settings:
+        """The settings that all arms change, with the data in this folder."""
         return get_recipe(self.recipe).settings().with_changes({**self.settings, "data": data})
 
     def _start(self, path: Path, arms: Arms, settings: Settings) -> None:
@@ -130,9 +139,10 @@ class Comparison:
         recipe, points = get_recipe(self.recipe), self.points(arms, settings)
         if path.exists():
             _require_trainings(path, trainings_of(recipe, points, self.seeds, self.tune_seeds))
-        else:
-            tuned = ["lr"] if self.tune_seeds else []
-            start_sweep(recipe, path, points, tuned, self.seeds, self.tune_seeds)
+            return
+        names = dict.fromkeys(name for point in points for name in point.values)
+        tuned = [name for name in names if name != "arm"] if self.tune_seeds else []
+        start_sweep(recipe, path, points, tuned, self.seeds, self.tune_seeds)
 
     def _about(self, arms: Arms) -> dict[str, Any]:
         return {

@@ -18,6 +18,8 @@ from bigbatch.results import (
     gpu_comparisons,
     measured_batch,
     start_tables,
+    variance_reduction,
+    vr_tables,
 )
 from bigbatch.results.comparison import Comparison
 from bigbatch.results.markdown import fill
@@ -117,6 +119,9 @@ QUESTIONS: dict[str, Question] = {
         for one in (*measured_batch.COMPARISONS, *gpu_comparisons.COMPARISONS)
     },
     any_start.COMPARISON.name: _any_start(),
+    variance_reduction.COMPARISON.name: _of(
+        variance_reduction.COMPARISON, vr_tables.tables, vr_tables.figure
+    ),
     "estimates": _estimates(),
     "cost": _cost(),
 }

@@ -36,6 +36,7 @@ class LoggedRun:
         spent: samples of branch tests, which are not among `samples`.
         curve: (samples, steps, seconds, main score) at each evaluation; () for a tuning run.
         trajectory: (samples, batch size), averaged over equal parts; () for a tuning run.
+        values: values of other tuned settings than the rate.
     """
 
     arm: str
@@ -51,6 +52,7 @@ class LoggedRun:
     spent: int = 0
     curve: tuple[tuple[int, int, float, float | None], ...] = ()
     trajectory: tuple[tuple[int, float], ...] = ()
+    values: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def average_batch(self) -> float:
@@ -154,8 +156,8 @@ def logged_runs(path: Path, failures: Mapping[str, str]) -> list[LoggedRun]:
     points = {point.name: point for point in results.points}
     for name, reason in failures.items():
         point, seed = points[trainings[name]["arm"]], trainings[name]["seed"]
-        arm, lr = str(point.values["arm"]), float(point.values["lr"])
-        runs.append(LoggedRun(arm, lr, seed, seed in results.tuning_seeds, failure=reason))
+        tuning = seed in results.tuning_seeds
+        runs.append(LoggedRun(**_identity(point), seed=seed, tuning=tuning, failure=reason))
     return runs
 
 
@@ -166,8 +168,7 @@ def _logged(point: SweepPoint, run: SweepRun, *, tuning: bool) -> LoggedRun:
         for time, score in evaluations(history)
     )
     return LoggedRun(
-        arm=str(point.values["arm"]),
-        lr=float(point.values["lr"]),
+        **_identity(point),
         seed=run.seed,
         tuning=tuning,
         diverged=run.diverged,
@@ -181,6 +182,12 @@ def _logged(point: SweepPoint, run: SweepRun, *, tuning: bool) -> LoggedRun:
         curve=() if tuning else curve,
         trajectory=() if tuning else _trajectory(history.rows),
     )
+
+
+def _identity(point: SweepPoint) -> dict[str, Any]:
+    """Arm, rate and other tuned values of a point."""
+    others = {name: value for name, value in point.values.items() if name not in ("arm", "lr")}
+    return {"arm": str(point.values["arm"]), "lr": float(point.values["lr"]), "values": others}
 
 
 def _trajectory(rows: list[dict[str, Any]]) -> tuple[tuple[int, float], ...]:
