@@ -48,7 +48,7 @@ def made_log(tuned=3, shown=(), controls=None, seeds=2):
         "tune_seeds": 1,
     }
     if controls is not None:
-        about["controls"] = controls
+        about["controls"] = {arm: {} for arm in controls}
     runs = [
         made_run(arm, 1000, 90.0 - place, lr=lr, tuning=True)
         for place, arm in enumerate(arms[:tuned])

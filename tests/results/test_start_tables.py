@@ -35,7 +35,8 @@ def test_shares_and_wins_are_counted_over_all_settings():
         return 90.0 if rate <= (RATES[1] if policy == FIXED else RATES[4]) or seed else 50.0
 
     text = tables(made_log(score), 90.0)
-    lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
+    table = text.split("Not in the rule")[0]
+    lines = {line.split(" | ")[0].strip("| "): line for line in table.splitlines()}
     fixed, adaptive = lines[FIXED], lines[ADAPTIVE]
     assert fixed.count("27 of 42") == 2  # 7 rates of one seed and 2 of the other, 3 batches
     assert adaptive.count("36 of 42") == 2

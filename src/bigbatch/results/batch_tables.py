@@ -23,7 +23,7 @@ _EASIER = (2, 4)  # margins of further targets that the rule does not name
 
 def base_of(log: RunLog) -> str:
     """The first arm, a fixed batch: the reference of all others."""
-    return str(next(iter(log.about["arms"])))
+    return log.planned_arms[0]
 
 
 def target_of(log: RunLog) -> float:
@@ -55,7 +55,7 @@ def tables(log: RunLog) -> str:
             *missing,
             markdown_table([_arm_cells(log, arm, target) for arm in arms]),
             f"Fixed batches that the times are relative to: {'; '.join(references)}.",
-            markdown_table([_control_cells(log, arm) for arm in arms if replay_of(arm) in arms]),
+            markdown_table(_control_rows(log, [arm for arm in arms if replay_of(arm) in arms])),
             "Not in the rule, looked at afterwards: easier targets on 8 devices.",
             markdown_table([_easier_cells(log, arm) for arm in arms]),
         ]
@@ -63,8 +63,8 @@ def tables(log: RunLog) -> str:
 
 
 def finished_arms(log: RunLog) -> list[str]:
-    """The arms of which a shown run has scores."""
-    return [arm for arm in log.arms if any(run.scores for run in log.fresh(arm))]
+    """The arms of which a shown run has ended or failed."""
+    return [arm for arm in log.arms if log.fresh(arm)]
 
 
 def _missing_words(log: RunLog) -> str:
@@ -124,6 +124,13 @@ def _arm_cells(log: RunLog, arm: str, target: float) -> dict[str, str]:
     }
 
 
+def _control_rows(log: RunLog, arms: Sequence[str]) -> list[dict[str, str]]:
+    """Differences from the controls; without columns that no arm has a value in."""
+    rows = [_control_cells(log, arm) for arm in arms]
+    columns = [name for name in (rows or [{}])[0] if any(row[name] != "none" for row in rows)]
+    return [{name: row[name] for name in columns} for row in rows]
+
+
 def _control_cells(log: RunLog, arm: str) -> dict[str, str]:
     own = scores_of(log, arm)
     others = {
@@ -135,7 +142,6 @@ def _control_cells(log: RunLog, arm: str) -> dict[str, str]:
     return {"arm": arm} | {
         f"minus {name}": difference_cell(paired_difference(own, scores_of(log, other)), log)
         for name, other in others.items()
-        if other in log.planned_arms
     }
 
 

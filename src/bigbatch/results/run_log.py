@@ -105,17 +105,29 @@ class RunLog:
     @property
     def missing(self) -> dict[str, int]:
         """Runs of each planned arm that neither ended nor failed; without arms that lack none."""
-        rates, seeds, tune_seeds = (self.about[name] for name in ("rates", "seeds", "tune_seeds"))
-        planned = len(rates) * tune_seeds + seeds if tune_seeds else len(rates) * seeds
         counts = Counter(run.arm for run in self.runs)
-        arms = self.planned_arms
-        return {arm: planned - counts[arm] for arm in arms if counts[arm] < planned}
+        planned = {arm: self._planned_runs(changes) for arm, changes in self._planned.items()}
+        return {arm: n - counts[arm] for arm, n in planned.items() if counts[arm] < n}
+
+    def _planned_runs(self, changes: Mapping[str, Any]) -> int:
+        """Runs of an arm: tuning seeds for each combination of its values, and fresh seeds."""
+        seeds, tune_seeds = int(self.about["seeds"]), int(self.about["tune_seeds"])
+        tuned = {"lr": self.about["rates"]}
+        tuned |= {
+            name: values for name, values in changes.items() if isinstance(values, list | tuple)
+        }
+        combinations = math.prod(len(values) for values in tuned.values())
+        return combinations * tune_seeds + seeds if tune_seeds else combinations * seeds
+
+    @property
+    def _planned(self) -> dict[str, Mapping[str, Any]]:
+        """Changes of the planned arms; of controls the tuned values alone."""
+        return {**self.about.get("arms", {}), **self.about.get("controls", {})}
 
     @property
     def planned_arms(self) -> list[str]:
         """Names of the arms, with a run or without; controls once they are begun."""
-        planned = (*self.about["arms"], *self.about.get("controls", ()))
-        return list(dict.fromkeys([*planned, *self.arms]))
+        return list(dict.fromkeys([*self._planned, *self.arms]))
 
     def fresh(self, arm: str) -> list[LoggedRun]:
         """The runs of an arm that are shown."""
