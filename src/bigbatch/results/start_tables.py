@@ -10,6 +10,7 @@ from bigbatch.results.run_log import LoggedRun, RunLog
 from bigbatch.runs.curves import COLORS, add_grid
 
 _EASIER = (1, 3)  # points below the target
+_SHOWN = 10  # points below the target that the figure shows
 _FIRST = next(iter(POLICIES))
 
 
@@ -89,7 +90,8 @@ def figure(log: RunLog, target: float) -> Figure:
             axes.set_xscale("log")
             axes.set_title(f"first batch {batch}, {warmup}", fontsize=9, loc="left")
             add_grid(axes)
-    panels[0][0].set_ylabel(log.score)
+    panels[0][0].set_ylim(target - _SHOWN, target + 1.5)
+    panels[0][0].set_ylabel(f"{log.score}\n(lower ones are not shown)")
     panels[-1][0].set_xlabel("learning rate of a batch of 64")
     drawn.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return drawn
