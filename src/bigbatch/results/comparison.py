@@ -95,7 +95,7 @@ class Comparison:
         results = read_sweep_results(folder / "arms")
         assert results is not None
         if not log.missing and (controls := self.controls(results)):
-            about = {**log.about, "controls": list(controls)}
+            about = {**log.about, "controls": {arm: _tuned(of) for arm, of in controls.items()}}
             log = replace(log, about=about, runs=log.runs + runs_of("controls", controls))
         if log.missing:
             counts = ", ".join(f"{arm}: {count}" for arm, count in log.missing.items())
@@ -122,8 +122,7 @@ class Comparison:
 
     def _combinations(self, changes: Mapping[str, Any]) -> list[dict[str, float]]:
         """All combinations of the tuned values of an arm."""
-        tuned = {"lr": tuple(self.rates)}
-        tuned |= {name: values for name, values in changes.items() if isinstance(values, tuple)}
+        tuned = {"lr": tuple(self.rates), **_tuned(changes)}
         return [dict(zip(tuned, values, strict=True)) for values in product(*tuned.values())]
 
     def recipe_settings(self, data: str) -> Settings:
@@ -153,6 +152,11 @@ class Comparison:
             "seeds": self.seeds,
             "tune_seeds": self.tune_seeds,
         }
+
+
+def _tuned(changes: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    """The settings that an arm is tuned over, by its own values."""
+    return {name: values for name, values in changes.items() if isinstance(values, tuple)}
 
 
 def _require_trainings(path: Path, expected: Mapping[str, Settings]) -> None:

@@ -69,7 +69,8 @@ class RunLog:
     """All trainings of a comparison.
 
     Args:
-        about: recipe, settings, arms, rates and seeds; controls, where they are begun.
+        about: recipe, settings, arms, rates and seeds; controls, where they are begun, with the
+            values that they are tuned over.
         higher_is_better: whether a higher main score is better.
         step_cost: seconds of a step of a plain loop.
         runs: the trainings.
@@ -105,11 +106,17 @@ class RunLog:
     @property
     def missing(self) -> dict[str, int]:
         """Runs of each planned arm that neither ended nor failed; without arms that lack none."""
-        rates, seeds, tune_seeds = (self.about[name] for name in ("rates", "seeds", "tune_seeds"))
-        planned = len(rates) * tune_seeds + seeds if tune_seeds else len(rates) * seeds
         counts = Counter(run.arm for run in self.runs)
-        arms = self.planned_arms
-        return {arm: planned - counts[arm] for arm in arms if counts[arm] < planned}
+        missing = {arm: self._planned(arm) - counts[arm] for arm in self.planned_arms}
+        return {arm: count for arm, count in missing.items() if count > 0}
+
+    def _planned(self, arm: str) -> int:
+        """Number of runs of a planned arm; its tuned values are the lists among its changes."""
+        changes = {**self.about["arms"], **self.about.get("controls", {})}.get(arm, {})
+        tuned = {"lr": self.about["rates"], **changes}.values()
+        points = math.prod(len(values) for values in tuned if isinstance(values, list | tuple))
+        seeds, tune_seeds = self.about["seeds"], self.about["tune_seeds"]
+        return int(points * tune_seeds + seeds if tune_seeds else points * seeds)
 
     @property
     def planned_arms(self) -> list[str]:
