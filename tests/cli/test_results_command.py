@@ -33,8 +33,8 @@ def test_a_mistake_is_one_line_and_writes_nothing(
 def test_help_lists_every_question(bigbatch):
     status, out, _ = bigbatch("results", "train", "--help")
     assert 0 == status
-    words = "".join(out.split())
-    assert [] == [name for name in TRAINED if name not in words]
+    text = "".join(out.split())
+    assert [] == [name for name in TRAINED if name not in text]
 
 
 def test_a_damaged_log_is_named(bigbatch, tmp_path):

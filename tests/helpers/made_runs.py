@@ -26,4 +26,7 @@ def tuning(arm, seed=1000, score=90.0, *, lr=0.1):
 
 
 def log_of(*runs, higher_is_better=True):
-    return RunLog({"recipe": "made"}, higher_is_better, COST, list(runs))
+    """A log that lacks no run."""
+    arms = {run.arm: {} for run in runs}
+    about = {"arms": arms, "rates": [], "seeds": 0, "tune_seeds": 1}
+    return RunLog(about, higher_is_better, COST, list(runs))

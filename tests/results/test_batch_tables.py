@@ -6,7 +6,13 @@ from statistics import mean, stdev
 
 import pytest
 
-from bigbatch.results.batch_tables import fixed_arms, tables, target_of, time_ratio
+from bigbatch.results.batch_tables import (
+    fixed_arms,
+    score_over_steps,
+    tables,
+    target_of,
+    time_ratio,
+)
 from bigbatch.results.measured_batch import (
     BASE,
     CONTROLLED,
@@ -76,13 +82,32 @@ def test_a_failed_first_run_moves_no_column():
     assert "1.00 (2 of 3 pairs)" == found["time, 1 device"]
 
 
-def test_a_failed_first_arm_has_all_columns():
-    failed = [LoggedRun(BASE, 0.1, seed, tuning=False, failure="killed") for seed in range(3)]
-    found = cells(made_log({BASE: failed}), BASE)
+def test_an_arm_of_which_every_run_diverged_has_no_means():
+    diverged = [fresh(fixed(256), seed, diverged=True) for seed in range(3)]
+    found = cells(made_log({fixed(256): diverged}), fixed(256))
     assert ["none"] * 4 == [
         found[name] for name in ("test accuracy, %", "test loss", "steps", "batch")
     ]
     assert ("0 of 3", "none") == (found["reached"], found["time, 8 devices"])
+
+
+def test_a_first_arm_that_failed_stays_in_the_table_and_has_no_curve():
+    failed = [LoggedRun(BASE, 0.1, seed, tuning=False, failure="killed") for seed in range(3)]
+    log = made_log({BASE: failed})
+    assert ("none", "0 of 3") == tuple(cells(log, BASE)[name] for name in ("steps", "reached"))
+    assert [] == score_over_steps(log, (BASE, DOUBLING)).axes
+
+
+def test_without_a_run_of_the_first_arm_there_is_no_target():
+    log = made_log()
+    log.runs[:] = [run for run in log.runs if run.tuning or run.arm != BASE]
+    assert "There is no target before fixed 64 has a run." in tables(log)
+
+
+def test_curves_leave_out_runs_that_failed():
+    runs = [LoggedRun(BASE, 0.1, 0, tuning=False, failure="killed"), fresh(BASE, 1), fresh(BASE, 2)]
+    (axes,) = score_over_steps(made_log({BASE: runs}), (BASE, DOUBLING)).axes
+    assert [90.0, 90.0] == list(axes.lines[0].get_ydata())
 
 
 def test_diverged_runs_are_in_no_mean():
@@ -133,7 +158,7 @@ def test_differences_from_controls_and_controls_that_are_missing():
     replays = [fresh(replay_of(arm), seed, 88.5 + seed / 10) for seed in range(3)]
     found = cells(made_log({replay_of(arm): replays}), arm, table=1)
     assert "+1.00" == found["minus its replay"]  # in every pair
-    assert "minus fixed, equal steps" not in found
+    assert "minus fixed, equal steps" not in found  # it was not planned
     assert "+0.00" == found["minus doubling"]
 
 

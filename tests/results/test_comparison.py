@@ -131,7 +131,7 @@ def test_an_arm_with_a_run_that_failed_has_no_control_until_it_is_trained(tmp_pa
     assert 2 * (len(CONTROLLED) - 1) == len(controls)
 
 
-@pytest.mark.thorough  # trains 20 runs, twice
+@pytest.mark.release  # trains 18 runs, and 7 again
 def test_an_interrupted_comparison_continues_and_gives_the_same_log(tmp_path):
     comparison = replace(
         SMALL,

@@ -68,7 +68,7 @@ def test_missing_runs_by_hand():
     ).missing
     assert {} == made_log(shown=WHOLE).missing
     assert {"replay of SimiGrad .2": 4} == made_log(
-        shown=WHOLE, controls=["replay of SimiGrad .2"]
+        shown=WHOLE, controls={"replay of SimiGrad .2": {}}
     ).missing
     untuned = made_log(tuned=0)
     about = {**untuned.about, "tune_seeds": 0}
@@ -102,7 +102,7 @@ def test_while_rates_are_tuned_there_is_no_target():
 
 def test_an_arm_is_compared_with_the_replay_once_it_has_a_run():
     replay = "replay of SimiGrad .2"
-    begun = made_log(shown=WHOLE, controls=[replay])
+    begun = made_log(shown=WHOLE, controls={replay: {}})
     assert "minus its replay" not in batch_tables.tables(begun)
     runs = [*begun.runs, made_run(replay, 0, 90.0), made_run(replay, 1, 90.5)]
     text = batch_tables.tables(replace(begun, runs=runs))

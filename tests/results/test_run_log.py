@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -72,6 +73,21 @@ def test_the_least_and_the_largest_rate_are_edges(chosen, at_edge):
 def test_one_rate_alone_has_no_edge():
     assert not log_of(fresh("a", 0)).at_edge("a")
     assert not log_of(fresh("a", 0), tuning("a")).at_edge("a")
+
+
+@pytest.mark.parametrize("group", ["arms", "controls"])
+@pytest.mark.parametrize(("runs", "missing"), [(0, 14), (6, 8), (13, 1), (14, 0)])
+def test_the_runs_of_an_arm_with_tuned_values_of_its_own_are_all_counted(
+    tmp_path, group, runs, missing
+):
+    """Two rates and three clips, each tuned with one seed, and eight fresh seeds."""
+    about = {"rates": [], "seeds": 8, "tune_seeds": 1, "arms": {}}
+    about[group] = {"a": {"lr": (0.1, 0.2), "r_max": (1.0, 2.0, 10.0), "policy": "fixed"}}
+    made = [*(tuning("a") for _ in range(6)), *(fresh("a", seed) for seed in range(8))]
+    log = replace(log_of(*made[:runs]), about=about)
+    (tmp_path / "log.json").write_text(log_text(log))
+    for one in (log, read_log(tmp_path / "log.json")):
+        assert ({"a": missing} if missing else {}) == one.missing
 
 
 def made_sweep(path, scores, *, tune_seeds=1):

@@ -217,11 +217,16 @@ def figure(log: RunLog) -> Figure:
 
 
 def score_over_steps(log: RunLog, arms: tuple[str, str]) -> Figure:
-    """The main score of two arms against optimizer steps: mean and range over the seeds."""
+    """The main score of two arms against optimizer steps: mean and range over the seeds.
+
+    Over those that neither failed nor diverged; empty where an arm has none.
+    """
     drawn = Figure(figsize=(7, 3.6), layout="constrained")
+    valid = [[run for run in log.fresh(arm) if run.score(log.score) is not None] for arm in arms]
+    if not all(valid):
+        return drawn
     axes = drawn.subplots()
-    for arm, color in zip(arms, ("#777777", COLORS[0]), strict=True):
-        runs = [run for run in log.fresh(arm) if not run.diverged]
+    for arm, runs, color in zip(arms, valid, ("#777777", COLORS[0]), strict=True):
         samples = [point[0] for point in runs[0].curve]
         steps = [fmean(_at(run, 1, x) for run in runs) for x in samples]
         scores = [[_at(run, 3, x) for run in runs] for x in samples]

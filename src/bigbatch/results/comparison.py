@@ -95,8 +95,7 @@ class Comparison:
         results = read_sweep_results(folder / "arms")
         assert results is not None
         if not log.missing and (controls := self.controls(results)):
-            tuned = {arm: _tuned(changes) for arm, changes in controls.items()}
-            about = {**log.about, "controls": tuned}  # without the paths of runs
+            about = {**log.about, "controls": {arm: _tuned(of) for arm, of in controls.items()}}
             log = replace(log, about=about, runs=log.runs + runs_of("controls", controls))
         if log.missing:
             counts = ", ".join(f"{arm}: {count}" for arm, count in log.missing.items())
@@ -156,7 +155,7 @@ class Comparison:
 
 
 def _tuned(changes: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    """The values that an arm is tuned over, by setting."""
+    """The settings that an arm is tuned over, by its own values."""
     return {name: values for name, values in changes.items() if isinstance(values, tuple)}
 
 

@@ -69,7 +69,8 @@ class RunLog:
     """All trainings of a comparison.
 
     Args:
-        about: recipe, settings, arms, rates and seeds; controls, where they are begun.
+        about: recipe, settings, arms, rates and seeds; controls, where they are begun, with the
+            values that they are tuned over.
         higher_is_better: whether a higher main score is better.
         step_cost: seconds of a step of a plain loop.
         runs: the trainings.
@@ -106,28 +107,22 @@ class RunLog:
     def missing(self) -> dict[str, int]:
         """Runs of each planned arm that neither ended nor failed; without arms that lack none."""
         counts = Counter(run.arm for run in self.runs)
-        planned = {arm: self._planned_runs(changes) for arm, changes in self._planned.items()}
-        return {arm: n - counts[arm] for arm, n in planned.items() if counts[arm] < n}
+        missing = {arm: self._planned(arm) - counts[arm] for arm in self.planned_arms}
+        return {arm: count for arm, count in missing.items() if count > 0}
 
-    def _planned_runs(self, changes: Mapping[str, Any]) -> int:
-        """Runs of an arm: tuning seeds for each combination of its values, and fresh seeds."""
-        seeds, tune_seeds = int(self.about["seeds"]), int(self.about["tune_seeds"])
-        tuned = {"lr": self.about["rates"]}
-        tuned |= {
-            name: values for name, values in changes.items() if isinstance(values, list | tuple)
-        }
-        combinations = math.prod(len(values) for values in tuned.values())
-        return combinations * tune_seeds + seeds if tune_seeds else combinations * seeds
-
-    @property
-    def _planned(self) -> dict[str, Mapping[str, Any]]:
-        """Changes of the planned arms; of controls the tuned values alone."""
-        return {**self.about.get("arms", {}), **self.about.get("controls", {})}
+    def _planned(self, arm: str) -> int:
+        """Number of runs of a planned arm; its tuned values are the lists among its changes."""
+        changes = {**self.about["arms"], **self.about.get("controls", {})}.get(arm, {})
+        tuned = {"lr": self.about["rates"], **changes}.values()
+        points = math.prod(len(values) for values in tuned if isinstance(values, list | tuple))
+        seeds, tune_seeds = self.about["seeds"], self.about["tune_seeds"]
+        return int(points * tune_seeds + seeds if tune_seeds else points * seeds)
 
     @property
     def planned_arms(self) -> list[str]:
         """Names of the arms, with a run or without; controls once they are begun."""
-        return list(dict.fromkeys([*self._planned, *self.arms]))
+        planned = (*self.about["arms"], *self.about.get("controls", ()))
+        return list(dict.fromkeys([*planned, *self.arms]))
 
     def fresh(self, arm: str) -> list[LoggedRun]:
         """The runs of an arm that are shown."""
