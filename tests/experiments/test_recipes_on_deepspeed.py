@@ -64,7 +64,8 @@ def test_two_ranks_on_deepspeed_draw_the_curve_of_ddp(deepspeed_ranks, stage):
     assert len({row[0] for row in expected}) > 2
     for rows, scores, others in deepspeed_ranks(2)(curve, on_zero(stage, **more)):
         assert_same(expected, rows)
-        assert judged == scores
+        for one, other in zip(judged, scores, strict=True):
+            assert pytest.approx(one, rel=1e-4) == other
         for one, other in zip(weights, others, strict=True):
             assert torch.allclose(one, other, atol=1e-5)
 

@@ -36,7 +36,7 @@ _COMMANDS = {  # module, and first line of the help
     "bench": ("bigbatch.bench.commands", "Measures costs on this machine, as ratios."),
     "results": (
         "bigbatch.cli.results_command",
-        "What the methods deliver: draws the results, or trains them again.",
+        "What the methods deliver: draws the results, or trains for them again.",
     ),
 }
 
