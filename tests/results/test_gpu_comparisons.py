@@ -190,7 +190,7 @@ def test_what_a_limit_leaves_is_named_and_trained_by_the_next_call(tmp_path, cap
     assert log_text(whole) == log_text(again)
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 def test_a_run_that_the_limit_stops_is_ended_and_resumes(tmp_path):
     path = tmp_path / "sweep"
     settings = DIGITS.settings().with_changes({"epochs": 100_000})
