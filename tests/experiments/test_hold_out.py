@@ -13,7 +13,8 @@ from bigbatch.experiments.hold_out import hold_out
 from bigbatch.experiments.study import build_training
 from bigbatch.experiments.sweep import points_of, start_sweep, sweep_of, trainings_of
 from bigbatch.runs.run_directory import RunDirectory
-from bigbatch.runs.sweep_results import as_json, read_sweep_results
+from bigbatch.runs.sweep_files import as_json
+from bigbatch.runs.sweep_results import read_sweep_results
 from log_rows import row
 
 SETTINGS = DIGITS.settings()

@@ -65,7 +65,7 @@ def test_two_ranks_on_deepspeed_draw_the_curve_of_ddp(deepspeed_ranks, stage):
     for rows, scores, others in deepspeed_ranks(2)(curve, on_zero(stage, **more)):
         assert_same(expected, rows)
         for one, other in zip(judged, scores, strict=True):
-            assert pytest.approx(one, rel=1e-4) == other
+            assert pytest.approx(one, rel=1e-4) == other  # the weights differ by up to 1e-5
         for one, other in zip(weights, others, strict=True):
             assert torch.allclose(one, other, atol=1e-5)
 

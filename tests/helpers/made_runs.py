@@ -16,7 +16,6 @@ def fresh(arm, seed, score=90.0, *, lr=0.1, reached_at=10, **changes):
         "seconds": 2.0,
         "scores": {SCORE: score, "test loss": 0.5},
         "curve": ((64, 1, 0.1, None), *curve),
-        "trajectory": ((3200, 64.0), (6400, 64.0)),
     }
     return LoggedRun(arm, lr, seed, tuning=False, **{**values, **changes})
 

@@ -13,17 +13,11 @@ from bigbatch.results.batch_tables import (
     target_of,
     time_ratio,
 )
-from bigbatch.results.measured_batch import (
-    BASE,
-    CONTROLLED,
-    DOUBLING,
-    equal_steps,
-    fixed,
-    replay_of,
-)
+from bigbatch.results.measured_batch import CONTROLLED, DOUBLING, equal_steps, fixed, replay_of
 from bigbatch.results.run_log import LoggedRun
 from made_runs import fresh, log_of, tuning
 
+BASE = fixed(64)
 ARMS = (BASE, fixed(256), DOUBLING, *CONTROLLED)
 
 

@@ -10,10 +10,12 @@ from bigbatch.errors import RunError
 from bigbatch.results import any_start, measured_batch
 from bigbatch.results.any_start import BATCHES, POLICIES, RATES, WARMUPS, arm_of
 from bigbatch.results.markdown import fill
-from bigbatch.results.measured_batch import BASE, CONTROLLED, DOUBLING, equal_steps, replay_of
+from bigbatch.results.measured_batch import CONTROLLED, DOUBLING, equal_steps, fixed, replay_of
 from bigbatch.results.questions import QUESTIONS, draw, pages_of, tables_of
 from bigbatch.results.run_log import LoggedRun, log_text
 from made_runs import fresh, log_of, tuning
+
+BASE = fixed(64)
 
 LOGS = Path(__file__).parents[2] / "docs" / "results"
 BATCH, START = measured_batch.COMPARISONS[0].name, any_start.COMPARISON.name

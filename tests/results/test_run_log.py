@@ -1,6 +1,5 @@
 """The log of a comparison is read as it was written, and has every run once."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -116,12 +115,11 @@ def test_runs_of_a_sweep_are_logged_with_their_curves(tmp_path):
     assert [(True, 0.1, 1000), (True, 0.2, 1000)] == [
         (run.tuning, run.lr, run.seed) for run in (tuned, best)
     ]
-    assert ((), ()) == (best.curve, best.trajectory)
+    assert () == best.curve
     assert (False, 0.2, 0, 1) == (first.tuning, first.lr, first.seed, second.seed)
     assert (96, 2, 77) == (first.samples, first.steps, first.spent)  # a step was skipped
     assert ((64, 1, 0.2, 50.0), (96, 2, 0.3, 91.0)) == first.curve
     assert {SCORE: 91.0, "test loss": None} == first.scores
-    assert ((32, 32.0), (64, 32.0), (96, 32.0)) == first.trajectory
 
 
 def test_fresh_runs_of_another_rate_than_the_best_are_left_out(tmp_path):
@@ -140,24 +138,3 @@ def test_a_run_that_failed_is_logged_once_with_its_reason(tmp_path):
     assert {(1, False): "no space left", (1000, True): "killed by signal 9"} == {
         (run.seed, run.tuning): run.failure for run in runs if run.failure
     }
-
-
-def test_a_long_trajectory_has_30_points_with_the_mean_of_all_steps(tmp_path):
-    made_sweep(tmp_path / "sweep", {**SCORES, (0.2, 0): None})
-    settings = json.loads(json.dumps(dict(RunDirectory.open(tmp_path / "sweep" / SEED_1).settings)))
-    run = RunDirectory.create(
-        tmp_path / "sweep" / SEED_1.replace("seed1", "seed0"), {**settings, "seed": 0}
-    )
-    sizes = [32 + step for step in range(90)]
-    for step, size in enumerate(sizes):
-        metrics = {SCORE: 1.0} if step == 89 else None
-        samples = sum(sizes[: step + 1])
-        run.append(row(step + 1, batch=size, samples=samples, metrics=metrics))
-    logged = next(one for one in logged_runs(tmp_path / "sweep", {}) if one.seed == 0)
-    assert 30 == len(logged.trajectory)
-    assert (sum(sizes[:3]), 33.0) == logged.trajectory[0]
-    assert sum(sizes) == logged.trajectory[-1][0]
-    assert sum(sizes) / 90 == pytest.approx(sum(size for _, size in logged.trajectory) / 30)
-
-
-SEED_1 = "a,lr=0.2-seed1"

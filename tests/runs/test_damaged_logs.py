@@ -23,7 +23,8 @@ from bigbatch.runs.replay import replay, table_of_replay
 from bigbatch.runs.run_config import read_sweep, read_trainings
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.sweep_console import RunFollower
-from bigbatch.runs.sweep_results import as_csv, as_json, read_sweep_results
+from bigbatch.runs.sweep_files import as_csv, as_json
+from bigbatch.runs.sweep_results import read_sweep_results
 from log_rows import row
 from property_tests import property_test
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from bigbatch.results.markdown import markdown_table
-from bigbatch.results.measured_batch import DEVICES, DOUBLING, equal_steps, replay_of
+from bigbatch.results.measured_batch import DEVICES, DOUBLING, devices_text, equal_steps, replay_of
 from bigbatch.results.run_log import LoggedRun, RunLog
 from bigbatch.results.time_to_target import fastest, times_to, tuned_score
 from bigbatch.runs.curves import COLORS, add_grid
@@ -46,7 +46,7 @@ def tables(log: RunLog) -> str:
         f"{1000 * log.step_cost.fixed:.2f} ms + {1e6 * log.step_cost.per_sample:.1f} us a sample."
     )
     references = [
-        f"{_devices(devices)}: {fastest(log, fixed_arms(log), target, devices)}"
+        f"{devices_text(devices)}: {fastest(log, fixed_arms(log), target, devices)}"
         for devices in DEVICES
     ]
     return "\n\n".join(
@@ -119,7 +119,7 @@ def _arm_cells(log: RunLog, arm: str, target: float) -> dict[str, str]:
         "reached": f"{times_to(log, arm, target, 1).reached} of {len(runs)}",
     }
     return cells | {
-        f"time, {_devices(devices)}": _ratio(time_ratio(log, arm, target, devices))
+        f"time, {devices_text(devices)}": _ratio(time_ratio(log, arm, target, devices))
         for devices in DEVICES
     }
 
@@ -143,10 +143,6 @@ def _control_cells(log: RunLog, arm: str) -> dict[str, str]:
         f"minus {name}": difference_cell(paired_difference(own, scores_of(log, other)), log)
         for name, other in others.items()
     }
-
-
-def _devices(count: int) -> str:
-    return f"{count} device" + "s" * (count > 1)
 
 
 def mean_cell(values: Sequence[float | None], digits: int) -> str:
@@ -204,7 +200,7 @@ def figure(log: RunLog) -> Figure:
     )
     for axes, devices in zip(panels[1:], DEVICES, strict=True):
         ratio_of = partial(time_ratio, log, target=target, devices=devices)
-        title = f"time to the target over the\nbest fixed batch's, {_devices(devices)}"
+        title = f"time to the target over the\nbest fixed batch's, {devices_text(devices)}"
         _forest(axes, arms, ratio_of, title, 1.0, math.exp)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bigbatch.results.comparison import Arms, Comparison
-from bigbatch.results.measured_batch import UNMEASURED, fixed, replay_of
+from bigbatch.results.measured_batch import UNMEASURED, fixed, goodput, replay_controls, simigrad
 from bigbatch.results.step_cost import StepCost
-from bigbatch.runs.sweep_results import SweepResults
 
 HYPOTHESES = """\
 1. At equal samples neither SimiGrad nor Goodput differs in its last score from the open-loop
@@ -31,29 +30,12 @@ def _arms(sizes: Sequence[int], measured: dict[str, Any], cost: StepCost) -> Arm
     smallest, *larger = (
         (fixed(size), {"policy": "fixed", "batch_size": size, **UNMEASURED}) for size in sizes
     )
-    adaptive: dict[str, dict[str, Any]] = {
-        f"SimiGrad .{tenths}": {"policy": "simigrad", "target": tenths / 10, **measured}
-        for tenths in (2, 1)
-    }
+    adaptive: dict[str, dict[str, Any]] = {}
+    for tenths in (2, 1):
+        adaptive |= simigrad(tenths, measured)
     for devices in (8, 1):
-        adaptive[f"Goodput, {devices} device{'s' * (devices > 1)}"] = {
-            "policy": "goodput",
-            "overhead": round(cost.overhead(devices), 1),
-            **measured,
-        }
+        adaptive |= goodput(cost, devices, measured)
     return dict([smallest, *adaptive.items(), *larger])
-
-
-def _controls(results: SweepResults) -> Arms:
-    points = {str(point.values["arm"]): point for point in results.shown}
-    return {
-        replay_of(arm): {
-            "policy": "schedule",
-            "replay_from": str(results.path.resolve() / f"{points[arm].name}-seed[0-9]"),
-            **UNMEASURED,
-        }
-        for arm in _CONTROLLED
-    }
 
 
 def _comparison(sizes: Sequence[int], measured: dict[str, Any], **values: Any) -> Comparison:
@@ -61,7 +43,7 @@ def _comparison(sizes: Sequence[int], measured: dict[str, Any], **values: Any) -
         arms=lambda cost: _arms(sizes, {**_MEASURED, **measured}, cost),
         seeds=4,
         tune_seeds=1,
-        controls=_controls,
+        controls=lambda results: replay_controls(results, _CONTROLLED),
         **values,
     )
 

@@ -1,15 +1,15 @@
 """Does the batch that follows the measurements pay, and against what?"""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bigbatch.results.comparison import Arms, Comparison
 from bigbatch.results.step_cost import StepCost
-from bigbatch.runs.sweep_results import SweepResults
+from bigbatch.runs.sweep_results import SweepPoint, SweepResults
 
 DEVICES = (1, 8, 64)
 FIXED = (64, 128, 256, 512, 1024)
 _WARMED_FROM = 256  # batches that a longer warm-up is tried for
-BASE = "fixed 64"
 DOUBLING = "doubling"
 CONTROLLED = ("SimiGrad .1", "SimiGrad .2", "SimiGrad .4", "noise scale", "Goodput, 8 devices")
 
@@ -31,11 +31,8 @@ hindsight, which favours them. A run that does not reach the target is counted, 
 
 UNMEASURED = {"every": 1000}  # measuring would only take time
 MEASURED = {"groups": 8, "smoothing": "auto", "max_change": "auto"}
-MLP = {  # changes of the recipe fashion-mnist
-    "network": "mlp",
-    "samples": 20_000,
+_BATCHES = {
     "epochs": 3,
-    "held_out": 5_000,
     "batch_size": 64,
     "base_batch": 64,
     "micro_batch": 2048,
@@ -44,6 +41,7 @@ MLP = {  # changes of the recipe fashion-mnist
     "max_batch": 2048,
     "evaluate_every": "2K samples",
 }
+MLP = {"network": "mlp", "samples": 20_000, "held_out": 5_000, **_BATCHES}  # of fashion-mnist
 _LONG_WARMUP = {"lr_schedule": "warm-up 1 epoch; cosine"}
 
 
@@ -64,44 +62,60 @@ def _arms(doubling_samples: int, cost: StepCost) -> Arms:
         "batch_schedule": f"64, x2 every {doubling_samples} samples up to 1024",
         **UNMEASURED,
     }
-    for target in (0.1, 0.2, 0.4):
-        arms[f"SimiGrad .{target * 10:.0f}"] = {"policy": "simigrad", "target": target, **MEASURED}
+    for tenths in (1, 2, 4):
+        arms |= simigrad(tenths, MEASURED)
     single = {"smoothing": None, "max_change": None}  # as in the paper
     arms["SimiGrad .2, single steps"] = {**arms["SimiGrad .2"], **single}
     noise = {"policy": "noise-scale", **MEASURED, "smoothing": "16 steps"}
     arms["noise scale"] = noise
     arms["noise scale, branch tests"] = {**noise, "branch_test": "100 %", "branch_share": 3.0}
     for devices in DEVICES:
-        arms[f"Goodput, {devices} device{'s' * (devices > 1)}"] = {
-            "policy": "goodput",
-            "overhead": round(cost.overhead(devices), 1),
-            **MEASURED,
-        }
+        arms |= goodput(cost, devices, MEASURED)
     return arms
 
 
-def _controls(results: SweepResults) -> Arms:
-    """Two controls for the adaptive arms: the replay of the other seeds, and a fixed batch.
+def simigrad(tenths: int, measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The arm that holds the similarity at so many tenths, by its name."""
+    return {f"SimiGrad .{tenths}": {"policy": "simigrad", "target": tenths / 10, **measured}}
 
-    An arm with a run that failed has none until that run is trained.
-    """
-    points = {str(point.values["arm"]): point for point in results.shown}
-    controls: dict[str, dict[str, Any]] = {}
-    for arm in CONTROLLED:
-        point = points[arm]
-        if len(point.runs) < point.planned:
-            continue
-        controls[replay_of(arm)] = {
+
+def goodput(cost: StepCost, devices: int, measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The arm with the step time of so many devices, by its name."""
+    overhead = round(cost.overhead(devices), 1)
+    name = f"Goodput, {devices_text(devices)}"
+    return {name: {"policy": "goodput", "overhead": overhead, **measured}}
+
+
+def devices_text(count: int) -> str:
+    """A number of devices in words."""
+    return f"{count} device" + "s" * (count > 1)
+
+
+def _controls(results: SweepResults) -> Arms:
+    """Two controls for the adaptive arms: the replay of the other seeds, and a fixed batch."""
+    controls = replay_controls(results, CONTROLLED)
+    for arm, point in _complete_points(results, CONTROLLED).items():
+        size = round(point.average_batch)
+        controls[equal_steps(arm)] = {"policy": "fixed", "batch_size": size, **UNMEASURED}
+    return controls
+
+
+def replay_controls(results: SweepResults, arms: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Arms that replay the mean trajectory of other seeds."""
+    return {
+        replay_of(arm): {
             "policy": "schedule",
             "replay_from": str(results.path.resolve() / f"{point.name}-seed[0-9]"),
             **UNMEASURED,
         }
-        controls[equal_steps(arm)] = {
-            "policy": "fixed",
-            "batch_size": round(point.average_batch),
-            **UNMEASURED,
-        }
-    return controls
+        for arm, point in _complete_points(results, arms).items()
+    }
+
+
+def _complete_points(results: SweepResults, arms: Iterable[str]) -> dict[str, SweepPoint]:
+    """Points of those arms of which no run failed: others have no control until all are trained."""
+    points = {str(point.values["arm"]): point for point in results.shown}
+    return {arm: points[arm] for arm in arms if len(points[arm].runs) == points[arm].planned}
 
 
 def fixed(size: int, *, long_warmup: bool = False) -> str:
@@ -147,15 +161,8 @@ COMPARISONS = (
             "heads": 2,
             "width": 32,
             "samples": 10_000,
-            "epochs": 3,
-            "batch_size": 64,
-            "base_batch": 64,
-            "micro_batch": 2048,
-            "virtual_ranks": 1,
-            "min_batch": 32,
-            "max_batch": 2048,
-            "evaluate_every": "2K samples",
             "held_out": 3_000,
+            **_BATCHES,
             "lr_schedule": "warm-up 4K samples; cosine",
         },
         rates=(2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),

@@ -16,8 +16,6 @@ from bigbatch.runs.run_config import read_trainings
 from bigbatch.runs.sweep_results import SweepPoint, SweepRun, read_sweep_results
 from bigbatch.runs.time_to_score import evaluations
 
-_POINTS = 30  # most points of a stored trajectory
-
 
 @dataclass(frozen=True)
 class LoggedRun:
@@ -35,7 +33,6 @@ class LoggedRun:
         scores: last scores by name; None for one that is not finite.
         spent: samples of branch tests, which are not among `samples`.
         curve: (samples, steps, seconds, main score) at each evaluation; () for a tuning run.
-        trajectory: (samples, batch size), averaged over equal parts; () for a tuning run.
         values: values of other tuned settings than the rate.
     """
 
@@ -51,7 +48,6 @@ class LoggedRun:
     scores: Mapping[str, float | None] = field(default_factory=dict)
     spent: int = 0
     curve: tuple[tuple[int, int, float, float | None], ...] = ()
-    trajectory: tuple[tuple[int, float], ...] = ()
     values: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -187,7 +183,6 @@ def _logged(point: SweepPoint, run: SweepRun, *, tuning: bool) -> LoggedRun:
             row["branch_test"]["samples_spent"] for row in history.rows if "branch_test" in row
         ),
         curve=() if tuning else curve,
-        trajectory=() if tuning else _trajectory(history.rows),
     )
 
 
@@ -195,16 +190,6 @@ def _identity(point: SweepPoint) -> dict[str, Any]:
     """Arm, rate and other tuned values of a point."""
     others = {name: value for name, value in point.values.items() if name not in ("arm", "lr")}
     return {"arm": str(point.values["arm"]), "lr": float(point.values["lr"]), "values": others}
-
-
-def _trajectory(rows: list[dict[str, Any]]) -> tuple[tuple[int, float], ...]:
-    """Mean batch size of consecutive steps, with the samples after the last of them."""
-    size = max(1, -(-len(rows) // _POINTS))
-    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-    return tuple(
-        (part[-1]["samples"], round(sum(row["batch_size"] for row in part) / len(part), 1))
-        for part in parts
-    )
 
 
 def _rounded(value: float | None) -> float | None:
@@ -237,5 +222,4 @@ def read_log(path: Path) -> RunLog:
 
 
 def _read_run(values: dict[str, Any]) -> LoggedRun:
-    curve, trajectory = (tuple(map(tuple, values.pop(name))) for name in ("curve", "trajectory"))
-    return LoggedRun(**values, curve=curve, trajectory=trajectory)
+    return LoggedRun(**values | {"curve": tuple(map(tuple, values["curve"]))})

@@ -16,7 +16,8 @@ from bigbatch.runs.metrics import group_seeds, history_of, seeds_of, table_of
 from bigbatch.runs.paired_differences import differences_of, require_reference
 from bigbatch.runs.run_directory import RunDirectory
 from bigbatch.runs.sweep_figure import sweep_figure
-from bigbatch.runs.sweep_results import SweepResults, as_csv, as_json
+from bigbatch.runs.sweep_files import as_csv, as_json
+from bigbatch.runs.sweep_results import SweepResults
 from bigbatch.runs.time_to_score import ScoreTargets
 
 
