@@ -10,7 +10,7 @@ from bigbatch.errors import RunError
 from bigbatch.experiments import get_recipe
 from bigbatch.experiments.build_optimizer import build_controller
 from bigbatch.experiments.sweep import start_sweep
-from bigbatch.results import any_start, measured_batch
+from bigbatch.results import any_start, batch_norm, measured_batch
 from bigbatch.results.comparison import Comparison
 from bigbatch.results.measured_batch import CONTROLLED, equal_steps, replay_of
 from bigbatch.results.run_log import log_text
@@ -22,7 +22,7 @@ from log_rows import row
 from made_runs import COST, SCORE
 
 VIEW = LiveView(plain_console(), quiet=True)
-ALL = [*measured_batch.COMPARISONS, any_start.COMPARISON]
+ALL = [*measured_batch.COMPARISONS, batch_norm.COMPARISON, any_start.COMPARISON]
 SMALL = Comparison(
     name="small",
     recipe="digits",

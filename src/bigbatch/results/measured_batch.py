@@ -1,6 +1,6 @@
 """Does the batch that follows the measurements pay, and against what?"""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bigbatch.results.comparison import Arms, Comparison
@@ -10,8 +10,8 @@ from bigbatch.runs.sweep_results import SweepPoint, SweepResults
 DEVICES = (1, 8, 64)
 FIXED = (64, 128, 256, 512, 1024)
 _WARMED_FROM = 256  # batches that a longer warm-up is tried for
-DOUBLING = "doubling"
-CONTROLLED = ("SimiGrad .1", "SimiGrad .2", "SimiGrad .4", "noise scale", "Goodput, 8 devices")
+DOUBLING, NOISE_SCALE = "doubling", "noise scale"
+CONTROLLED = ("SimiGrad .1", "SimiGrad .2", "SimiGrad .4", NOISE_SCALE, "Goodput, 8 devices")
 
 HYPOTHESES = """\
 1. At equal samples no adaptive arm differs in its last score from the open-loop replay of its own
@@ -52,26 +52,34 @@ def _arms(doubling_samples: int, cost: StepCost) -> Arms:
         doubling_samples: samples between two doublings of the schedule.
         cost: step time that Goodput is given.
     """
-    arms: dict[str, dict[str, Any]] = {}
-    for size in FIXED:
-        arms[fixed(size)] = {"policy": "fixed", "batch_size": size, **UNMEASURED}
-        if size >= _WARMED_FROM:
-            arms[fixed(size, long_warmup=True)] = {**arms[fixed(size)], **_LONG_WARMUP}
-    arms[DOUBLING] = {
-        "policy": "schedule",
-        "batch_schedule": f"64, x2 every {doubling_samples} samples up to 1024",
-        **UNMEASURED,
-    }
+    arms = scheduled(FIXED, doubling_samples)
     for tenths in (1, 2, 4):
         arms |= simigrad(tenths, MEASURED)
     single = {"smoothing": None, "max_change": None}  # as in the paper
     arms["SimiGrad .2, single steps"] = {**arms["SimiGrad .2"], **single}
-    noise = {"policy": "noise-scale", **MEASURED, "smoothing": "16 steps"}
-    arms["noise scale"] = noise
-    arms["noise scale, branch tests"] = {**noise, "branch_test": "100 %", "branch_share": 3.0}
+    arms |= noise_scale(MEASURED)
+    tested = {"branch_test": "100 %", "branch_share": 3.0}
+    arms["noise scale, branch tests"] = {**arms[NOISE_SCALE], **tested}
     for devices in DEVICES:
         arms |= goodput(cost, devices, MEASURED)
     return arms
+
+
+def scheduled(sizes: Sequence[int], doubling_samples: int) -> dict[str, dict[str, Any]]:
+    """Arms that measure nothing: fixed batches, with a long warm-up too if large, and doublings."""
+    arms: dict[str, dict[str, Any]] = {}
+    for size in sizes:
+        arms[fixed(size)] = {"policy": "fixed", "batch_size": size, **UNMEASURED}
+        if size >= _WARMED_FROM:
+            arms[fixed(size, long_warmup=True)] = {**arms[fixed(size)], **_LONG_WARMUP}
+    batches = f"{sizes[0]}, x2 every {doubling_samples} samples up to {sizes[-1]}"
+    arms[DOUBLING] = {"policy": "schedule", "batch_schedule": batches, **UNMEASURED}
+    return arms
+
+
+def noise_scale(measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The arm whose batch is the noise scale over a window in steps, by its name."""
+    return {NOISE_SCALE: {"policy": "noise-scale", **measured, "smoothing": "16 steps"}}
 
 
 def simigrad(tenths: int, measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -91,10 +99,10 @@ def devices_text(count: int) -> str:
     return f"{count} device" + "s" * (count > 1)
 
 
-def _controls(results: SweepResults) -> Arms:
-    """Two controls for the adaptive arms: the replay of the other seeds, and a fixed batch."""
-    controls = replay_controls(results, CONTROLLED)
-    for arm, point in _complete_points(results, CONTROLLED).items():
+def controls_of(results: SweepResults, arms: Sequence[str]) -> Arms:
+    """Two controls for each of these arms: the replay of the other seeds, and a fixed batch."""
+    controls = replay_controls(results, arms)
+    for arm, point in _complete_points(results, arms).items():
         size = round(point.average_batch)
         controls[equal_steps(arm)] = {"policy": "fixed", "batch_size": size, **UNMEASURED}
     return controls
@@ -138,7 +146,7 @@ def _comparison(doubling_samples: int, **values: Any) -> Comparison:
         arms=lambda cost: _arms(doubling_samples, cost),
         seeds=8,
         tune_seeds=2,
-        controls=_controls,
+        controls=lambda results: controls_of(results, CONTROLLED),
         **values,
     )
 

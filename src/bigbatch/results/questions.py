@@ -12,6 +12,7 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments import get_recipe
 from bigbatch.results import (
     any_start,
+    batch_norm,
     batch_tables,
     cost_figure,
     estimate_accuracy,
@@ -113,11 +114,9 @@ def _cost() -> Question:
     )
 
 
+BATCHES = (*measured_batch.COMPARISONS, batch_norm.COMPARISON, *gpu_comparisons.COMPARISONS)
 QUESTIONS: dict[str, Question] = {
-    **{
-        one.name: _of(one, batch_tables.tables, batch_tables.figure)
-        for one in (*measured_batch.COMPARISONS, *gpu_comparisons.COMPARISONS)
-    },
+    **{one.name: _of(one, batch_tables.tables, batch_tables.figure) for one in BATCHES},
     any_start.COMPARISON.name: _any_start(),
     variance_reduction.COMPARISON.name: _of(
         variance_reduction.COMPARISON, vr_tables.tables, vr_tables.figure
