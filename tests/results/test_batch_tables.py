@@ -55,6 +55,7 @@ def test_a_row_of_an_arm():
         "steps": "100",
         "batch": "64",
         "reached": "3 of 3",
+        "steps, samples to it": "40, 2,560",
         "time, 1 device": "1.00",
         "time, 8 devices": "1.00",
         "time, 64 devices": "1.00",
@@ -71,6 +72,7 @@ def test_a_failed_first_run_moves_no_column():
     log = made_log({DOUBLING: [failed, *(fresh(DOUBLING, seed, reached_at=40) for seed in (1, 2))]})
     found = cells(log, DOUBLING)
     assert ("100", "64", "2 of 3") == (found["steps"], found["batch"], found["reached"])
+    assert "40, 2,560" == found["steps, samples to it"]
     assert "90.00 ± 0.00 (1 failed)" == found["test accuracy, %"]
     assert "0.5000 ± 0.0000 (1 failed)" == found["test loss"]
     assert "1.00 (2 of 3 pairs)" == found["time, 1 device"]
@@ -79,8 +81,9 @@ def test_a_failed_first_run_moves_no_column():
 def test_an_arm_of_which_every_run_diverged_has_no_means():
     diverged = [fresh(fixed(256), seed, diverged=True) for seed in range(3)]
     found = cells(made_log({fixed(256): diverged}), fixed(256))
-    assert ["none"] * 4 == [
-        found[name] for name in ("test accuracy, %", "test loss", "steps", "batch")
+    assert ["none"] * 5 == [
+        found[name]
+        for name in ("test accuracy, %", "test loss", "steps", "batch", "steps, samples to it")
     ]
     assert ("0 of 3", "none") == (found["reached"], found["time, 8 devices"])
 

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter
 from bigbatch.results.markdown import markdown_table
 from bigbatch.results.measured_batch import DEVICES, DOUBLING, devices_text, equal_steps, replay_of
 from bigbatch.results.run_log import LoggedRun, RunLog
-from bigbatch.results.time_to_target import fastest, times_to, tuned_score
+from bigbatch.results.time_to_target import fastest, times_to, to_target, tuned_score
 from bigbatch.runs.curves import COLORS, add_grid
 from bigbatch.runs.paired_differences import PairedDifference, paired_difference
 
@@ -117,11 +117,21 @@ def _arm_cells(log: RunLog, arm: str, target: float) -> dict[str, str]:
         "steps": f"{fmean(run.steps for run in valid):,.0f}" if valid else "none",
         "batch": f"{fmean(run.average_batch for run in valid):,.0f}" if valid else "none",
         "reached": f"{times_to(log, arm, target, 1).reached} of {len(runs)}",
+        "steps, samples to it": _position_cell(log, arm, target),
     }
     return cells | {
         f"time, {devices_text(devices)}": _ratio(time_ratio(log, arm, target, devices))
         for devices in DEVICES
     }
+
+
+def _position_cell(log: RunLog, arm: str, target: float) -> str:
+    """Mean steps and samples to the target, of the runs that reach it."""
+    higher = log.higher_is_better
+    found = [to_target(run, target, higher_is_better=higher) for run in log.fresh(arm)]
+    if not (known := [position for position in found if position is not None]):
+        return "none"
+    return ", ".join(f"{fmean(values):,.0f}" for values in zip(*known, strict=True))
 
 
 def _control_rows(log: RunLog, arms: Sequence[str]) -> list[dict[str, str]]:
