@@ -9,7 +9,9 @@ LIGHT_READY := .venv-light/.ready
 OUTSIDE := .venv-outside/bin
 OUTSIDE_READY := .venv-outside/.ready
 INSTALLED := pyproject.toml constraints.txt src/bigbatch/kernels/kernels.c
-PIP := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# modules are compiled when they are first imported: most of those that pip installs never are
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 RUNS ?= runs
 
 .DEFAULT_GOAL := help

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -87,23 +87,32 @@ def sweep(
         settings = settings.with_changes({"data": options.find_data(chosen, data)})
     grids = sweep_of(chosen, settings, grid or (), tune or (), paper_scale=paper_scale)
     if repeated := names & {key for one in grids.grids for key in one}:
-        owner = "--grid" if grid else "the sweep of the recipe"
-        remedy = "leave one of them out" + ", or give a --grid of your own" * (not grid)
-        listed = options.format_options(repeated, set_names)
-        raise SettingError(f"{owner} has values of {listed} too; {remedy}")
+        _refuse_repeated(options.format_options(repeated, set_names), own_grid=bool(grid))
     points = points_of(chosen, grids, settings, paper_scale=paper_scale)
     if any("arm" in one for one in grids.grids):
         options.warn_of_arm_values(chosen, names, "--grid changes it", paper_scale=paper_scale)
     if dry_run:
-        for point in points:
-            view.print(point.name)
-        best = f", of which each shows the best {' and '.join(grids.tuned)}" if grids.tuned else ""
-        view.print(f"{len(points)} points{best}; {_count(points, grids, seeds, tune_seeds)}")
+        _list_points(points, grids, seeds, tune_seeds, view)
         return
     path = run_dir or reserve(runs_dir or Path("runs"), f"{chosen.name}-sweep")
     with context.obj.resumable(path, "sweep"):
         start_sweep(chosen, path, points, grids.tuned, seeds, tune_seeds)
     _train(path, jobs, context.obj, view)
+
+
+def _refuse_repeated(names: str, *, own_grid: bool) -> NoReturn:
+    owner = "--grid" if own_grid else "the sweep of the recipe"
+    remedy = "leave one of them out" + ", or give a --grid of your own" * (not own_grid)
+    raise SettingError(f"{owner} has values of {names} too; {remedy}")
+
+
+def _list_points(
+    points: Sequence[Point], sweep: Sweep, seeds: int, tune_seeds: int, view: LiveView
+) -> None:
+    for point in points:
+        view.print(point.name)
+    best = f", of which each shows the best {' and '.join(sweep.tuned)}" if sweep.tuned else ""
+    view.print(f"{len(points)} points{best}; {_count(points, sweep, seeds, tune_seeds)}")
 
 
 def _count(points: Sequence[Point], sweep: Sweep, seeds: int, tune_seeds: int) -> str:

@@ -84,12 +84,7 @@ def train(
     if recipe in EXPERIMENTS:
         allowed = {"recipe", "seeds", "runs_dir", "run_dir"}
         refuse_options(f"recipe {recipe}, which is one fixed experiment,", option_names - allowed)
-        _require_one_rank(recipe)
-        path = run_dir or reserve(folder, recipe)
-        try:
-            EXPERIMENTS[recipe].run(path, seeds or SEEDS, quiet)
-        finally:
-            release(path)
+        _run_experiment(recipe, folder, run_dir, seeds or SEEDS, quiet=quiet)
         return
     chosen = options.select_recipe(recipe, result, paper_scale=paper_scale)
     changes = options.parse_settings(texts)
@@ -100,8 +95,7 @@ def train(
         unused = option_names & {"seeds", "data", "runs_dir", "run_dir"}
         refuse_options("--dry-run, which trains nothing,", unused)
         _require_one_rank("a dry run")
-        scales = sorted({paper_scale, True})
-        by_scale = {scale: settings_at(paper_scale=scale) for scale in scales}
+        by_scale = {scale: settings_at(paper_scale=scale) for scale in sorted({paper_scale, True})}
         show_dry_run(chosen, by_scale, dry_run_ranks, view.console)
         return
     if dry_run_ranks is not None:
@@ -127,6 +121,17 @@ def train(
             remedy = "--arm trains one alone with it"
             options.warn_of_arm_values(chosen, names, remedy, paper_scale=paper_scale)
         train_study(path, view)
+
+
+def _run_experiment(
+    name: str, runs_dir: Path, run_dir: Path | None, seeds: int, *, quiet: bool
+) -> None:
+    _require_one_rank(name)
+    path = run_dir or reserve(runs_dir, name)
+    try:
+        EXPERIMENTS[name].run(path, seeds, quiet)
+    finally:
+        release(path)
 
 
 def _settings(
