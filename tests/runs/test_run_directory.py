@@ -18,6 +18,7 @@ from bigbatch.runs.atomic_files import (
     reserve,
     write_atomically,
 )
+from bigbatch.runs.run_config import config_yaml, read_trainings, trainings_as_dict
 from bigbatch.runs.run_directory import RunDirectory, find_runs
 from bigbatch.runs.tensorboard import TensorBoardLog
 
@@ -33,6 +34,20 @@ def test_settings_and_versions_are_in_the_config(run):
     text = (run.path / "config.yaml").read_text()
     assert torch.__version__ in text
     assert "bigbatch:" in text
+
+
+def test_a_study_has_what_is_common_once_and_gives_all_settings_back(tmp_path):
+    trainings = {
+        "one": {"recipe": "digits", "arm": "a", "lr": 1.0, "every": 1, "task": {"depth": 2}},
+        "two": {"recipe": "digits", "arm": "b", "lr": 1.0, "every": True, "task": {"depth": 2}},
+    }
+    content = trainings_as_dict(trainings)
+    assert {"recipe": "digits", "lr": 1.0, "task": {"depth": 2}} == content["common"]
+    for written in (content, {"trainings": trainings}):  # the second is of older code
+        (tmp_path / "study.yaml").write_bytes(config_yaml("study", written))
+        assert repr(trainings["two"]) == repr(
+            {name: read_trainings(tmp_path)["two"][name] for name in trainings["two"]}
+        )
 
 
 def test_a_directory_in_use_is_refused_and_left_alone(run):

@@ -20,7 +20,7 @@ from bigbatch.runs.console import LiveView
 from bigbatch.runs.html_report import write_report, write_sweep_files
 from bigbatch.runs.metrics import history_of, seeds_of, table_of
 from bigbatch.runs.paired_differences import differences_of
-from bigbatch.runs.run_config import config_yaml, read_trainings
+from bigbatch.runs.run_config import config_yaml, read_trainings, trainings_as_dict
 from bigbatch.runs.run_directory import RunDirectory, find_runs
 from bigbatch.runs.sweep_results import read_sweep_results
 
@@ -85,7 +85,7 @@ def write_study(
         for run in settings.required_runs.values():
             if run not in trainings:
                 RunDirectory.open(path / run)
-    content: dict[str, Any] = {"trainings": {n: s.as_dict() for n, s in trainings.items()}}
+    content: dict[str, Any] = trainings_as_dict({n: s.as_dict() for n, s in trainings.items()})
     if sweep:
         content["sweep"] = sweep
     with create_directory_atomically(path) as folder:

@@ -1,6 +1,7 @@
 """The config file of a run or a study: its kind, its settings, the versions that ran."""
 
 import platform
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -77,6 +78,24 @@ def launch_of(path: Path) -> str | None:
     return None
 
 
+def trainings_as_dict(trainings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The trainings of a study as its file has them: what is common to all, and what each changes.
+
+    Whole settings of 600 trainings would be 4 MB of YAML, which take a minute to write and to read.
+    """
+    first, *others = trainings.values()
+    common = {
+        name: value
+        for name, value in first.items()
+        if all(repr(other[name]) == repr(value) for other in others)  # 1 is not 1.0 or True
+    }
+    changes = {
+        name: {key: value for key, value in settings.items() if key not in common}
+        for name, settings in trainings.items()
+    }
+    return {"common": common, "trainings": changes}
+
+
 def read_trainings(path: Path) -> dict[str, dict[str, Any]]:
     """The settings of every training of the study at `path`, by the name of its directory.
 
@@ -84,12 +103,14 @@ def read_trainings(path: Path) -> dict[str, dict[str, Any]]:
         RunError: there is no study at `path`.
     """
     file = path / "study.yaml"
-    trainings = read_config(file, "study").get("trainings")
+    config = read_config(file, "study")
+    common, trainings = config.get("common", {}), config.get("trainings")
+    require_settings(f"{file}, common settings", common)
     if not isinstance(trainings, dict) or not trainings or not all(map(_is_file_name, trainings)):
         raise RunError(f"{file} lists no trainings; name a study of bigbatch")
     for name, settings in trainings.items():
         require_settings(f"{file}, training {name}", settings)
-    return dict(trainings)
+    return {name: {**common, **settings} for name, settings in trainings.items()}
 
 
 def _is_file_name(name: object) -> bool:
