@@ -98,8 +98,9 @@ class Frontier:
             visited.add(edge)
             shape = shape_of(node, output)
             places = found.exact_places(shape) if found.has_samples(node) else []
-            if not places and node in flattened and shape and shape[0] % found.samples == 0:
-                places = list(FLATTENED)
+            if found.has_rows_of_samples(shape) and (not places or len(shape) == 2):
+                # flattened samples, of which the columns have the batch's size by chance
+                places = [*FLATTENED, *places] if node in flattened else []
             if places:
                 reached.append(FrontierOutput(found.numbers[node], output, places))
             else:

@@ -310,6 +310,10 @@ class ParameterUses:
             places = list(FLATTENED)
         return places + columns
 
+    def has_rows_of_samples(self, shape: torch.Size) -> bool:
+        """Whether dimension 0 has several entries for each sample, as far as its size shows."""
+        return bool(shape) and shape[0] > self.samples and shape[0] % self.samples == 0
+
     def exact_places(self, shape: torch.Size) -> list[Place]:
         """The dimensions of size B."""
         return [Place(dim) for dim, size in enumerate(shape) if size == self.samples]
