@@ -499,3 +499,24 @@ def test_a_deep_network_of_parameters_alone_is_followed_once():
     layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(40))
     (p,) = batches(1, 3, 5)
     assert error(model(function, p=p, layers=layers), batches(1, 8, 5), K) < CLOSE
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.filterwarnings("ignore:the gradient of micro-batch 1 is not finite")
+def test_a_training_that_diverges_is_not_said_to_mix_samples(value):
+    """0 x inf is nan for every sample; once the weights are finite again, all is as before."""
+    net = nn.Sequential(nn.Linear(5, 10), nn.Tanh(), nn.Linear(10, 9)).double()
+    x, other = batches(2, 8, 5)
+    with GradientMeter(net, groups=K, per_layer=True) as meter:
+        kept = net[2].weight.detach().clone()
+        net[2].weight.data[0, 0] = value
+        mean_loss(net, x).backward()
+        assert not torch.isfinite(torch.tensor(meter.read(samples=[8]).grad_variance))
+        net[2].weight.data.copy_(kept)
+        net.zero_grad()
+        expected = expected_noise(net, [other], K)
+        mean_loss(net, other).backward()
+        assert (
+            pytest.approx(expected.grad_variance, rel=CLOSE)
+            == meter.read(samples=[8]).grad_variance
+        )

@@ -133,6 +133,47 @@ def test_samples_are_found_where_other_dimensions_have_their_size(kind, samples)
     assert error(net, [normal(samples, time, 5)], K) < CLOSE
 
 
+ROWS_OF_SAMPLES = {
+    "one-layer": lambda s, x: s.m(x),
+    "layers": lambda s, x: s.m(torch.tanh(s.l(x))),
+    "norm": lambda s, x: s.n(s.m(torch.tanh(s.l(x)))),
+}
+
+
+SIZES = [
+    (order, time, samples)
+    for order in ("sample-major", "sample-minor", "time-first")
+    for time in (3, 9, 18)
+    for samples in (9, 3, 8)  # as many as columns, a divisor of them, neither
+    if order == "sample-major" or time != samples  # nothing would show which is which
+]
+
+
+@pytest.mark.parametrize(("order", "time", "samples"), SIZES)
+@pytest.mark.parametrize("kind", ROWS_OF_SAMPLES)
+def test_a_loss_of_rows_whose_columns_are_as_many_as_the_samples(kind, order, time, samples):
+    """A loss is the only root, and a mistake would be a plausible number: it is elementwise."""
+
+    def function(s, x):
+        out = ROWS_OF_SAMPLES[kind](s, x if order == "sample-major" else x.transpose(0, 1))
+        rows = out if order == "time-first" else out.flatten(0, 1)
+        return (rows.sin() * torch.linspace(0.5, 1.5, 9, dtype=rows.dtype)).mean()
+
+    width = {"one-layer": 5}.get(kind, 10)
+    net = model(function, l=first, m=nn.Linear(width, 9), n=nn.LayerNorm(9))
+    assert error(net, [normal(samples, time, 5)], K, lambda net, x: net(x)) < CLOSE
+
+
+@pytest.mark.parametrize("time", [3, 18])
+def test_a_loss_of_a_number_for_each_time_and_sample(time):
+    net = model(
+        lambda s, x: s.m(torch.tanh(s.l(x.transpose(0, 1)))).squeeze(-1).sin().mean(),
+        l=first,
+        m=nn.Linear(10, 1),
+    )
+    assert error(net, [normal(9, time, 5)], K, lambda net, x: net(x)) < CLOSE
+
+
 TWICE = {
     "after-the-others": lambda s, x: sum(s.m(s.l(torch.cat([x, x.flip(1)])).tanh()).chunk(2)),
     "in-turn": lambda s, x: s.m(s.l(torch.stack([x, x.flip(1)], 1).flatten(0, 1)).tanh()).unflatten(

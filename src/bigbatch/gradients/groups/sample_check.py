@@ -49,7 +49,7 @@ class SampleCheck:
         places: by the number of each use: where its samples are; None if they are not as those of a
             group are.
         is_conclusive: whether another batch gives the same: no function got a gradient of zeros,
-            which shows nothing, and none moves samples by indices.
+            which shows nothing, or one that is not finite, and none moves samples by indices.
         overwriting: the name of a function whose backward changed what its forward had saved, which
             was put back; empty if there is none.
         unlocated: the uses that no output shows the samples of, which have no place.
@@ -105,6 +105,7 @@ class _Attempt:
         ]
         self._possible = {use.number: list(use.places) for use in found.uses}
         self._arrived: dict[int, list[Tensor]] = defaultdict(list)  # whether it was not zero
+        self._are_finite = True  # the gradients at all uses
         self._overwriting = ""  # the name of a function that did so
 
     def run(self, halves: Sequence[Tensor]) -> SampleCheck:
@@ -122,7 +123,9 @@ class _Attempt:
             found.nodes[number].name() in _INDEXED and found.moves_samples(number)
             for number in self._arrived
         )
-        is_seen = all(bool(torch.stack(flags).any()) for flags in self._arrived.values())
+        is_seen = self._are_finite and all(
+            bool(torch.stack(flags).any()) for flags in self._arrived.values()
+        )
         unlocated = self._frontier.unlocated
         return SampleCheck(places, is_seen and not moves, self._overwriting, unlocated)
 
@@ -193,7 +196,9 @@ class _Attempt:
     def _is_of(self, gradient: Tensor, place: Place, members: Tensor) -> bool:
         """Whether a gradient is one of these samples alone."""
         by_sample = place.by_sample(gradient.detach(), self._grouping)
-        nonzero = (by_sample != 0).reshape(self._grouping.samples, -1).any(1).cpu()
+        is_finite = by_sample.isfinite()
+        self._are_finite &= bool(is_finite.all())
+        nonzero = (is_finite & (by_sample != 0)).reshape(self._grouping.samples, -1).any(1).cpu()
         return not bool((nonzero & ~members).any())
 
 
