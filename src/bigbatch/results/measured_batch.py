@@ -173,6 +173,6 @@ COMPARISONS = (
             **_BATCHES,
             "lr_schedule": "warm-up 4K samples; cosine",
         },
-        rates=(2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),
+        rates=(2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     ),
 )

@@ -152,7 +152,7 @@ SIZES = [
 @pytest.mark.parametrize(("order", "time", "samples"), SIZES)
 @pytest.mark.parametrize("kind", ROWS_OF_SAMPLES)
 def test_a_loss_of_rows_whose_columns_are_as_many_as_the_samples(kind, order, time, samples):
-    """A loss is the only root, and a mistake would be a plausible number: it is elementwise."""
+    """The loss is the only root, and works on each element."""
 
     def function(s, x):
         out = ROWS_OF_SAMPLES[kind](s, x if order == "sample-major" else x.transpose(0, 1))
