@@ -137,9 +137,10 @@ ROWS_OF_SAMPLES = {
     "one-layer": lambda s, x: s.m(x),
     "layers": lambda s, x: s.m(torch.tanh(s.l(x))),
     "norm": lambda s, x: s.n(s.m(torch.tanh(s.l(x)))),
+    "norm-of-rows": lambda s, x: s.n(s.m(torch.tanh(s.l(x)).flatten(0, 1))).unflatten(
+        0, x.shape[:2]
+    ),
 }
-
-
 SIZES = [
     (order, time, samples)
     for order in ("sample-major", "sample-minor", "time-first")
@@ -159,9 +160,23 @@ def test_a_loss_of_rows_whose_columns_are_as_many_as_the_samples(kind, order, ti
         rows = out if order == "time-first" else out.flatten(0, 1)
         return (rows.sin() * torch.linspace(0.5, 1.5, 9, dtype=rows.dtype)).mean()
 
-    width = {"one-layer": 5}.get(kind, 10)
+    width = 5 if kind == "one-layer" else 10
     net = model(function, l=first, m=nn.Linear(width, 9), n=nn.LayerNorm(9))
     assert error(net, [normal(samples, time, 5)], K, lambda net, x: net(x)) < CLOSE
+
+
+@pytest.mark.parametrize("time", [3, 9])
+@pytest.mark.parametrize("samples", [9, 3, 8])
+def test_rows_whose_samples_nothing_shows_are_refused_at_every_size(time, samples):
+    """Also where a layer is as wide as the batch."""
+
+    def function(s, x):
+        rows = s.n(s.m(torch.tanh(s.l(x.flatten(0, 1)) * s.g)))
+        return of_samples(rows + s.p).mean()
+
+    net = model(function, l=first, m=second, n=nn.LayerNorm(9), g=normal(10), p=normal(9))
+    with refused("no value from the loss down to .* has a dimension of the batch's size"):
+        measured(net, [normal(samples, time, 5)], K, lambda net, x: net(x))
 
 
 @pytest.mark.parametrize("time", [3, 18])

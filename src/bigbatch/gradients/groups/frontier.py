@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from bigbatch.gradients.groups.backward_graph import Edge, Node, leaf_of, operands_of, shape_of
-from bigbatch.gradients.groups.parameter_uses import FLATTENED, ParameterUses, Use
+from bigbatch.gradients.groups.parameter_uses import ParameterUses, Use
 from bigbatch.gradients.groups.rules import Place
 
 
@@ -97,10 +97,9 @@ class Frontier:
                 continue
             visited.add(edge)
             shape = shape_of(node, output)
-            places = found.exact_places(shape) if found.has_samples(node) else []
-            if found.has_rows_of_samples(shape) and (not places or len(shape) == 2):
-                # flattened samples, of which the columns have the batch's size by chance
-                places = [*FLATTENED, *places] if node in flattened else []
+            places = found.places_by_shape(shape)
+            if node not in flattened:
+                places = [place for place in places if place.is_certain and found.has_samples(node)]
             if places:
                 reached.append(FrontierOutput(found.numbers[node], output, places))
             else:

@@ -294,9 +294,7 @@ class ParameterUses:
         if name == "BmmBackward0" and shape[0] == 1 < self.samples:
             shape = shape[1:]  # torch.einsum
         elif name not in _ROWS or len(shape) != 2:
-            if exact or not shape or shape[0] % self.samples:
-                return exact
-            return list(FLATTENED)
+            return self.places_by_shape(shape)
         columns = [Place(place.dim, is_certain=False) for place in exact if place.dim]
         if shape[0] == self.samples:
             return [Place(None), *columns]
@@ -310,9 +308,17 @@ class ParameterUses:
             places = list(FLATTENED)
         return places + columns
 
-    def has_rows_of_samples(self, shape: torch.Size) -> bool:
-        """Whether dimension 0 has several entries for each sample, as far as its size shows."""
-        return bool(shape) and shape[0] > self.samples and shape[0] % self.samples == 0
+    def places_by_shape(self, shape: torch.Size) -> list[Place]:
+        """Where the samples may be in a tensor of which only the shape is known.
+
+        The columns of a matrix whose rows are a multiple of B may have its size by chance, so that
+        none of its places is certain.
+        """
+        exact = self.exact_places(shape)
+        has_rows = bool(shape) and shape[0] != self.samples and shape[0] % self.samples == 0
+        if not has_rows or (exact and len(shape) != 2):
+            return exact
+        return [*FLATTENED, *(Place(place.dim, is_certain=False) for place in exact)]
 
     def exact_places(self, shape: torch.Size) -> list[Place]:
         """The dimensions of size B."""

@@ -105,7 +105,7 @@ class _Attempt:
         ]
         self._possible = {use.number: list(use.places) for use in found.uses}
         self._arrived: dict[int, list[Tensor]] = defaultdict(list)  # whether it was not zero
-        self._are_finite = True  # the gradients at all uses
+        self._finite: list[Tensor] = []  # whether the gradients of uses were
         self._overwriting = ""  # the name of a function that did so
 
     def run(self, halves: Sequence[Tensor]) -> SampleCheck:
@@ -123,11 +123,10 @@ class _Attempt:
             found.nodes[number].name() in _INDEXED and found.moves_samples(number)
             for number in self._arrived
         )
-        is_seen = self._are_finite and all(
-            bool(torch.stack(flags).any()) for flags in self._arrived.values()
-        )
+        is_seen = all(bool(torch.stack(flags).any()) for flags in self._arrived.values())
+        is_conclusive = is_seen and all(map(bool, self._finite)) and not moves
         unlocated = self._frontier.unlocated
-        return SampleCheck(places, is_seen and not moves, self._overwriting, unlocated)
+        return SampleCheck(places, is_conclusive, self._overwriting, unlocated)
 
     def _run_backward(self, members: Tensor) -> None:
         """A backward of random gradients, which ends before the leaves and their hooks."""
@@ -189,16 +188,16 @@ class _Attempt:
             self._arrived[number] += present
         first = gradients[0]
         if use is not None and first is not None:
+            self._finite.append(first.detach().isfinite().all())
+            known = first.detach().nan_to_num(0.0, 0.0, 0.0)
             self._possible[number] = [
-                place for place in self._possible[number] if self._is_of(first, place, members)
+                place for place in self._possible[number] if self._is_of(known, place, members)
             ]
 
     def _is_of(self, gradient: Tensor, place: Place, members: Tensor) -> bool:
         """Whether a gradient is one of these samples alone."""
-        by_sample = place.by_sample(gradient.detach(), self._grouping)
-        is_finite = by_sample.isfinite()
-        self._are_finite &= bool(is_finite.all())
-        nonzero = (is_finite & (by_sample != 0)).reshape(self._grouping.samples, -1).any(1).cpu()
+        by_sample = place.by_sample(gradient, self._grouping)
+        nonzero = (by_sample != 0).reshape(self._grouping.samples, -1).any(1).cpu()
         return not bool((nonzero & ~members).any())
 
 
