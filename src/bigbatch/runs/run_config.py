@@ -81,7 +81,7 @@ def launch_of(path: Path) -> str | None:
 def trainings_as_dict(trainings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The trainings of a study as its file has them: what is common to all, and what each changes.
 
-    Whole settings of 600 trainings would be 4 MB of YAML, which take a minute to write and to read.
+    Whole settings of 600 trainings would be 4 MB of YAML, which is slow to read.
     """
     first, *others = trainings.values()
     common = {
