@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bigbatch.experiments import RECIPES
 from distributed_states import states_of
-from dropout_digits import NAME
+from dropout_digits import NAME, register
 
 pytestmark = pytest.mark.thorough
 
@@ -64,10 +65,18 @@ def kill_after(process, run, lines):
     return False
 
 
+@pytest.fixture
+def recipe(monkeypatch):
+    """The recipe of the killed processes in this one."""
+    for name in ("digits", NAME):  # as they are now again after the test
+        monkeypatch.setitem(RECIPES, name, RECIPES.get(name))
+    register()
+
+
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.release)])
-def test_a_run_that_is_killed_often_ends_as_if_never_killed(tmp_path, kills):
+def test_a_run_that_is_killed_often_ends_as_if_never_killed(bigbatch, tmp_path, kills, recipe):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    subprocess.run([*TRAIN, *SETTINGS, *LENGTH, "--run-dir", str(whole)], check=True)
+    assert 0 == bigbatch("train", *SETTINGS, *LENGTH, "--run-dir", whole)[0]
     steps = len(rows_of(whole))
     chance = random.Random(0)
     points = sorted(chance.sample(range(1, steps - 20), kills))
@@ -79,6 +88,6 @@ def test_a_run_that_is_killed_often_ends_as_if_never_killed(tmp_path, kills):
         process = subprocess.Popen([*TRAIN, *command])
         killed_before_its_end += kill_after(process, killed, lines)
     assert kills == killed_before_its_end
-    subprocess.run([*TRAIN, "--resume", str(killed), "--quiet"], check=True)
+    assert 0 == bigbatch("train", "--resume", killed, "--quiet")[0]
     assert rows_of(whole) == rows_of(killed)
     assert_same(state_of(whole), state_of(killed))
