@@ -7,6 +7,7 @@ from statistics import mean, stdev
 import pytest
 
 from bigbatch.results.batch_tables import (
+    figure,
     fixed_arms,
     score_over_steps,
     tables,
@@ -142,7 +143,11 @@ def test_ratios_are_of_the_fastest_fixed_batch_with_a_bold_interval_that_exclude
 
 def test_no_fixed_batch_that_reaches_the_target_leaves_no_ratio():
     changes = {arm: [fresh(arm, s, reached_at=None) for s in range(3)] for arm in (BASE, ARMS[1])}
-    assert "none" == cells(made_log(changes), DOUBLING)["time, 64 devices"]
+    log = made_log(changes)
+    assert "steps, samples to it" == list(cells(log, DOUBLING))[-1]
+    assert "No fixed batch reaches the target" in tables(log)
+    (axes,) = figure(log).axes
+    assert [f"{log.score},\nless that of {BASE}"] == [axes.get_title(loc="left")]
 
 
 def test_controls_are_not_among_the_fixed_batches():
