@@ -178,11 +178,9 @@ def test_a_compiled_step_is_the_step_and_is_compiled_once(name, own):
     assert difference(plain, compiled) < CLOSE[torch.float64]
 
 
-@pytest.mark.thorough
+@pytest.mark.release
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(
-    "factor", ["shrinkage", pytest.param("positive-part", marks=pytest.mark.release)]
-)
+@pytest.mark.parametrize("factor", ["shrinkage", "positive-part"])
 def test_every_factor_can_be_compiled(factor):
     plain, compiled = compiled_and_not(partial(VR["VRAdam"], factor=factor), torch.float64)
     assert difference(plain, compiled) < CLOSE[torch.float64]

@@ -761,11 +761,6 @@ OPTIONS = [
         "confidence": 0.6,
     },
 ]
-every_pair = [
-    pytest.mark.parametrize("policy", POLICIES, ids=str),
-    pytest.mark.parametrize("options", OPTIONS, ids=str),
-    pytest.mark.filterwarnings("ignore:.* goes by one step"),
-]
 steps_seen = st.lists(
     st.builds(
         GradientStatistics,
@@ -779,13 +774,13 @@ steps_seen = st.lists(
 )
 
 
-def for_every_pair(test):
-    for mark in every_pair:
-        test = mark(test)
-    return test
+def over_policies_and_options(test):
+    test = pytest.mark.parametrize("policy", POLICIES, ids=str)(test)
+    test = pytest.mark.parametrize("options", OPTIONS, ids=str)(test)
+    return pytest.mark.late(pytest.mark.filterwarnings("ignore:.* goes by one step")(test))
 
 
-@for_every_pair
+@over_policies_and_options
 @given(noises=steps_seen, start=st.integers(1, 2000))
 @property_test(20)
 def test_bounds_hold_always_and_a_batch_is_whole(policy, options, noises, start):
@@ -800,7 +795,7 @@ def test_bounds_hold_always_and_a_batch_is_whole(policy, options, noises, start)
     )
 
 
-@for_every_pair
+@over_policies_and_options
 @given(noises=steps_seen, data=st.data())
 @property_test(20)
 def test_a_resumed_controller_decides_as_if_never_stopped(policy, options, noises, data):

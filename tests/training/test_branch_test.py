@@ -145,6 +145,7 @@ def branched_at(*counts):
     return lambda train: branched(train) if train.steps in counts else None
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind not in ("workers", "long")])
 def test_training_continues_bit_for_bit_as_without_the_test(kind, optimizer):

@@ -307,6 +307,7 @@ def state_of(train):
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.late
 @pytest.mark.parametrize("cut", [1, 2, 5, 6, 11, 14, 15, 16, 20, 33])  # while timing and later
 @pytest.mark.parametrize(
     "options",
