@@ -68,7 +68,7 @@ def kill_after(process, run, lines):
 @pytest.fixture
 def recipe(monkeypatch):
     """The recipe of the killed processes in this one."""
-    for name in ("digits", NAME):  # as they are now again after the test
+    for name in ("digits", NAME):  # restored after the test
         monkeypatch.setitem(RECIPES, name, RECIPES.get(name))
     register()
 

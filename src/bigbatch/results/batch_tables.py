@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter
 from bigbatch.results.markdown import markdown_table
 from bigbatch.results.measured_batch import DEVICES, DOUBLING, devices_text, equal_steps, replay_of
 from bigbatch.results.run_log import LoggedRun, RunLog
-from bigbatch.results.time_to_target import TargetTimes, fastest, times_to, to_target, tuned_score
+from bigbatch.results.time_to_target import fastest, times_to, to_target, tuned_score
 from bigbatch.runs.curves import COLORS, add_grid
 from bigbatch.runs.paired_differences import PairedDifference, paired_difference
 
@@ -45,16 +45,19 @@ def tables(log: RunLog) -> str:
     words += (
         f"{1000 * log.step_cost.fixed:.2f} ms + {1e6 * log.step_cost.per_sample:.1f} us a sample."
     )
-    references = [(devices_text(one), _reference(log, target, one)) for one in DEVICES]
-    compared = "; ".join(f"{devices}: {arm}" for devices, arm in references if arm is not None)
+    references = "No fixed batch reaches the target, so there are no times relative to one."
+    if _fixed_reaches(log, target):
+        references = "Fixed batches that the times are relative to: " + "; ".join(
+            f"{devices_text(devices)}: {fastest(log, fixed_arms(log), target, devices)}"
+            for devices in DEVICES
+        )
+        references += "."
     return "\n\n".join(
         [
             words,
             *missing,
             _table_of_known([_arm_cells(log, arm, target) for arm in arms]),
-            f"Fixed batches that the times are relative to: {compared}."
-            if compared
-            else "No fixed batch reaches the target, so there are no times relative to one.",
+            references,
             _table_of_known([_control_cells(log, arm) for arm in arms if replay_of(arm) in arms]),
             "Not in the rule, looked at afterwards: easier targets on 8 devices.",
             _table_of_known([_easier_cells(log, arm) for arm in arms]),
@@ -80,7 +83,7 @@ def _easier_cells(log: RunLog, arm: str) -> dict[str, str]:
     cells = {"arm": arm}
     for factor in _EASIER:
         target = tuned_score(log, base_of(log)) + factor * _MARGIN[log.higher_is_better]
-        reference = _reference(log, target, 8)
+        reference = fastest(log, fixed_arms(log), target, 8)
         cells[f"{target:.2f}, over {reference}"] = _ratio(time_ratio(log, arm, target, 8))
     return cells
 
@@ -95,17 +98,17 @@ def scores_of(log: RunLog, arm: str, score: str | None = None) -> dict[int, floa
     return {run.seed: run.score(score or log.score) for run in log.fresh(arm)}
 
 
-def _reference(log: RunLog, target: float, devices: int) -> str | None:
-    """The fixed batch that is fastest in hindsight; None where none reaches the target."""
-    arms = [arm for arm in fixed_arms(log) if times_to(log, arm, target, devices).reached]
-    return fastest(log, arms, target, devices) if arms else None
+def _fixed_reaches(log: RunLog, target: float) -> bool:
+    """Whether a run of a fixed batch reaches the target, which times may then be relative to."""
+    return any(times_to(log, arm, target, 1).reached for arm in fixed_arms(log))
 
 
 def time_ratio(log: RunLog, arm: str, target: float, devices: int) -> PairedDifference:
     """ln of an arm's time to the target over that of the fastest fixed batch, by seed."""
-    reference = _reference(log, target, devices)
-    times = TargetTimes({}) if reference is None else times_to(log, reference, target, devices)
-    return times_to(log, arm, target, devices).log_ratio_to(times)
+    reference = fastest(log, fixed_arms(log), target, devices)
+    return times_to(log, arm, target, devices).log_ratio_to(
+        times_to(log, reference, target, devices)
+    )
 
 
 def _arm_cells(log: RunLog, arm: str, target: float) -> dict[str, str]:
@@ -200,14 +203,14 @@ def _cell(difference: PairedDifference, text_of: Callable[[float], str]) -> str:
 def figure(log: RunLog) -> Figure:
     """For every arm: score less that of the first, and time to the target over the best fixed.
 
-    Numbers of devices for which no fixed batch reaches the target have no panel.
+    Without the times where no fixed batch reaches the target.
     """
     base = base_of(log)
     if base not in finished_arms(log):
         return Figure(figsize=(4, 1))
     target = target_of(log)
     arms = [arm for arm in finished_arms(log) if not arm.startswith("fixed, steps")]
-    timed = [devices for devices in DEVICES if _reference(log, target, devices)]
+    timed = DEVICES if _fixed_reaches(log, target) else ()
     drawn = Figure(figsize=(12, 0.9 + 0.27 * len(arms)), layout="constrained")
     panels = drawn.subplots(1, 1 + len(timed), sharey=True, squeeze=False)[0]
     _forest(
