@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUNS ?= runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-release test-light test-outside check bench figure clean
+.PHONY: help setup run test test-all test-release test-light test-outside check docs bench figure clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -82,6 +82,10 @@ check: $(READY)  ## style, types, architecture
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/project/test_architecture.py
 
+# without a network; MkDocs announces that another generator will follow it
+docs: $(READY)  ## the site of the documentation, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 bench: $(READY)  ## what measuring and scaling cost, as ratios of one run
 	$(BIN)/bigbatch bench measure
 	$(BIN)/bigbatch bench optim
@@ -92,4 +96,4 @@ figure: $(RUN)  ## the README's figure, from a new digits study
 	rm -r .figure
 
 clean:  ## remove all environments and caches; runs/ stays
-	rm -rf .venv .venv-light .venv-outside .mutation .mypy_cache .pytest_cache .ruff_cache .hypothesis .figure
+	rm -rf .venv .venv-light .venv-outside .mutation .mypy_cache .pytest_cache .ruff_cache .hypothesis .figure site

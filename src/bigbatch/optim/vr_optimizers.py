@@ -130,8 +130,7 @@ class VRLARS(VarianceReduced):
     """VR-LARS: `LARS` on r g. The trust ratio uses r g too, so a uniform r cancels.
 
     Args:
-        params, lr, momentum, weight_decay, trust_coefficient, nesterov, exclude_bias_and_norm,
-            maximize: as for `LARS`.
+        params to maximize: as for `LARS`.
         fused: whether scaling and the step use compiled kernels; None: wherever they can.
         options: gamma, r_max, beta3, factor, watch, compiled: see `VarianceReduced`.
     Source:

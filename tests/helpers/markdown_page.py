@@ -1,0 +1,112 @@
+"""Runs the code blocks of a page in order, in this process: python markdown_page.py PAGE.
+
+docs/developer/index.md says what the block of each language must be able to do.
+"""
+
+import json
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from sybil import Example, Sybil
+from sybil.parsers.markdown import CodeBlockParser
+from torch.distributed.run import get_args_parser
+from typer.main import get_command
+
+from bigbatch.cli.advise_command import _parser as advise_parser
+from bigbatch.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+SNIPPET = "--8<--"  # a file that the site includes, which a test of its own runs
+
+
+def execute(example: Example, code: str, namespace: dict[str, Any]) -> None:
+    above = "\n" * (example.line + example.parsed.line_offset)  # lines of a traceback
+    exec(compile(above + code, example.path, "exec"), namespace)
+
+
+def run_python(example: Example) -> None:
+    if not example.parsed.startswith(SNIPPET):
+        execute(example, example.parsed, example.namespace)
+
+
+def run_both_sides(example: Example) -> None:
+    """Runs the lines before a change in a copy of the namespace, then those after it."""
+    lines = example.parsed.splitlines()
+    wrong = [line for line in lines if line and line[0] not in "+- "]
+    assert not wrong, f"a line of a diff begins with +, - or a space: {wrong}"
+    for sign, namespace in (("-", dict(example.namespace)), ("+", example.namespace)):
+        code = "\n".join(line[1:] if line[:1] in (" ", sign) else "" for line in lines)
+        execute(example, code, namespace)
+
+
+def parse_commands(example: Example) -> None:
+    """Lets the programs' own parsers read the commands of a block."""
+    command = ""
+    for line in example.parsed.replace("\\\n", " ").splitlines(keepends=True):
+        command += line
+        if command.count('"') % 2 == 0:  # a quotation may be longer than a line
+            parse_command(shlex.split(command, comments=True))
+            command = ""
+
+
+def parse_command(words: list[str]) -> None:
+    """Raises if a program of ours, torch's launcher or make would refuse these words."""
+    while words and "=" in words[0]:  # variables of the environment
+        words = words[1:]
+    match words:
+        case ["torchrun", *arguments]:
+            options = get_args_parser().parse_args(arguments)
+            module = ["-m"] if options.module else []
+            program = [*module, options.training_script, *options.training_script_args]
+            parse_command(["python", *program])
+        case ["python", "-m", *program]:
+            parse_command(program)
+        case ["python", str(script), *_] if script.startswith("examples/"):
+            assert (ROOT / script).exists(), script
+        case ["bigbatch", "advise", *arguments]:
+            advise_parser().parse_args(arguments)
+        case ["bigbatch", *arguments]:
+            parse_arguments(get_command(app), "bigbatch", arguments)
+        case ["make", *targets]:
+            makefile = (ROOT / "Makefile").read_text()
+            for target in targets:
+                assert "=" in target or f"\n{target}:" in makefile, target
+
+
+def parse_arguments(
+    command: click.Command, name: str, arguments: list[str], parent: click.Context | None = None
+) -> None:
+    """Lets a command read its arguments, and the commands of a group theirs."""
+    try:
+        context = command.make_context(name, list(arguments), parent=parent)
+    except click.exceptions.Exit:  # of --help and --version
+        return
+    rest = [*context._protected_args, *context.args]
+    if rest and isinstance(command, click.Group):
+        inner_name, inner, rest = command.resolve_command(context, rest)
+        parse_arguments(inner, inner_name, rest, context)
+
+
+EVALUATORS = {
+    "python": run_python,
+    "diff": run_both_sides,
+    "sh": parse_commands,
+    "json": lambda example: json.loads(example.parsed) and None,
+    "toml": lambda example: tomllib.loads(example.parsed) and None,
+    "yaml": lambda example: yaml.safe_load(example.parsed) and None,
+}
+
+
+def main(page: Path) -> None:
+    parsers = [CodeBlockParser(language, run) for language, run in EVALUATORS.items()]
+    for example in Sybil(parsers).parse(page).examples():
+        example.evaluate()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
