@@ -7,12 +7,15 @@ from griffe import Extension, Object
 
 _SECTION = re.compile(r"(?<!\n)\n(?=(?:Args|Attributes|Returns|Yields|Raises|Source|Example):\n)")
 
+_PAGE = re.compile(r"docs/([\w/-]+)\.md")
+
 
 class DocstringSections(Extension):
     """Writes the sections as griffe's parser of Google style reads them."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Adds a blank line before each section, and makes doctests a section of examples."""
+        """Adds blank lines before sections, names doctests as griffe does, and links pages."""
         if obj.docstring is not None:
             text = _SECTION.sub("\n\n", obj.docstring.value)
-            obj.docstring.value = text.replace("\nExample:\n", "\nExamples:\n")
+            text = text.replace("\nExample:\n", "\nExamples:\n")
+            obj.docstring.value = _PAGE.sub(r"[\1](../\1.md)", text)
