@@ -23,7 +23,7 @@ from bigbatch.runs.run_directory import Row
 FIGURE_FORMATS = (".png", ".svg")
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-# inches: an automatic layout takes as long as the drawing
+# inches
 _SIZE, _KEY_MARGIN, _KEY_LINE = (13, 6.6), 0.45, 0.2
 _LEFT, _RIGHT, _BOTTOM, _BETWEEN_ROWS, _BETWEEN_COLUMNS = 0.55, 0.08, 0.5, 0.85, 0.6
 _TEXT = 7.5  # font size of labels
@@ -75,8 +75,8 @@ def curves(histories: list[History], x: str) -> Figure:
     labels = short_names(groups)
     figure = Figure(figsize=_SIZE)
     grid = figure.subplots(2, 3)
-    keys = key_texts(groups, labels)
-    _arrange(figure, [*labels, *map(target_text, _targets(histories))], len(keys))
+    targets = map(target_text, _targets(histories))
+    arrange(figure, (2, 3), [*labels, *targets], key_texts(groups, labels))
     for axes, panel in zip(grid.flat, panels_of(histories, x), strict=True):
         format_axes(axes, panel.title, panel.x_label, panel.log_base)
         for curve in panel.curves:
@@ -86,13 +86,6 @@ def curves(histories: list[History], x: str) -> Figure:
         axes.set_xlim(*panel.x_range)
         axes.set_ylim(*panel.y_range)
         _label_curves(axes, panel, labels)
-    lines = [
-        Line2D([], [], color=LIGHT[style.color], linestyle=style.line, linewidth=1.5)
-        for style in map(style_of, range(len(groups)))
-    ]
-    figure.legend(
-        lines, keys, loc="upper center", ncols=4, handlelength=4, frameon=False, fontsize=9
-    )
     return figure
 
 
@@ -108,14 +101,40 @@ def key_texts(names: list[str], labels: list[str]) -> list[str]:
     ]
 
 
-def _arrange(figure: Figure, labels: list[str], keys: int) -> None:
-    """Places the panels, with room for labels on the right of each and for the key above all."""
-    width, height = _SIZE
-    label_room = label_inches(labels)
+def arrange(
+    figure: Figure, grid: tuple[int, int], labels: list[str], keys: list[str], key_columns: int = 4
+) -> None:
+    """Adds the key above all panels, and leaves room for labels on the right of each.
+
+    An automatic layout takes as long as the drawing.
+
+    Args:
+        figure: has the panels.
+        grid: rows and columns of panels.
+        labels: texts of all labels.
+        keys: texts of the key, in the order of the styles.
+        key_columns: columns of the key.
+    """
+    lines = [
+        Line2D([], [], color=LIGHT[style.color], linestyle=style.line, linewidth=1.5)
+        for style in map(style_of, range(len(keys)))
+    ]
+    figure.legend(
+        lines,
+        keys,
+        loc="upper center",
+        ncols=key_columns,
+        handlelength=4,
+        frameon=False,
+        fontsize=9,
+    )
+    (width, height), (rows, columns) = figure.get_size_inches(), grid
+    widths = [text_width(label, _TEXT) for label in labels]
+    label_room = (_LEADER + max(widths, default=0.0)) / _POINTS_PER_INCH
     between = label_room + _BETWEEN_COLUMNS
-    panel = (width - _LEFT - _RIGHT - label_room - 2 * between) / 3
-    top = height - _KEY_MARGIN - _KEY_LINE * math.ceil(keys / 4)
-    row = (top - _BOTTOM - _BETWEEN_ROWS) / 2
+    panel = (width - _LEFT - _RIGHT - label_room - (columns - 1) * between) / columns
+    top = height - _KEY_MARGIN - _KEY_LINE * math.ceil(len(keys) / key_columns)
+    row = (top - _BOTTOM - (rows - 1) * _BETWEEN_ROWS) / rows
     figure.subplots_adjust(
         left=_LEFT / width,
         right=1 - (_RIGHT + label_room) / width,
@@ -124,12 +143,6 @@ def _arrange(figure: Figure, labels: list[str], keys: int) -> None:
         wspace=between / panel,
         hspace=_BETWEEN_ROWS / row,
     )
-
-
-def label_inches(labels: list[str]) -> float:
-    """Width of a column of labels and the lines to them."""
-    widths = [text_width(label, _TEXT) for label in labels]
-    return (_LEADER + max(widths, default=0.0)) / _POINTS_PER_INCH
 
 
 def _draw_curve(axes: Axes, curve: Curve) -> None:
