@@ -23,6 +23,7 @@ NOISE_POINTS = 20  # most points of similarity and noise scale, which need sever
 _NOISE_STEPS, _FEW_NOISE_POINTS = 4, 5  # measured steps of a run a point; points of a short run
 _FEW_POINTS = 20  # points of a curve where a page has very many
 _PAGE_POINTS = 1200  # of all curves of a panel, so that the page stays small
+_LARGEST = 1e200  # of a value; sums of larger ones may overflow
 _ROOM = 4.0  # most by which a band extends a logarithmic scale
 _MARGIN = 0.04  # of the height of a panel, above and below
 
@@ -353,13 +354,13 @@ def _end(value: float | None) -> float:
 def _loss_of(rows: Rows) -> float:
     """Mean loss of a sample, so that a small step counts less."""
     samples = sum(row["batch_size"] for row in rows)
-    return float(sum(row["loss"] * row["batch_size"] for row in rows) / samples)
+    return float(sum(_bounded(row["loss"]) * row["batch_size"] for row in rows) / samples)
 
 
 def _statistics_of(rows: Rows) -> GradientStatistics:
     return GradientStatistics(
-        fmean(row["grad_sqnorm"] for row in rows),
-        fmean(row["grad_variance"] for row in rows),
+        fmean(_bounded(row["grad_sqnorm"]) for row in rows),
+        fmean(_bounded(row["grad_variance"]) for row in rows),
         round(fmean(row["batch_size"] for row in rows)),
         rows[0]["micro_batches"],
     )
@@ -375,7 +376,12 @@ def _scored_rows(history: History) -> list[Row]:
 
 
 def _mean_of(value_of: Callable[[Row], float]) -> Callable[[Rows], float]:
-    return lambda rows: fmean(map(value_of, rows))
+    return lambda rows: fmean(_bounded(value_of(row)) for row in rows)
+
+
+def _bounded(value: float) -> float:
+    """The value, or one whose sums do not overflow."""
+    return max(-_LARGEST, min(float(value), _LARGEST))
 
 
 _SIMILARITY, _NOISE_SCALE = "gradient similarity", "noise scale, samples"
