@@ -36,6 +36,7 @@ from bigbatch.runs.sweep_svg import SIZES, sweep_svg
 from bigbatch.runs.time_to_score import ScoreTargets
 
 _MOST_SUMMARIES = 8  # sentences that are shown at once
+_HEAT_MAP_BYTES = 400_000  # after so many, no further map is drawn: the page stays small
 
 
 def write_report(
@@ -71,7 +72,6 @@ def write_report(
     if out.suffix != ".html":
         write_figure(curves(histories, "samples"), out)
         return
-    first_seeds = [group[0] for group in group_seeds(histories).values()]
     text = _render(
         "html_report.html",
         generator=GENERATOR,
@@ -87,7 +87,7 @@ def write_report(
         differences=differences_of(all_histories, against),
         times=targets and (targets.title(all_histories), targets.table(all_histories)),
         **_curve_parts(histories),
-        heat_maps=[as_svg(figure) for figure in map(heat_maps, first_seeds) if figure is not None],
+        heat_maps=_heat_maps(histories),
         runs=[(run.name, yaml.safe_dump(run.settings, sort_keys=False)) for run in runs],
         style=_render(
             "html_report.css", light=LIGHT, dark=DARK, pages=PAGES, figures=AXES.values()
@@ -121,6 +121,17 @@ def _curve_parts(histories: list[History]) -> dict[str, Any]:
         "has_intervals": any(curve.interval for panel in drawn for curve in panel.curves),
         "has_tests": any(curve.tests for panel in drawn for curve in panel.curves),
     }
+
+
+def _heat_maps(histories: list[History]) -> list[str]:
+    """Heat maps of the first seed of each setting, as many as the page has room for."""
+    maps: list[str] = []
+    for group in group_seeds(histories).values():
+        if sum(map(len, maps)) > _HEAT_MAP_BYTES:
+            break
+        if (figure := heat_maps(group[0])) is not None:
+            maps.append(as_svg(figure))
+    return maps
 
 
 def _sweep_parts(sweep: SweepResults) -> tuple[list[dict[str, Any]], str]:
