@@ -23,8 +23,7 @@
     if (event.key === "Escape") { chosen.clear(); hover(null); }
   });
 
-  const text = (value) => Math.abs(value) >= 1000
-    ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3));
+  const text = (value) => value.toLocaleString("en", { maximumSignificantDigits: 3 });
   const value = (at, scale, log) => {
     const [low, high, start, end] = scale.split(" ").map(Number);
     const share = (at - start) / (end - start);

@@ -153,7 +153,8 @@ def _labels(panel: Panel, names: list[str], across: Axis, up: Axis) -> Iterator[
 
 
 def _path(points: Iterable[tuple[float, float]], across: Axis, up: Axis) -> str:
-    return " ".join(f"{across(x):.1f},{_inside(up, y):.1f}" for x, y in points)
+    """Positions with two digits, from which the page's script reads values."""
+    return " ".join(f"{across(x):.2f},{_inside(up, y):.2f}" for x, y in points)
 
 
 def _inside(up: Axis, value: float) -> float:
