@@ -215,8 +215,8 @@ def label_lines(
             [y, y, place],
             transform=axes.transAxes,
             color=color,
-            linewidth=0.5,
-            alpha=0.6,
+            linewidth=0.7,
+            linestyle=":",
             clip_on=False,
         )
         axes.text(
