@@ -82,6 +82,20 @@ def test_the_largest_change_may_be_the_policys_own(policy, is_limited):
     assert is_limited == any("at most x1.1 a decision" in row["decision_reason"] for row in rows)
 
 
+def test_the_log_has_the_confidence_interval_of_a_measured_step():
+    rows = json.loads(json.dumps(rows_of_one_epoch(confidence=0.9, smoothing=None, every=2)))
+    for previous, row in itertools.pairwise([None, *rows]):
+        require_step("a row", row, previous)
+        names = ("similarity_interval", "noise_scale_interval")
+        assert [row["grad_sqnorm"] is not None] * 2 == [name in row for name in names]
+    low, high = rows[0]["similarity_interval"]
+    assert low < rows[0]["similarity"] < high
+    least, most = rows[0]["noise_scale_interval"]  # the same interval, at the other ends
+    samples = rows[0]["batch_size"]
+    assert math.isclose(high, 1 / (1 + 2 * least / samples), rel_tol=1e-3)
+    assert most is None or math.isclose(low, 1 / (1 + 2 * most / samples), rel_tol=1e-3)
+
+
 def test_the_log_has_what_more_is_measured_of_a_step_and_of_each_layer():
     more = {"half_batch_cosine": True, "per_layer": True, "every": 2}
     rows = json.loads(json.dumps(rows_of_one_epoch(**more)))
@@ -98,6 +112,7 @@ def test_the_log_has_what_more_is_measured_of_a_step_and_of_each_layer():
     assert any(scale is not None for scale, _ in rows[0]["layers"].values())
     plain = rows_of_one_epoch(every=2)
     assert not any({"half_batch_cosine", "layers"} & row.keys() for row in plain)
+    assert not any("similarity_interval" in row for row in [*rows, *plain])
     assert [row["loss"] for row in plain] == [row["loss"] for row in rows]
 
 

@@ -13,13 +13,14 @@ import bigbatch
 import bigbatch.optim
 
 SOURCE = Path(bigbatch.__file__).parent
-# errors, interrupts, kernels < digest, optional_packages, setting_types < gradients < statistics
-# < policies < data, optim < training < advisor < integrations, runs < experiments < bench
-# < results < cli
+# errors, interrupts, kernels < chart_axis, digest, optional_packages, setting_types < gradients
+# < statistics < policies < data, optim < training < advisor < integrations, runs < experiments
+# < bench < results < cli
 LEVELS = {
     "errors": 0,
     "interrupts": 0,
     "kernels": 0,
+    "chart_axis": 1,
     "digest": 1,
     "optional_packages": 1,
     "setting_types": 1,

@@ -30,6 +30,7 @@ from property_tests import property_test
 
 FACTORS = {"w": [0.5, 0.1, None, 1.0], "b": [1.0, 0.0, 0.2, 1.0]}
 MEASURED = {"gsnr": FACTORS, "layers": {"w": [80.0, None]}, "half_batch_cosine": 0.1}
+MEASURED |= {"similarity_interval": [-0.1, 0.4], "noise_scale_interval": [20.0, None]}
 ROWS = [row(step, accuracy=0.5 if step == 4 else None, **MEASURED) for step in range(1, 5)]
 DIGITS = RECIPES["digits"]
 SETTINGS = DIGITS.settings().with_changes({"epochs": 1})
@@ -152,6 +153,7 @@ def test_many_logs_with_another_value_are_read_or_refused(tmp_path_factory, dama
             r"line 2: layers is .*, and must be names, each with \(a number",
         ),
         ({"half_batch_cosine": "1"}, "line 2: half_batch_cosine is '1', and must be a number"),
+        ({"noise_scale_interval": [1.0]}, r"line 2: noise_scale_interval is \[1.0\], and must be"),
         ({"loss": math.nan}, "line 2 is damaged"),
         ({"loss": math.inf}, "line 2 is damaged"),
     ],

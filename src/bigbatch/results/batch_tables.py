@@ -15,6 +15,7 @@ from bigbatch.results.measured_batch import DEVICES, DOUBLING, devices_text, equ
 from bigbatch.results.run_log import LoggedRun, RunLog
 from bigbatch.results.time_to_target import fastest, times_to, to_target, tuned_score
 from bigbatch.runs.curves import COLORS, add_grid
+from bigbatch.runs.line_styles import style_of
 from bigbatch.runs.paired_differences import PairedDifference, paired_difference
 
 _MARGIN = {True: -1.0, False: 0.05}  # of the target, by whether a higher score is better
@@ -243,11 +244,13 @@ def score_over_steps(log: RunLog, arms: tuple[str, str]) -> Figure:
     if not all(valid):
         return drawn
     axes = drawn.subplots()
-    for arm, runs, color in zip(arms, valid, ("#777777", COLORS[0]), strict=True):
+    styles = (("#555555", style_of(1).line), (COLORS[0], "solid"))
+    for arm, runs, (color, line) in zip(arms, valid, styles, strict=True):
         samples = [point[0] for point in runs[0].curve]
         steps = [fmean(_at(run, 1, x) for run in runs) for x in samples]
         scores = [[_at(run, 3, x) for run in runs] for x in samples]
-        axes.plot(steps, [fmean(of_x) for of_x in scores], color=color, linewidth=1.8)
+        means = [fmean(of_x) for of_x in scores]
+        axes.plot(steps, means, color=color, linestyle=line, linewidth=1.8)
         axes.fill_between(
             steps, list(map(min, scores)), list(map(max, scores)), color=color, alpha=0.2
         )

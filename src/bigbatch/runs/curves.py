@@ -2,38 +2,33 @@
 
 import io
 import math
-from collections.abc import Callable, Sequence
-from itertools import cycle
-from operator import itemgetter
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from bigbatch.chart_axis import number_text
 from bigbatch.errors import RunError, SettingError
 from bigbatch.runs.atomic_files import GENERATOR, open_atomically, require_own_file
-from bigbatch.runs.metrics import History, group_seeds, measured_rows
+from bigbatch.runs.curve_series import Curve, Panel, label_ends, panels_of, target_text
+from bigbatch.runs.label_places import spread, text_width
+from bigbatch.runs.line_styles import LIGHT, short_names, style_of
+from bigbatch.runs.metrics import History, group_seeds
 from bigbatch.runs.run_directory import Row
-from bigbatch.statistics.noise_scale import GradientStatistics
 
 FIGURE_FORMATS = (".png", ".svg")
 
-AXES = {"samples": "samples", "step": "optimizer steps", "elapsed_seconds": "seconds of training"}
-
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-# inches, and fractions of the figure: an automatic layout takes as long as the drawing
-_SIZE, _MARGIN, _LINE = (12, 6.2), 0.45, 0.2
-_SPACES = {"left": 0.045, "right": 0.99, "bottom": 0.075, "hspace": 0.36, "wspace": 0.17}
-_POINTS = 120  # most points of a curve; a longer log is averaged
-_NOISE_POINTS = 40  # most points of similarity and noise scale
-_SCORE = "score"  # title of the panel that is replaced by the score's name
-
-Points = tuple[list[float], list[float]]
-PointsOf = Callable[[History, str], Points]
+# inches
+_SIZE, _KEY_MARGIN, _KEY_LINE = (13, 6.6), 0.45, 0.2
+_LEFT, _RIGHT, _BOTTOM, _BETWEEN_ROWS, _BETWEEN_COLUMNS = 0.55, 0.08, 0.5, 0.85, 0.6
+_TEXT = 7.5  # font size of labels
+_LEADER = 9  # points from the edge of a panel to its labels
+_POINTS_PER_INCH = 72
 
 
 def require_ending(out: Path, endings: Sequence[str]) -> None:
@@ -71,30 +66,162 @@ def write_figure(figure: Figure, out: Path, dpi: int = 130) -> None:
 
 
 def curves(histories: list[History], x: str) -> Figure:
-    """Six panels against one of `AXES`: loss, score, batch, similarity, noise scale, learning rate.
+    """Six panels against one of `AXES`, as `panels_of` computes them.
 
-    Every run is one line; runs that differ only in their seed share a colour. A point is the
-    average over 1 / 120 of the run. Similarity and noise scale are computed from signal and noise
-    averaged over 1 / 40 of it.
+    Every arm is a line, the mean or median over its runs, and a band from the least to the largest
+    value of a run. Its label is at the end of the line.
     """
+    groups = list(group_seeds(histories))
+    labels = short_names(groups)
     figure = Figure(figsize=_SIZE)
-    panels = figure.subplots(2, 3, gridspec_kw=_SPACES).flat
-    names = dict.fromkeys(history.score or _SCORE for history in histories)
-    groups = group_seeds(histories)
-    for axes, (title, points_of, log_base) in zip(panels, _PANELS, strict=True):
-        for color, (group, runs) in zip(cycle(COLORS), groups.items(), strict=False):
-            for number, history in enumerate(runs):
-                xs, ys = points_of(history, x)
-                label = group if number == 0 else None
-                axes.plot(xs, ys, color=color, alpha=0.75, linewidth=1.1, label=label)
-        format_axes(axes, " or ".join(names) if title == _SCORE else title, AXES[x], log_base)
-        if title == "gradient similarity":
-            _draw_targets(axes, histories)
-    lines, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="upper center", ncols=4, frameon=False, fontsize=9)
-    legend_height = _MARGIN + _LINE * math.ceil(len(labels) / 4)
-    figure.subplots_adjust(top=1 - legend_height / _SIZE[1])
+    grid = figure.subplots(2, 3)
+    targets = map(target_text, _targets(histories))
+    arrange(figure, (2, 3), [*labels, *targets], key_texts(groups, labels))
+    for axes, panel in zip(grid.flat, panels_of(histories, x), strict=True):
+        format_axes(axes, panel.title, panel.x_label, panel.log_base)
+        for curve in panel.curves:
+            _draw_curve(axes, curve)
+        for target in panel.targets:
+            axes.axhline(target, color="#555555", linestyle=":", linewidth=1)
+        axes.set_xlim(*panel.x_range)
+        axes.set_ylim(*panel.y_range)
+        _label_curves(axes, panel, labels)
     return figure
+
+
+def _targets(histories: list[History]) -> set[float]:
+    return {history.target for history in histories if history.target is not None}
+
+
+def key_texts(names: list[str], labels: list[str]) -> list[str]:
+    """Whole names, after the number that stands for one that is too long for a label."""
+    return [
+        f"{label}: {name}" if label.isdecimal() and label != name else name
+        for name, label in zip(names, labels, strict=True)
+    ]
+
+
+def arrange(
+    figure: Figure, grid: tuple[int, int], labels: list[str], keys: list[str], key_columns: int = 4
+) -> None:
+    """Adds the key above all panels, and leaves room for labels on the right of each.
+
+    An automatic layout takes as long as the drawing.
+
+    Args:
+        figure: has the panels.
+        grid: rows and columns of panels.
+        labels: texts of all labels.
+        keys: texts of the key, in the order of the styles.
+        key_columns: columns of the key.
+    """
+    lines = [
+        Line2D([], [], color=LIGHT[style.color], linestyle=style.line, linewidth=1.5)
+        for style in map(style_of, range(len(keys)))
+    ]
+    figure.legend(
+        lines,
+        keys,
+        loc="upper center",
+        ncols=key_columns,
+        handlelength=4,
+        frameon=False,
+        fontsize=9,
+    )
+    (width, height), (rows, columns) = figure.get_size_inches(), grid
+    widths = [text_width(label, _TEXT) for label in labels]
+    label_room = (_LEADER + max(widths, default=0.0)) / _POINTS_PER_INCH
+    between = label_room + _BETWEEN_COLUMNS
+    panel = (width - _LEFT - _RIGHT - label_room - (columns - 1) * between) / columns
+    top = height - _KEY_MARGIN - _KEY_LINE * math.ceil(len(keys) / key_columns)
+    row = (top - _BOTTOM - (rows - 1) * _BETWEEN_ROWS) / rows
+    figure.subplots_adjust(
+        left=_LEFT / width,
+        right=1 - (_RIGHT + label_room) / width,
+        bottom=_BOTTOM / height,
+        top=top / height,
+        wspace=between / panel,
+        hspace=_BETWEEN_ROWS / row,
+    )
+
+
+def _draw_curve(axes: Axes, curve: Curve) -> None:
+    style = style_of(curve.arm)
+    color = LIGHT[style.color]
+    for part in curve.segments:
+        xs = [point.x for point in part]
+        marker = "o" if len(part) == 1 else ""
+        centers = [point.center for point in part]
+        axes.plot(
+            xs, centers, marker=marker, ms=3, color=color, linestyle=style.line, linewidth=1.3
+        )
+    for part in curve.bands:
+        axes.fill_between(
+            [point.x for point in part],
+            [point.low for point in part],
+            [point.high for point in part],
+            color=color,
+            alpha=0.13,
+            linewidth=0,
+        )
+    xs = [point.x for point in curve.interval]
+    for ends in ([p.low for p in curve.interval], [p.high for p in curve.interval]):
+        axes.plot(xs, ends, color=color, linestyle=":", linewidth=0.8)
+    for test in curve.tests:
+        axes.plot([test.x, test.x], [test.low, _finite(test.high)], color=color, linewidth=1.2)
+        axes.plot(test.x, test.center, "D", color=color, markersize=4)
+
+
+def _finite(value: float) -> float:
+    """The value, or one above every panel."""
+    return min(value, 1e30)
+
+
+def _label_curves(axes: Axes, panel: Panel, labels: list[str]) -> None:
+    colors = [LIGHT[style_of(curve.arm).color] for curve in panel.curves]
+    texts = [labels[curve.arm] for curve in panel.curves]
+    texts += map(target_text, panel.targets)
+    colors += ["#333333"] * len(panel.targets)
+    label_lines(axes, label_ends(panel), texts, colors)
+
+
+def label_lines(
+    axes: Axes, ends: Sequence[tuple[float, float]], texts: Sequence[str], colors: Sequence[str]
+) -> None:
+    """Labels in a column on the right of a panel, with a line to each from the end of its curve.
+
+    None where so many do not fit: a key has to name the curves. The limits of the panel and its
+    place in the figure must be final.
+
+    Args:
+        axes: the panel.
+        ends: the last point of each curve.
+        texts: the labels.
+        colors: their colours.
+    """
+    box = axes.get_window_extent()
+    gap = 1.2 * _TEXT / _POINTS_PER_INCH * axes.figure.dpi / box.height
+    to_fraction = axes.transData + axes.transAxes.inverted()
+    at_ends = [to_fraction.transform(end) for end in ends]
+    heights = [min(max(float(y), 0.0), 1.0) for _, y in at_ends]
+    places = spread(heights, gap, 0.0, 1.0)
+    if places is None:
+        return
+    reach = _LEADER / _POINTS_PER_INCH * axes.figure.dpi / box.width
+    for (x, _), y, place, text, color in zip(at_ends, heights, places, texts, colors, strict=True):
+        label_x = 1 + reach
+        axes.plot(
+            [x, max(x, 1.0), label_x - 0.2 * reach],
+            [y, y, place],
+            transform=axes.transAxes,
+            color=color,
+            linewidth=0.7,
+            linestyle=":",
+            clip_on=False,
+        )
+        axes.text(
+            label_x, place, text, transform=axes.transAxes, va="center", color=color, fontsize=_TEXT
+        )
 
 
 def format_axes(axes: Axes, title: str, x_label: str, log_base: int | None) -> None:
@@ -103,8 +230,9 @@ def format_axes(axes: Axes, title: str, x_label: str, log_base: int | None) -> N
     axes.set_xlabel(x_label, fontsize=8)
     if log_base is not None:
         axes.set_yscale("log", base=log_base)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
         axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
     axes.tick_params(labelsize=8)
     add_grid(axes)
 
@@ -128,58 +256,3 @@ def bins_of(rows: list[Row], count: int) -> list[list[Row]]:
     """Consecutive rows in at most `count` bins of equal size; the last may be smaller."""
     size = max(1, -(-len(rows) // count))
     return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
-def _mean_points(value_of: Callable[[Row], Any]) -> PointsOf:
-    def points(history: History, x: str) -> Points:
-        bins = bins_of([row for row in history.rows if value_of(row) is not None], _POINTS)
-        return [rows[-1][x] for rows in bins], [fmean(map(value_of, rows)) for rows in bins]
-
-    return points
-
-
-def _score_points(history: History, x: str) -> Points:
-    rows = [row for row in history.scored_rows if row["metrics"].get(history.score) is not None]
-    return [row[x] for row in rows], [row["metrics"][history.score] for row in rows]
-
-
-def _noise_points(property_name: str) -> PointsOf:
-    def points(history: History, x: str) -> Points:
-        bins = bins_of(measured_rows(history.rows), _NOISE_POINTS)
-        statistics = [
-            GradientStatistics(
-                fmean(row["grad_sqnorm"] for row in rows),
-                fmean(row["grad_variance"] for row in rows),
-                round(fmean(row["batch_size"] for row in rows)),
-                rows[0]["micro_batches"],
-            )
-            for rows in bins
-        ]
-        return [rows[-1][x] for rows in bins], [getattr(one, property_name) for one in statistics]
-
-    return points
-
-
-def _draw_targets(axes: Axes, histories: list[History]) -> None:
-    for target in sorted({history.target for history in histories if history.target is not None}):
-        axes.axhline(target, color="#555555", linestyle="--", linewidth=1)
-        axes.annotate(
-            f"target {target:g}",
-            (0.01, target),
-            xycoords=("axes fraction", "data"),
-            va="bottom",
-            fontsize=8,
-            color="#555555",
-            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "alpha": 0.7, "linewidth": 0},
-        )
-
-
-# title, points of a run, base of a logarithmic scale
-_PANELS: list[tuple[str, PointsOf, int | None]] = [
-    ("training loss", _mean_points(itemgetter("loss")), 10),
-    (_SCORE, _score_points, None),
-    ("batch size, samples", _mean_points(itemgetter("batch_size")), 2),
-    ("gradient similarity", _noise_points("similarity"), None),
-    ("noise scale, samples", _noise_points("noise_scale"), 10),
-    ("learning rate", _mean_points(lambda row: row["lr"][0]), None),
-]

@@ -34,10 +34,11 @@ def heat_maps(history: History) -> Figure | None:
     figure.suptitle(history.label, fontsize=10, x=0.01, ha="left")
     bins = bins_of(rows, _COLUMNS)
     extent = (rows[0]["samples"], rows[-1]["samples"], len(names) - 0.5, -0.5)
-    for axes, (title, index, maximum) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+    panels = figure.subplots(2, 2, sharey=True).flat
+    for axes, (title, index, maximum) in zip(panels, _PANELS, strict=True):
         means = numpy.array([_layer_means(bin_rows, names, index) for bin_rows in bins]).T
         image = axes.imshow(
-            means, aspect="auto", interpolation="nearest", extent=extent, vmin=0, vmax=maximum
+            means, aspect="auto", interpolation="none", extent=extent, vmin=0, vmax=maximum
         )
         figure.colorbar(image, ax=axes, pad=0.01)
         axes.set_title(title, fontsize=10, loc="left")

@@ -4,21 +4,39 @@ import json
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import yaml
 from jinja2 import Environment
 
 from bigbatch.errors import RunError
 from bigbatch.runs.atomic_files import GENERATOR, write_atomically
-from bigbatch.runs.curves import AXES, FIGURE_FORMATS, as_svg, curves, require_ending, write_figure
+from bigbatch.runs.curve_series import AXES, NOISE_POINTS, POINTS, Panel, panels_of
+from bigbatch.runs.curves import (
+    FIGURE_FORMATS,
+    as_svg,
+    curves,
+    key_texts,
+    require_ending,
+    write_figure,
+)
 from bigbatch.runs.gsnr_heatmap import heat_maps
-from bigbatch.runs.metrics import group_seeds, history_of, seeds_of, table_of
+from bigbatch.runs.line_styles import DARK, LIGHT, MARKERS, PAGES, short_names, style_of
+from bigbatch.runs.metrics import History, group_seeds, history_of, seeds_of, table_of
 from bigbatch.runs.paired_differences import differences_of, require_reference
+from bigbatch.runs.report_summary import summaries_of, sweep_summary
 from bigbatch.runs.run_directory import RunDirectory
+from bigbatch.runs.seed_summary import SeedSummary
+from bigbatch.runs.svg_panels import panel_svg, swatch_svg
+from bigbatch.runs.sweep_chart import sweep_chart
 from bigbatch.runs.sweep_figure import sweep_figure
 from bigbatch.runs.sweep_files import as_csv, as_json
 from bigbatch.runs.sweep_results import SweepResults
+from bigbatch.runs.sweep_svg import SIZES, sweep_svg
 from bigbatch.runs.time_to_score import ScoreTargets
+
+_MOST_SUMMARIES = 8  # sentences that are shown at once
+_HEAT_MAP_BYTES = 400_000  # after so many, no further map is drawn: the page stays small
 
 
 def write_report(
@@ -54,27 +72,88 @@ def write_report(
     if out.suffix != ".html":
         write_figure(curves(histories, "samples"), out)
         return
-    template = resources.files("bigbatch.runs").joinpath("html_report.html").read_text()
-    first_seeds = [group[0] for group in group_seeds(histories).values()]
-    page = Environment(autoescape=True).from_string(template)
-    text = page.render(
+    text = _render(
+        "html_report.html",
         generator=GENERATOR,
         title=title,
+        summaries=summaries_of(all_histories, against),
+        most=0 if sweeps else _MOST_SUMMARIES,
         sweeps=[
-            (sweep, as_svg(sweep_figure(sweep)), sweep.differences(against)) for sweep in sweeps
+            (sweep, sweep_summary(sweep), *_sweep_parts(sweep), sweep.differences(against))
+            for sweep in sweeps
         ],
         table=table_of(all_histories),  # which counts runs without a step
         seeds=seeds_of(all_histories),
         differences=differences_of(all_histories, against),
         times=targets and (targets.title(all_histories), targets.table(all_histories)),
-        figures={label: as_svg(curves(histories, x)) for x, label in AXES.items()},
-        heat_maps=[as_svg(figure) for figure in map(heat_maps, first_seeds) if figure is not None],
+        **_curve_parts(histories),
+        heat_maps=_heat_maps(histories),
         runs=[(run.name, yaml.safe_dump(run.settings, sort_keys=False)) for run in runs],
+        style=_render(
+            "html_report.css", light=LIGHT, dark=DARK, pages=PAGES, figures=AXES.values()
+        ),
+        script=_file("html_report.js"),
     )
     try:
         write_atomically(out, text.encode())
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}") from None
+
+
+def _curve_parts(histories: list[History]) -> dict[str, Any]:
+    """What the page says of curves, by the names in its template."""
+    names = list(group_seeds(histories))
+    labels = short_names(names)
+    panels = {label: panels_of(histories, x) for x, label in AXES.items()}
+    drawn: list[Panel] = [panel for of_axis in panels.values() for panel in of_axis]
+    return {
+        "figures": {
+            label: [(panel.title, panel_svg(panel, labels)) for panel in of_axis]
+            for label, of_axis in panels.items()
+        },
+        "arms": [
+            {"name": text, "style": style_of(arm), "swatch": swatch_svg(style_of(arm))}
+            for arm, text in enumerate(key_texts(names, labels))
+        ],
+        "center": SeedSummary.of(history.settings for history in histories).center_word,
+        "points": POINTS,
+        "noise_points": NOISE_POINTS,
+        "has_intervals": any(curve.interval for panel in drawn for curve in panel.curves),
+        "has_tests": any(curve.tests for panel in drawn for curve in panel.curves),
+    }
+
+
+def _heat_maps(histories: list[History]) -> list[str]:
+    """Heat maps of the first seed of each setting, as many as the page has room for."""
+    maps: list[str] = []
+    for group in group_seeds(histories).values():
+        if sum(map(len, maps)) > _HEAT_MAP_BYTES:
+            break
+        if (figure := heat_maps(group[0])) is not None:
+            maps.append(as_svg(figure))
+    return maps
+
+
+def _sweep_parts(sweep: SweepResults) -> tuple[list[dict[str, Any]], str]:
+    """The key of a sweep's figure, and the figure for wide and narrow windows."""
+    chart = sweep_chart(sweep)
+    keys = [
+        {
+            "name": group.name,
+            "style": style_of(number),
+            "swatch": swatch_svg(style_of(number), MARKERS[number % len(MARKERS)]),
+        }
+        for number, group in enumerate(chart.groups)
+    ]
+    return keys, "".join(sweep_svg(chart, kind) for kind in SIZES)
+
+
+def _render(name: str, **values: Any) -> str:
+    return Environment(autoescape=name.endswith(".html")).from_string(_file(name)).render(**values)
+
+
+def _file(name: str) -> str:
+    return resources.files("bigbatch.runs").joinpath(name).read_text()
 
 
 def write_sweep_files(sweep: SweepResults, folder: Path) -> None:

@@ -60,6 +60,9 @@ def row_of(record: StepRecord, scores: Scores | None) -> Row:
         row["gsnr"] = _rounded(record.gsnr.by_layer())
     if statistics is not None and statistics.half_batch_cosine is not None:
         row["half_batch_cosine"] = statistics.half_batch_cosine
+    if statistics is not None and statistics.interval is not None:
+        row["similarity_interval"] = _ends(statistics.similarity_interval)
+        row["noise_scale_interval"] = _ends(statistics.noise_scale_interval)
     if statistics is not None and statistics.layers:
         row["layers"] = _rounded(
             {name: (one.noise_scale, one.similarity) for name, one in statistics.layers.items()}
@@ -75,6 +78,10 @@ def finite(value: Any) -> Any:
 def _rounded(by_layer: Mapping[str, Iterable[float]]) -> dict[str, list[float | None]]:
     """The numbers of each layer with four digits."""
     return {name: [_round(number) for number in numbers] for name, numbers in by_layer.items()}
+
+
+def _ends(interval: tuple[float, float] | None) -> list[float | None]:
+    return [_round(end) for end in interval or ()]
 
 
 def _round(number: float) -> float | None:

@@ -7,11 +7,12 @@ batch size would have led to other weights is neglected; docs/policies.md discus
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate, chain, cycle, groupby, pairwise, repeat
+from itertools import accumulate, groupby, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bigbatch.errors import RunError, SettingError
@@ -19,7 +20,17 @@ from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.policy import Policy, TrainingState
 from bigbatch.policies.step_time import StepTime, StepTimes, TimedSize
-from bigbatch.runs.curves import COLORS, FIGURE_FORMATS, format_axes, require_writable, write_figure
+from bigbatch.runs.curve_series import chosen_rows
+from bigbatch.runs.curves import (
+    FIGURE_FORMATS,
+    arrange,
+    format_axes,
+    key_texts,
+    label_lines,
+    require_writable,
+    write_figure,
+)
+from bigbatch.runs.line_styles import LIGHT, short_names, style_of
 from bigbatch.runs.metrics import History, Table, measured_rows
 from bigbatch.runs.run_directory import Row
 from bigbatch.setting_types import Count, Kind
@@ -280,15 +291,44 @@ def save_figure(replays: list[Replay], out: Path) -> None:
         RunError: bigbatch did not write the file that is there, or it cannot be written.
     """
     require_writable(out, FIGURE_FORMATS)
-    figure = Figure(figsize=(9, 0.8 + 3.4 * len(replays)), layout="constrained")
+    trajectories = [[_chosen(one.trace), *map(_uncut, one.replayed)] for one in replays]
+    names = [one.name for one in trajectories[0]]
+    labels = short_names(names)
+    figure = Figure(figsize=(9, 0.8 + 3.4 * len(replays)))
     panels = figure.subplots(len(replays), squeeze=False).flat
-    *colors, black = COLORS
-    style = {"drawstyle": "steps-pre", "linewidth": 1.1, "alpha": 0.75}
-    for axes, replay in zip(panels, replays, strict=True):
+    arrange(figure, (len(replays), 1), labels, key_texts(names, labels), key_columns=2)
+    for axes, replay, drawn in zip(panels, replays, trajectories, strict=True):
         format_axes(axes, f"{replay.history.label}: batch size, samples", "samples", log_base=2)
-        trajectories = [replay.logged, *replay.replayed]
-        for one, color in zip(trajectories, chain([black], cycle(colors)), strict=False):
-            axes.plot(one.ends, one.batch_sizes, color=color, label=one.name, **style)
-    lines, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=8)
+        _draw_trajectories(axes, drawn, labels)
     write_figure(figure, out)
+
+
+def _chosen(trace: Trace) -> Trajectory:
+    """The logged steps without those at ends of epochs, which a replay does not have."""
+    rows = chosen_rows(trace.rows)
+    return Trajectory(
+        _LOGGED, [row["samples"] for row in rows], [row["batch_size"] for row in rows]
+    )
+
+
+def _uncut(trajectory: Trajectory) -> Trajectory:
+    """The trajectory without its last step, which ends with the samples of the log."""
+    last = max(1, len(trajectory.ends) - 1)
+    return Trajectory(trajectory.name, trajectory.ends[:last], trajectory.batch_sizes[:last])
+
+
+def _draw_trajectories(axes: Axes, trajectories: list[Trajectory], labels: list[str]) -> None:
+    styles = [style_of(number) for number in range(len(trajectories))]
+    for one, style in zip(trajectories, styles, strict=True):
+        axes.plot(
+            one.ends,
+            one.batch_sizes,
+            color=LIGHT[style.color],
+            linestyle=style.line,
+            drawstyle="steps-pre",
+            linewidth=1.3,
+        )
+    axes.set_xlim(0, max(one.ends[-1] for one in trajectories))
+    axes.set_ylim(*axes.get_ylim())  # labels lie outside
+    ends = [(float(one.ends[-1]), float(one.batch_sizes[-1])) for one in trajectories]
+    label_lines(axes, ends, labels, [LIGHT[style.color] for style in styles])

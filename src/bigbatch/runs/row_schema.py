@@ -55,6 +55,8 @@ OPTIONAL_STEP = {  # values that a line may lack
     "branch_test": Kind(dict[str, _OptionalNumber]),
     "gsnr": Kind(dict[str, _LayerNumbers]),
     "half_batch_cosine": Kind(_OptionalNumber),
+    "similarity_interval": Kind(tuple[_OptionalNumber, _OptionalNumber]),
+    "noise_scale_interval": Kind(tuple[_OptionalNumber, _OptionalNumber]),
     "layers": Kind(dict[str, tuple[_OptionalNumber, _OptionalNumber]]),  # noise scale, similarity
 }
 BRANCH_TEST = ("critical_batch", "low", "high", "noise_scale", "samples_spent")

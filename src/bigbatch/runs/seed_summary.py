@@ -14,6 +14,7 @@ class SeedSummary:
 
     def __init__(self, *, by_median: bool) -> None:
         self._by_median = by_median
+        self.center_word = "median" if by_median else "mean"
         self.words = "median [least, most]" if by_median else "mean ± standard deviation"
 
     @classmethod
