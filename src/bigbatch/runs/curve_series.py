@@ -300,16 +300,16 @@ def _without_holes(values: dict[int, float]) -> dict[int, float]:
 def _pooled_points(
     quantity: _Quantity, binned: list[dict[int, list[Row]]], x: str, count: int
 ) -> list[Point]:
-    """The value of signal and noise over all runs, and the range of the runs' own values."""
+    """The value of signal and noise over all runs, and the range of it and the runs' own."""
     points = []
     for number in range(count):
         present = [bins[number] for bins in binned if number in bins]
         if not present:
             continue
-        values = [value for rows in present if not math.isnan(value := quantity.value_of(rows))]
         center = quantity.value_of([row for rows in present for row in rows])
-        low, high = min(values, default=center), max(values, default=center)
-        center = min(max(center, low), high)
+        values = [*map(quantity.value_of, present), center]
+        known = [value for value in values if not math.isnan(value)] or [center]
+        low, high = min(known), max(known)
         points.append(Point(fmean(rows[-1][x] for rows in present), center, low, high))
     return points
 
