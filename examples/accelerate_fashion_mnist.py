@@ -1,54 +1,35 @@
-"""A small network on Fashion-MNIST by accelerate, with a batch size that follows gradients.
+"""A small network on Fashion-MNIST by Accelerate, with a batch size that follows its gradients.
 
     python examples/accelerate_fashion_mnist.py
-    accelerate launch --num-processes 2 --cpu examples/accelerate_fashion_mnist.py
+    torchrun --nproc_per_node 2 examples/accelerate_fashion_mnist.py
 
-Reads `train-images-idx3-ubyte.gz` and its labels from the folder --data; without these files it
-reads scikit-learn's digits. It downloads nothing.
+Without the files of Fashion-MNIST in the folder --data it trains on scikit-learn's digits.
 """
 
 import argparse
-import gzip
 from pathlib import Path
 
-import numpy
+import fashion_mnist
 import torch
 from accelerate import Accelerator
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import bigbatch as bb
 from bigbatch.integrations.accelerate import adaptive_batch
 
 
-def read(folder: Path, samples: int) -> TensorDataset:
-    """Images as rows of standardized pixels, and their classes."""
-    try:
-        with gzip.open(folder / "train-images-idx3-ubyte.gz") as file:
-            images = numpy.frombuffer(file.read(), numpy.uint8, offset=16).reshape(-1, 784) / 255
-        with gzip.open(folder / "train-labels-idx1-ubyte.gz") as file:
-            labels = numpy.frombuffer(file.read(), numpy.uint8, offset=8)
-    except FileNotFoundError:
-        images, labels = load_digits(return_X_y=True)
-        images = images / 16
-    x = torch.tensor(images[:samples], dtype=torch.float32)
-    return TensorDataset((x - x.mean()) / x.std(), torch.tensor(labels[:samples]).long())
-
-
-def main() -> bb.AdaptiveBatch:
-    """Trains, and prints the end of each epoch."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/fashion-mnist"))
-    parser.add_argument("--samples", type=int, default=12_000)
-    parser.add_argument("--epochs", type=int, default=2)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default="data/fashion-mnist")
+    parser.add_argument("--epochs", type=int, default=4)
     options = parser.parse_args()
     accelerator = Accelerator(cpu=True)
 
     torch.manual_seed(0)
-    data = read(options.data, options.samples)
+    data, test = fashion_mnist.load(options.data)
     model = nn.Sequential(nn.Linear(data.tensors[0].shape[1], 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = DataLoader(data, batch_size=32, shuffle=True)
@@ -62,8 +43,11 @@ def main() -> bb.AdaptiveBatch:
             for x, y in step:
                 step.backward(cross_entropy(model(x), y))
             record = step.update()
-        accelerator.print(f"epoch {epoch + 1}: batch {record.batch_size}, loss {record.loss:.3f}")
-    return train
+        with torch.no_grad():
+            x, y = test.tensors
+            accuracy = (model(x).argmax(1) == y).float().mean()
+        progress = f"{record.step} steps, batch {record.batch_size}, loss {record.loss:.3f}"
+        accelerator.print(f"epoch {epoch}: {progress}, accuracy {accuracy:.3f}")
 
 
 if __name__ == "__main__":

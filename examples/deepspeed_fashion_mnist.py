@@ -1,43 +1,30 @@
-"""Fashion-MNIST on DeepSpeed with a batch size that follows gradient similarity.
+"""Fashion-MNIST on DeepSpeed, with a batch size that follows gradient similarity.
 
-torchrun --nproc_per_node 2 examples/deepspeed_fashion_mnist.py --data ../shared/data/fashion-mnist
-deepspeed --num_accelerators 2 examples/deepspeed_fashion_mnist.py --data digits
-python examples/deepspeed_fashion_mnist.py --data digits
+    python examples/deepspeed_fashion_mnist.py
+    torchrun --nproc_per_node 2 examples/deepspeed_fashion_mnist.py
+    deepspeed --num_accelerators 2 examples/deepspeed_fashion_mnist.py
+
+Without the files of Fashion-MNIST in the folder --data it trains on scikit-learn's digits.
 """
 
 import argparse
-import gzip
 import os
+from pathlib import Path
 
 import deepspeed
-import numpy as np
+import fashion_mnist
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from bigbatch.integrations import deepspeed as adaptive
 
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
-
-def read(folder: str, part: str) -> TensorDataset:
-    """Images and labels of "train" or "t10k"; for digits, the first or the last ones."""
-    if folder == "digits":
-        x, y = map(torch.tensor, load_digits(return_X_y=True))
-        rows = slice(0, 1400) if part == "train" else slice(1400, None)
-        return TensorDataset((x / 8 - 1).float()[rows], y[rows])
-    with gzip.open(f"{folder}/{part}-images-idx3-ubyte.gz") as file:
-        images = torch.tensor(np.frombuffer(file.read(), np.uint8, offset=16))
-    with gzip.open(f"{folder}/{part}-labels-idx1-ubyte.gz") as file:
-        labels = torch.tensor(np.frombuffer(file.read(), np.uint8, offset=8))
-    return TensorDataset(images.view(-1, 784) / 255 - 0.5, labels.long())
-
-
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--data", default="../shared/data/fashion-mnist", help='folder, or "digits"')
-parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--data", type=Path, default="data/fashion-mnist")
+parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--stage", type=int, default=2, help="ZeRO stage, 0 to 3")
 parser.add_argument("--local_rank", type=int, default=0, help="from DeepSpeed's launcher")
 args = parser.parse_args()
@@ -45,7 +32,7 @@ if "RANK" not in os.environ:  # plain python
     os.environ.update(ONE_PROCESS, MASTER_PORT="0")
 torch.manual_seed(0)
 deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
-train, test = read(args.data, "train"), read(args.data, "t10k")
+train, test = fashion_mnist.load(args.data)
 model = nn.Sequential(nn.Linear(train.tensors[0].shape[1], 64), nn.ReLU(), nn.Linear(64, 10))
 engine, _, loader, _ = adaptive.initialize(
     model=model,
@@ -72,10 +59,9 @@ for epoch in range(args.epochs):
         engine.step()
     with torch.no_grad():
         x, y = (column.to(engine.device) for column in test.tensors)
-        accuracy = (engine(x).argmax(1) == y).float().mean().item()
+        accuracy = (engine(x).argmax(1) == y).float().mean()
     if engine.global_rank == 0:
         progress = f"{engine.bigbatch.steps} steps, {engine.global_samples} samples"
-        print(
-            f"epoch {epoch}: {progress}, batch {engine.train_batch_size()}, accuracy {accuracy:.3f}"
-        )
+        batch = f"batch {engine.train_batch_size()}"
+        print(f"epoch {epoch}: {progress}, {batch}, accuracy {accuracy:.3f}")
 torch.distributed.destroy_process_group()

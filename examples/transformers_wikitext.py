@@ -1,10 +1,10 @@
-"""A small language model by transformers' Trainer, with a batch size that follows its gradients.
+"""A small language model by the Hugging Face Trainer, with a batch size that follows gradients.
 
     python examples/transformers_wikitext.py
-    torchrun --nproc-per-node 2 examples/transformers_wikitext.py --epochs 2
+    torchrun --nproc_per_node 2 examples/transformers_wikitext.py
 
-Reads WikiText-2 (`train.txt.gz` in --data); without this file it reads Python's own modules.
-Tokens are characters. It downloads nothing.
+Without WikiText-2 (`train.txt.gz` in the folder --data) it trains on the source texts of Python's
+standard library. Tokens are bytes. Nothing is downloaded.
 """
 
 import argparse
@@ -18,17 +18,19 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 import bigbatch as bb
 from bigbatch.integrations.transformers import AdaptiveTrainer
 
-LENGTH = 64  # characters of a sample
+LENGTH = 64  # bytes of a sample
 
 
-def read(folder: Path, characters: int) -> bytes:
-    """The beginning of WikiText-2, or of the standard library."""
+def read(folder: Path, size: int) -> bytes:
+    """The first bytes of WikiText-2, or of the standard library."""
     file = folder / "train.txt.gz"
     if file.exists():
         with gzip.open(file) as text:
-            return text.read(characters)
+            return text.read(size)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"No WikiText-2 in {folder}: training on the source texts of the standard library")
     modules = sorted(Path(os.__file__).parent.glob("*.py"))
-    return b"".join(module.read_bytes() for module in modules)[:characters]
+    return b"".join(module.read_bytes() for module in modules)[:size]
 
 
 def samples_of(text: bytes) -> list[dict[str, torch.Tensor]]:
@@ -37,10 +39,9 @@ def samples_of(text: bytes) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": token, "labels": token} for token in tokens]
 
 
-def main() -> AdaptiveTrainer:
-    """Trains and evaluates."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/wikitext-2"))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default="data/wikitext-2")
     parser.add_argument("--out", default="runs/wikitext")
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--epochs", type=float, default=1.0)
@@ -67,7 +68,6 @@ def main() -> AdaptiveTrainer:
         batch_size=32,
     )
     trainer.train()
-    return trainer
 
 
 if __name__ == "__main__":

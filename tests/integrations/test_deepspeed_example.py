@@ -30,7 +30,7 @@ def free_port():
         return opened.getsockname()[1]
 
 
-def epochs_of(launcher, *arguments):
+def epochs_of(folder, launcher, *arguments):
     """(samples, batch size, accuracy) of each epoch."""
     for _ in range(TRIES):
         port = [str(free_port())] if launcher is LAUNCHER else []
@@ -40,6 +40,7 @@ def epochs_of(launcher, *arguments):
             text=True,
             timeout=SECONDS,
             check=False,
+            cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         if ABORTED not in ended.stderr:
@@ -50,13 +51,8 @@ def epochs_of(launcher, *arguments):
 
 
 def assert_learnt_digits(epochs):
-    assert [1400, 2800, 4200] == [samples for samples, _, _ in epochs]
+    assert [1500, 3000, 4500] == [samples for samples, _, _ in epochs]
     assert epochs[-1][-1] > 0.8
-
-
-@pytest.mark.thorough
-def test_it_runs_by_plain_python():
-    assert_learnt_digits(epochs_of([], "--data", "digits", "--epochs", 3))
 
 
 @pytest.mark.release
@@ -64,16 +60,16 @@ def test_it_runs_by_plain_python():
 @pytest.mark.parametrize(
     "launcher", [pytest.param(TORCHRUN, id="torchrun"), pytest.param(LAUNCHER, id="deepspeed")]
 )
-def test_it_runs_on_two_ranks_by_either_launcher(launcher, stage):
-    options = ["--data", "digits", "--epochs", 3, "--stage", stage]
-    assert_learnt_digits(epochs_of(launcher, *options))
+def test_it_runs_on_two_ranks_by_either_launcher(launcher, stage, tmp_path):
+    assert_learnt_digits(epochs_of(tmp_path, launcher, "--stage", stage))
 
 
 @pytest.mark.release
-def test_it_learns_fashion_mnist_in_one_epoch_on_two_ranks():
+def test_it_learns_fashion_mnist_in_one_epoch_on_two_ranks(tmp_path):
     if not FASHION_MNIST.exists():
         pytest.skip(f"{FASHION_MNIST} is not there")
-    ((samples, batch, accuracy),) = epochs_of(TORCHRUN, "--data", FASHION_MNIST)
+    options = ["--data", FASHION_MNIST, "--epochs", 1]
+    ((samples, batch, accuracy),) = epochs_of(tmp_path, TORCHRUN, *options)
     assert samples == 60_000
     assert batch > 64
     assert accuracy > 0.8
