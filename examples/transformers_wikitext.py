@@ -61,6 +61,7 @@ def main() -> None:
             logging_steps=10,
             eval_strategy="epoch",
             report_to="none",
+            use_cpu=not torch.cuda.is_available(),  # or processes on CPUs train each by itself
         ),
         train_dataset=samples[256:],
         eval_dataset=samples[:256],

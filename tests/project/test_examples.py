@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
 FILES = sorted((ROOT / "examples").glob("*.py"))
 PAGE = (ROOT / "docs/examples.md").read_text()
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 SECONDS = 300  # far more than needed: a hang ends as a failure
 
 
@@ -41,9 +42,9 @@ def marked(names):
     return [pytest.param(x, marks=deepspeed if x.startswith("deepspeed") else ()) for x in names]
 
 
-def printed_by(name, folder, *arguments):
+def printed_by(name, folder, *arguments, launcher=()):
     result = subprocess.run(
-        [sys.executable, ROOT / "examples" / f"{name}.py", *map(str, arguments)],
+        [sys.executable, *launcher, ROOT / "examples" / f"{name}.py", *map(str, arguments)],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -79,6 +80,14 @@ def test_an_example_learns_on_its_data_set(name, tmp_path):
     printed = printed_by(name, tmp_path, "--data", folder)
     assert_learnt(name, printed)
     assert "training on" not in printed
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("name", ["accelerate_fashion_mnist", "transformers_wikitext"])
+def test_an_example_learns_on_two_processes(name, tmp_path):
+    printed = printed_by(name, tmp_path, launcher=TORCHRUN)
+    assert_learnt(name, printed)
+    assert 1 == printed.count(": training on ")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
