@@ -1,9 +1,12 @@
 """The command line before, around and after its commands: version, help, Ctrl-C, brackets."""
 
+import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import combinations
 
 import pytest
@@ -14,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as package
 from bigbatch import AdaptiveBatch, Controller, SimiGrad
-from bigbatch.cli.app import _COMMANDS
+from bigbatch.cli.app import COMMANDS
+from bigbatch.experiments import process_pool
 from torchrun import said, torchrun
 
 # interrupts itself where a module is looked up for the first time
@@ -87,6 +91,49 @@ def test_an_interrupt_while_the_report_is_written_says_how_to_continue(tmp_path)
     assert (130, expected) == (ended.returncode, ended.stderr)
 
 
+def on_terminal(*arguments):
+    """What a terminal of 80 columns shows of a process, and the bytes that it wrote."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, *arguments])
+    written = b""
+    with suppress(OSError):  # Linux reports the end so
+        while new := os.read(terminal, 4096):
+            written += new
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    lines = []
+    for line in written.decode().split("\n"):
+        shown = ""
+        for text in line.split("\r"):  # each is written over the one before
+            shown = text + shown[len(text) :]
+        lines.append(shown.rstrip())
+    return lines[:-1], written
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("advise", "nowhere.py"), "bigbatch advise: error: there is no script nowhere.py; "),
+        pytest.param(
+            ("compare", "nowhere"), "bigbatch: there is no run dir", marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_a_terminal_shows_a_line_while_torch_is_imported_and_not_after(arguments, line):
+    shown, written = on_terminal("-m", "bigbatch", *arguments)
+    assert written.startswith(b"loading torch ...\r")
+    assert shown[-1].startswith(line)
+    assert not [one for one in shown if "loading" in one]
+
+
+@pytest.mark.thorough
+def test_an_interrupt_on_a_terminal_replaces_the_line():
+    shown, written = on_terminal("-c", AT.format(module="torch"), "train")
+    assert ["bigbatch: interrupted"] == shown
+    assert written.startswith(b"loading torch ...\r")
+
+
 def test_an_interrupt_after_the_end_changes_nothing():
     ended = command(AFTER, "--version")
     assert (0, "") == (ended.returncode, ended.stderr)
@@ -104,15 +151,16 @@ def test_an_interrupt_of_ranks_is_one_line_of_ours(tmp_path):
 
 
 def test_a_group_of_commands_alone_shows_them(bigbatch):
-    for group, listed in ((), _COMMANDS), (("bench",), ("measure", "optim", "similarity-accuracy")):
+    groups = {(): COMMANDS, ("bench",): ("measure", "advice"), ("results",): ("draw", "train")}
+    for group, listed in groups.items():
         status, out, err = bigbatch(*group)
         assert (2, "") == (status, err)
         assert set(listed) <= set(out.split())
 
 
-@pytest.mark.parametrize("name", ["train", "sweep", "recipes"])
+@pytest.mark.parametrize("name", ["train", "sweep", "list"])
 def test_brackets_in_help_are_text(bigbatch, name):
-    default = "data" if name == "recipes" else "digits"
+    default = "data" if name == "list" else "digits"
     _, out, _ = bigbatch(name, "--help")
     assert f"[{default}]" in " ".join(out.split())
     assert not re.search(r"\[/?(bold)?\]", out)
@@ -225,3 +273,27 @@ def test_a_refusal_of_two_options_names_only_what_was_typed(
         assert set(named) <= {one, other, "--data", "--set"}, (one, other, err)
         refused += "there is no data folder" not in err
     assert refused > 5
+
+
+@pytest.mark.parametrize(
+    ("options", "said_of_it"),
+    [
+        ((), "54 trainings .* about 5.4 minutes with --jobs 2: a training takes about 12 seconds"),
+        (("--jobs=1",), "about 11 minutes with --jobs 1: a training takes about 12 seconds"),
+        (("--grid=epochs=5,45", "--seeds=2"), "4 trainings .* about 24 seconds with --jobs 2"),
+        (("--paper-scale", "--grid=lr=1,2"), "paper's scale takes was not measured"),
+    ],
+    ids=str,
+)
+def test_a_dry_run_of_a_sweep_says_how_long_it_takes(bigbatch, monkeypatch, options, said_of_it):
+    monkeypatch.setattr(process_pool, "_core_count", lambda: 2)
+    status, out, err = bigbatch("sweep", "digits", "--dry-run", *options)
+    assert (0, "") == (status, err)
+    assert re.search(said_of_it, " ".join(out.split()))
+
+
+def test_a_dry_run_of_a_study_says_how_long_it_takes(bigbatch):
+    _, out, _ = bigbatch("train", "digits", "--dry-run", "--epochs", "50")
+    said = " ".join(out.split())
+    assert "a training takes about 24 seconds, measured on two cores; the study of 6 arms" in said
+    assert "6 arms and 3 seeds about 7.2 minutes." in said

@@ -1,6 +1,7 @@
 """The command: one line for what is wrong, exit status 2, nothing overwritten, no traceback."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from bigbatch.cli import main
-from bigbatch.cli.app import _COMMANDS
+from bigbatch.cli.app import COMMANDS
 from bigbatch.experiments import RECIPES
 from bigbatch.experiments.digits import DIGITS
-from bigbatch.experiments.settings import HELP, SETTING_TYPES
+from bigbatch.experiments.settings import HELP, SECTIONS, SETTING_TYPES
 from bigbatch.runs.run_directory import RunDirectory
 
 COMMAND = [sys.executable, "-c", "from bigbatch.cli import main; main()"]
@@ -24,6 +25,7 @@ WRONG = [
     (["train", "nonsense"], "recipe 'nonsense' is unknown; choose one of: digits"),
     (["train", "--bogus"], "No such option: --bogus"),
     (["walk"], "No such command 'walk'"),
+    (["lst"], "No such command 'lst'. Did you mean 'list'?"),
     (["train", "--policy", "magic"], 'policy=\'magic\' must be one of "fixed", "simigrad"'),
     (["train", "--optimizer", "magic"], "optimizer 'magic' is unknown; choose one of: sgd,"),
     (["train", "--target", "1.5"], "target=1.5 must be a number in (-1, 1)"),
@@ -176,16 +178,31 @@ def test_the_list_of_commands_needs_no_torch():
         )
         listed, _, modules = shown.stdout.rstrip().rpartition("\n")
         assert (status, "") == (shown.returncode, shown.stderr)
-        assert {*_COMMANDS} <= {*listed.split()}
+        assert {*COMMANDS} <= {*listed.split()}
         assert not {"torch", "numpy", "bigbatch.errors"} & set(modules.split())
 
 
-@pytest.mark.parametrize("name", _COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_says_of_each_command_what_its_own_help_says(bigbatch, name):
     status, out, _ = bigbatch(name, "--help")
     assert 0 == status
     assert f"bigbatch {name} " in out
-    assert _COMMANDS[name][1] in " ".join(out.split())
+    assert COMMANDS[name].help in " ".join(out.split())
+
+
+def test_the_list_of_commands_fits_on_a_page(bigbatch):
+    _, out, _ = bigbatch("--help")
+    lines = out.splitlines()
+    assert len(lines) <= 26
+    for name, command in COMMANDS.items():
+        assert f"  {name:7}  {command.help}" in lines
+        assert f"{command.section}:" in lines
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_line_of_help_but_of_many_choices_is_wider_than_a_terminal(bigbatch, name):
+    _, out, _ = bigbatch(name, "--help")
+    assert [] == [line for line in out.splitlines() if len(line) > 80 and "|" not in line]
 
 
 def test_ranks_but_the_first_do_not_list_the_commands(bigbatch, monkeypatch):
@@ -291,6 +308,21 @@ def test_every_setting_is_an_option_with_a_sentence(bigbatch, command):
     for name in SETTING_TYPES.keys() - {"recipe", "arm", "seed", "data", "task"}:
         assert f"  --{name.replace('_', '-')} " in out
         assert "".join(HELP[name].split()) in "".join(out.split())
+
+
+@pytest.mark.parametrize("command", ["train", "sweep"])
+def test_the_option_of_a_setting_stands_under_the_heading_of_its_section(bigbatch, command):
+    _, out, _ = bigbatch(command, "--help")
+    heading, found = "", {}
+    for line in out.splitlines():
+        if re.fullmatch(r"\S.*:", line):
+            assert line[:-1] not in found.values()
+            heading = line[:-1]
+        elif match := re.match(r"  --([a-z0-9-]+)", line):
+            found[match[1].replace("-", "_")] = heading
+    for name in SECTIONS.keys() - {"recipe", "arm", "seed", "data", "task"}:
+        assert SECTIONS[name] == found[name]
+    assert "Options" == found["help"] == found["dry_run"]
 
 
 def test_what_is_set_changes_an_arm_that_is_trained_alone(bigbatch, tmp_path):

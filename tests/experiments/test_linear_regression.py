@@ -187,7 +187,7 @@ def test_a_directory_in_use_is_left_alone(bigbatch, tmp_path):
 
 
 def test_the_recipe_is_listed(bigbatch):
-    assert "linear-regression" in bigbatch("recipes")[1]
+    assert "linear-regression" in bigbatch("list")[1]
 
 
 @pytest.mark.release

@@ -1,4 +1,4 @@
-"""What `bigbatch recipes` says, and what every recipe file keeps to."""
+"""What `bigbatch list` says, and what every recipe file keeps to."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ REPEATED = 6  # lines one after another that two recipes may not share
 
 
 def test_every_recipe_and_experiment_stands_in_the_table(bigbatch, tmp_path):
-    status, out, err = bigbatch("recipes", "--data", tmp_path)
+    status, out, err = bigbatch("list", "--data", tmp_path)
     assert (0, "") == (status, err)
     assert max(len(line) for line in out.splitlines() if line.startswith(" ")) <= 80
     first = {line.split()[0].rstrip(":") for line in out.splitlines() if line.strip()}
@@ -28,7 +28,7 @@ def test_every_recipe_and_experiment_stands_in_the_table(bigbatch, tmp_path):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_its_arms_data_and_commands(bigbatch, name):
     recipe = RECIPES[name]
-    status, out, _ = bigbatch("recipes", name)
+    status, out, _ = bigbatch("list", name)
     said = " ".join(out.split())
     assert 0 == status
     assert " ".join(f"{name}: {recipe.summary}".split()) in said
@@ -49,18 +49,18 @@ def test_data_that_is_found_is_said_and_where(bigbatch, tmp_path, monkeypatch):
             continue
         folder = tmp_path / recipe.name
         folder.mkdir()
-        _, out, _ = bigbatch("recipes", recipe.name, "--data", folder)
+        _, out, _ = bigbatch("list", recipe.name, "--data", folder)
         assert f"not in {folder}" in out.replace("\n", "")
         file = folder / recipe.origin.files[0].replace("*", "x")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-        _, out, _ = bigbatch("recipes", recipe.name, "--data", folder)
+        _, out, _ = bigbatch("list", recipe.name, "--data", folder)
         assert f"in {folder}" in out.replace("\n", "")
         assert f"not in {folder}" not in out.replace("\n", "")
 
 
 def test_an_unknown_recipe_is_refused(bigbatch):
-    status, _, err = bigbatch("recipes", "alexnet")
+    status, _, err = bigbatch("list", "alexnet")
     assert 2 == status
     assert "recipe 'alexnet' is unknown; choose one of: " in err
 

@@ -132,5 +132,5 @@ def test_the_commands_show_a_result(bigbatch):
     options = ("--paper-scale", "--result=figure-2", "--dry-run")
     _, out, _ = bigbatch("train", "cifar10-resnet56", *options)
     assert "VRGD, figure 2" in out
-    _, out, _ = bigbatch("recipes", "cifar10-resnet56")
+    _, out, _ = bigbatch("list", "cifar10-resnet56")
     assert "figure-2: lr_schedule=x0.1 at 91 and 136 epochs, label_smoothing=0.0" in out

@@ -205,5 +205,5 @@ def test_ranks_without_an_address_are_refused(bigbatch, monkeypatch):
 def test_what_trains_nothing_is_done_once(bigbatch, monkeypatch, rank, lines):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", rank)
-    status, out, err = bigbatch("recipes")
+    status, out, err = bigbatch("list")
     assert (0, "", lines) == (status, err, "digits" in out)

@@ -22,7 +22,7 @@ RUN_LESS = {"train": ["--dry-run"], "sweep": ["--dry-run"], "report": [], "repla
 def options(bigbatch):
     """Of each command, those that its help names."""
     found = {}
-    for command in [*RUN_LESS, "compare", "recipes"]:
+    for command in [*RUN_LESS, "compare", "list"]:
         status, said, _ = bigbatch(command, "--help")
         assert 0 == status
         found[command] = sorted(set(re.findall(r"--[a-z][a-z0-9-]+", said)) - {"--help"})

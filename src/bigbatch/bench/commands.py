@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable
-from inspect import getdoc
 from itertools import tee
 from pathlib import Path
 from typing import Annotated
@@ -44,8 +43,12 @@ from bigbatch.runs.curves import FIGURE_FORMATS, require_writable
 
 _WIDTH = 200  # columns of a table in a file
 
+_COSTS = "Costs, as ratios"
+_DECISIONS = "Decisions and optimizers"
+_ACCURACY = "Accuracy of what is measured"
+
 bench = typer.Typer(
-    help="Measures costs on this machine, as ratios.", add_completion=False, rich_markup_mode=None
+    help="Measures costs and accuracy on this machine.", add_completion=False, rich_markup_mode=None
 )
 
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each ratio.")]
@@ -62,19 +65,15 @@ Out = Annotated[
 ]
 
 
-@bench.callback(invoke_without_command=True)
-def _show_help(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit(2)
-
-
-@bench.command("measure")
+@bench.command("measure", rich_help_panel=_COSTS)
 def measure_(
     rounds: Rounds = 7,
     device: Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Cost per step of similarity, interval and second moment, by network and micro-batch."""
+    """Each measured quantity, per step, by network.
+
+    Steps with similarity, interval and second moment, by micro-batch.
+    """
     if device != "cpu" and not torch.cuda.is_available():
         raise typer.BadParameter(f"torch sees no GPU here, so --device {device} cannot be timed")
     shapes = meter_cost.SHAPES
@@ -85,7 +84,7 @@ def measure_(
     _show("memory and bytes sent", meter_cost.memory_and_bytes_sent(), total=total)
 
 
-@bench.command("optim")
+@bench.command("optim", rich_help_panel=_COSTS)
 def optim(
     rounds: Rounds = 7,
     over: Annotated[
@@ -93,7 +92,10 @@ def optim(
         typer.Option(help=f"Parameter lists: {'; '.join(optimizer_cost.PARAMETER_LISTS)} [all]."),
     ] = None,
 ) -> None:
-    """Cost of optimizer steps over the bytes that must move, and over their base optimizer."""
+    """Optimizer steps, over bytes and base optimizers.
+
+    Over the bytes that must move, and over the step of the base optimizer.
+    """
     names = list(optimizer_cost.PARAMETER_LISTS)
     for name in over or ():
         if name not in names:
@@ -108,14 +110,17 @@ def optim(
     _show("median of 3 rounds", [optimizer_cost.import_cost(rounds=3).row()])
 
 
-@bench.command("loop")
+@bench.command("loop", rich_help_panel=_COSTS)
 def loop_(rounds: Rounds = 15) -> None:
-    """Cost of the adaptive loop over a plain one: time, Python, copies, waiting samples."""
+    """The adaptive loop: time, Python, copies, samples.
+
+    Over a plain loop: time, time in Python, copies, samples that wait.
+    """
     title = f"median of {rounds} interleaved rounds"
     _show(title, loop_cost.costs(rounds), total=loop_cost.ROWS)
 
 
-@bench.command("overhead")
+@bench.command("overhead", rich_help_panel=_COSTS)
 def overhead(
     rounds: Rounds = 5,
     over: Annotated[
@@ -126,7 +131,10 @@ def overhead(
         typer.Option(min=4, help=f"Batch sizes [{', '.join(map(str, loop_overhead.BATCHES))}]."),
     ] = None,
 ) -> None:
-    """Cost of the adaptive loop over a plain one with one backward a step, by network and batch."""
+    """The adaptive loop over one backward a step.
+
+    By network and batch size; the plain loop has one backward a step.
+    """
     names, batches = _networks(over), batch or loop_overhead.BATCHES
     title = f"step / plain step of one backward; all rounds [least, most of {rounds}]"
     rows = loop_overhead.rows(names, batches, rounds)
@@ -141,7 +149,7 @@ def _networks(over: list[str] | None) -> list[str]:
     return over or names
 
 
-@bench.command("advice-overhead")
+@bench.command("advice-overhead", rich_help_panel=_COSTS)
 def advice_overhead_(
     rounds: Rounds = 5,
     over: Annotated[
@@ -149,13 +157,16 @@ def advice_overhead_(
     ] = None,
     batch: Annotated[int, typer.Option(min=8, help="Samples of a step.")] = 32,
 ) -> None:
-    """Cost of being observed by `bigbatch advise`, without its start."""
+    """Being observed by `bigbatch advise`.
+
+    Without the start of the program.
+    """
     names = _networks(over)
     title = f"observed step / plain step; all rounds [least, most of {rounds}]"
     _show(title, advice_overhead.rows(names, batch, rounds), total=len(names))
 
 
-@bench.command("decisions")
+@bench.command("decisions", rich_help_panel=_DECISIONS)
 def decisions(
     rate: Annotated[
         list[str] | None, typer.Option(help=f"Learning rates: {', '.join(RATES)} [all].")
@@ -167,7 +178,10 @@ def decisions(
     ] = decision_regret.SEEDS,
     out: Out = None,
 ) -> None:
-    """How much longer each policy takes than the best schedule, on noisy quadratics."""
+    """Each policy against the best schedule, on quadratics.
+
+    How much longer a policy takes to the same loss, on noisy quadratics.
+    """
     if out is not None:
         require_writable(out, FIGURE_FORMATS)
     rates = [known for known in RATES if rate is None or known in rate]
@@ -184,7 +198,7 @@ def decisions(
         decision_regret.draw(regrets, out)
 
 
-@bench.command("advice")
+@bench.command("advice", rich_help_panel=_DECISIONS)
 def advice_(
     workloads: Annotated[str, typer.Option(help="Names with commas between them.")] = ",".join(
         WORKLOADS
@@ -203,7 +217,10 @@ def advice_(
         bool, typer.Option("--quick", help="Two sizes, one rate, one seed: a smoke test.")
     ] = False,
 ) -> None:
-    """Whether an advised batch size costs at most 15 % more than the best, on five trainings."""
+    """Advised batch sizes against the best, on trainings.
+
+    Whether an advised batch size costs at most 15 % more than the best, on five trainings.
+    """
     if source is not None:
         _show_verdicts(advice_results.read_results(source)[1])
         return
@@ -230,14 +247,17 @@ def _show_verdicts(results: advice_results.Results) -> None:
             typer.echo(advice_verdict.conclusion(judged))
 
 
-@bench.command("engines")
+@bench.command("engines", rich_help_panel=_COSTS)
 def engines_(
     rounds: Rounds = 5,
     ranks: Annotated[
         list[int] | None, typer.Option(min=2, max=4, help="Numbers of ranks: 2, 3, 4 [all].")
     ] = None,
 ) -> None:
-    """Bytes that ranks send under DDP, FSDP2 and DeepSpeed, counted and by formula; step times."""
+    """Bytes that ranks send, and step times, by engine.
+
+    DDP, FSDP2 and DeepSpeed; bytes are counted, and by formula.
+    """
     counts = ranks or engine_cost.RANKS
     total = sum(len(step_kinds.kinds(engine, n)) for n in counts for engine in step_kinds.ENGINES)
     title = f"gloo, ranks share {os.cpu_count()} cores; median [least, most] of {rounds} rounds"
@@ -247,24 +267,30 @@ def engines_(
     _show(title, trainer_cost.costs(rounds), total=trainer_cost.ROWS)
 
 
-@bench.command("vr-vs-base")
+@bench.command("vr-vs-base", rich_help_panel=_DECISIONS)
 def vr_vs_base_(
     seeds: Annotated[int, typer.Option(min=2, help="Trainings of each optimizer.")] = 3,
 ) -> None:
-    """VR optimizers and their base optimizers on the digits, each at its best learning rate."""
+    """VR optimizers against their bases, on the digits.
+
+    Each at its best learning rate.
+    """
     title = f"digits, batch 512, k = 8, 25 epochs; mean ± standard deviation over {seeds} seeds"
     rows = (outcome.row() for outcome in vr_vs_base.run(seeds))
     _show(title, rows, total=3 * len(vr_vs_base.GRIDS) + 1)
 
 
-@bench.command("coverage")
+@bench.command("coverage", rich_help_panel=_ACCURACY)
 def coverage_(trials: Trials = coverage.TRIALS, seed: Seed = 0, data: Data = None) -> None:
-    """How often confidence intervals of several levels contain the truth, where it is known."""
+    """How often confidence intervals contain the truth.
+
+    Intervals of several levels, where the truth is known.
+    """
     rows = (one.row() for one in coverage.run(seed, trials, data))
     _show(f"coverage of intervals, {trials} trials", rows)
 
 
-@bench.command("known-answers")
+@bench.command("known-answers", rich_help_panel=_ACCURACY)
 def known_answers_(
     seed: Seed = 0,
     data: Annotated[
@@ -276,27 +302,36 @@ def known_answers_(
         bool, typer.Option("--paper-scale", help="Train the GPT with all 250 steps of 64 windows.")
     ] = False,
 ) -> None:
-    """Published and analytic numbers against what this library computes; fails if one differs."""
+    """Published and analytic numbers; fails if one differs.
+
+    Against what this library computes.
+    """
     phases = shakespeare_gpt.FULL if paper_scale else shakespeare_gpt.SHORT
     answers, shown = tee(known_answers.run(seed, data, phases))
     _show("known answers", (answer.row() for answer in shown), width=2 * _WIDTH)
     require_passes(answers)
 
 
-@bench.command("projection-accuracy")
+@bench.command("projection-accuracy", rich_help_panel=_ACCURACY)
 def projection_accuracy_(
     seeds: Annotated[int, typer.Option(min=1, help="Trainings.")] = 3,
     steps: Annotated[int, typer.Option(min=2, help="Steps of each.")] = projection_accuracy.STEPS,
 ) -> None:
-    """Noise and similarity of groups by random projections, against their exact gradients."""
+    """Random projections against exact gradients.
+
+    Noise and similarity of groups of samples.
+    """
     _show("8 groups of one backward of 64 samples, digits", projection_accuracy.run(seeds, steps))
 
 
-@bench.command("similarity-accuracy")
+@bench.command("similarity-accuracy", rich_help_panel=_ACCURACY)
 def similarity_accuracy_(
     trials: Trials = similarity_accuracy.TRIALS, seed: Seed = 0, data: Data = None, out: Out = None
 ) -> None:
-    """Our similarity and SimiGrad's cosine of the same steps, against the truth."""
+    """Our similarity and SimiGrad's cosine against the truth.
+
+    Of the same steps.
+    """
     if out is not None:
         require_writable(out, FIGURE_FORMATS)
     comparisons, shown = tee(similarity_accuracy.run(seed, trials, data))
@@ -325,7 +360,3 @@ def _show(title: str, rows: Iterable[Row], total: int | None = None, width: int 
     for row in tracked:
         table.add_row(*row.values())
     console.print(table)
-
-
-for _command in bench.registered_commands:
-    _command.short_help = getdoc(_command.callback)  # the list of commands shows all of it

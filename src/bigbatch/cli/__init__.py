@@ -1,10 +1,11 @@
-"""The command line: advise, train, sweep, compare, report, replay, recipes, bench."""
+"""The command line: advise, list, train, sweep, compare, report, replay, bench, results."""
 
 import atexit
 import os
 import sys
 from typing import NoReturn
 
+from bigbatch.cli.loading_line import loading_line
 from bigbatch.interrupts import exit_on_interrupt, handle_interrupts, ignore_interrupts
 
 _WITHOUT_TORCH: tuple[list[str], ...] = ([], ["--help"], ["--version"])  # arguments
@@ -16,7 +17,8 @@ def main() -> None:
     `advise` runs the user's program, whose own interrupts, warnings and ranks these are.
     """
     if sys.argv[1:2] == ["advise"]:
-        from bigbatch.cli.advise_command import advise
+        with loading_line():
+            from bigbatch.cli.advise_command import advise
 
         advise(sys.argv[2:])
     with handle_interrupts(exit_on_interrupt):
@@ -28,7 +30,8 @@ def main() -> None:
                 if os.environ.get("RANK", "0") == "0":
                     app()
                 return
-            from bigbatch.cli.exit_status import run  # imports torch
+            with loading_line():
+                from bigbatch.cli.exit_status import run  # imports torch
         except ImportError as error:
             _exit_without_package(error)
         run(app)

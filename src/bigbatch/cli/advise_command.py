@@ -89,31 +89,31 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module")
-    _add_limits(parser)
-    _add_assumptions(parser)
+    _add_limits(parser.add_argument_group("how long to observe, and what to write"))
+    _add_assumptions(parser.add_argument_group("assumptions"))
     parser.add_argument("target", metavar="SCRIPT", help="your script, or module with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
     return parser
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
+def _add_limits(group: argparse._ArgumentGroup) -> None:
     """How long to observe, and what happens then."""
-    parser.add_argument(
+    group.add_argument(
         "--steps",
         type=_count,
         default=_STEPS,
         help=f"optimizer steps to observe (default: {_STEPS})",
     )
-    parser.add_argument(
+    group.add_argument(
         "--budget",
         default=_BUDGET,
         metavar="TIME",
         help=f"or at most so long, 90s or 5min, from the first step on (default: {_BUDGET})",
     )
-    parser.add_argument(
+    group.add_argument(
         "--go-on", action="store_true", help="let the program continue; default: end it"
     )
-    parser.add_argument(
+    group.add_argument(
         "-o",
         "--out",
         action="append",
@@ -123,28 +123,28 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_assumptions(parser: argparse.ArgumentParser) -> None:
+def _add_assumptions(group: argparse._ArgumentGroup) -> None:
     """What cannot be seen, or is chosen."""
-    parser.add_argument(
+    group.add_argument(
         "--groups",
         type=_count,
         default=_GROUPS,
         help=f"groups of samples of a backward that are compared (default: {_GROUPS})",
     )
-    parser.add_argument(
+    group.add_argument(
         "--micro-batch",
         type=_count,
         metavar="N",
         help="samples of a backward and rank (default: dimension 0 of the model's first tensor)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--bandwidth",
         type=float,
         default=12.5,
         metavar="GB/s",
         help="assumed for a device's network (default: 12.5)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--latency",
         type=float,
         default=30,

@@ -4,44 +4,82 @@
 """
 
 from importlib import import_module
-from typing import Annotated, Any
+from pkgutil import resolve_name
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command
 
-_COMMANDS = {  # module, and first line of the help
-    "advise": (
-        "bigbatch.cli.advise_command",
+from bigbatch.cli.help_sections import SectionedCommand, SectionedGroup
+from bigbatch.cli.loading_line import loading_line
+
+_EXPERIMENTS = "The papers' experiments, and their runs"
+_MEASUREMENTS = "What it costs and delivers"
+
+
+class _Command(NamedTuple):
+    """Where a command is, the heading that lists it, and the first line of its help."""
+
+    place: str
+    section: str
+    help: str
+
+
+COMMANDS = {
+    "advise": _Command(
+        "bigbatch.cli.advise_command:advise",
+        "Your own training",
         "Runs your training script as it is, and advises a batch size.",
     ),
-    "train": (
-        "bigbatch.cli.train_command",
-        "Trains the study of a recipe, or one run where a setting is given.",
-    ),
-    "sweep": (
-        "bigbatch.cli.sweep_command",
-        "Trains a recipe at every point of a grid, several runs at a time.",
-    ),
-    "compare": ("bigbatch.cli.reports", "Shows runs and studies in one table."),
-    "report": ("bigbatch.cli.reports", "Writes a report of runs and studies side by side."),
-    "replay": (
-        "bigbatch.cli.reports",
-        "Replays the log of a run with other policies: their batch sizes and cost.",
-    ),
-    "recipes": (
-        "bigbatch.cli.recipe_list",
+    "list": _Command(
+        "bigbatch.cli.recipe_list:list_recipes",
+        _EXPERIMENTS,
         "Lists the recipes, or the arms, data and commands of one.",
     ),
-    "bench": ("bigbatch.bench.commands", "Measures costs on this machine, as ratios."),
-    "results": (
-        "bigbatch.cli.results_command",
-        "What the methods deliver: draws the results, or trains for them again.",
+    "train": _Command(
+        "bigbatch.cli.train_command:train",
+        _EXPERIMENTS,
+        "Trains the study of a recipe, or one run where a setting is given.",
+    ),
+    "sweep": _Command(
+        "bigbatch.cli.sweep_command:sweep",
+        _EXPERIMENTS,
+        "Trains a recipe at every point of a grid, several runs at a time.",
+    ),
+    "compare": _Command(
+        "bigbatch.cli.reports:compare", _EXPERIMENTS, "Shows runs and studies in one table."
+    ),
+    "report": _Command(
+        "bigbatch.cli.reports:report",
+        _EXPERIMENTS,
+        "Writes a report of runs and studies side by side.",
+    ),
+    "replay": _Command(
+        "bigbatch.cli.reports:replay",
+        _EXPERIMENTS,
+        "Shows batch sizes and cost of other policies in a run.",
+    ),
+    "bench": _Command(
+        "bigbatch.bench.commands:bench",
+        _MEASUREMENTS,
+        "Measures costs and accuracy on this machine.",
+    ),
+    "results": _Command(
+        "bigbatch.cli.results_command:results",
+        _MEASUREMENTS,
+        "Draws the results of docs/results.md, or trains for them again.",
     ),
 }
 
+_START = """Chooses the batch size of a PyTorch training from its gradient noise.
 
-class _LazyGroup(TyperGroup):
+bigbatch advise train.py    advice for your own script: start with this
+bigbatch train              a first study: handwritten digits, 3 seeds
+bigbatch COMMAND --help     the options of a command
+"""
+
+
+class _LazyGroup(SectionedGroup):
     """Imports the command that is run, and no other."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -50,24 +88,28 @@ class _LazyGroup(TyperGroup):
 
 
 def _import_command(name: str) -> Any:
-    command = getattr(import_module(_COMMANDS[name][0]), name)
+    with loading_line():
+        command = resolve_name(COMMANDS[name].place)
     if not isinstance(command, typer.Typer):
-        group = typer.Typer(rich_markup_mode=None, add_completion=False)
-        group.command()(command)
-        command = group
+        single = typer.Typer(rich_markup_mode=None, add_completion=False)
+        single.command(cls=SectionedCommand)(command)
+        return get_command(single)
+    command.info.cls = SectionedGroup
+    for each in command.registered_commands:
+        each.cls = SectionedCommand
     return get_command(command)
 
 
 app = typer.Typer(
     cls=_LazyGroup,
-    help="Train PyTorch models with a batch size that follows the gradient's noise.",
-    epilog="To start: bigbatch train",
+    help=_START,
+    context_settings={"max_content_width": 120},
     add_completion=False,
     rich_markup_mode=None,  # brackets are text, not style
     pretty_exceptions_enable=False,
 )
-for _name, (_, _help) in _COMMANDS.items():
-    app.command(_name, help=_help, short_help=_help)(lambda: None)
+for _name, _listed in COMMANDS.items():
+    app.command(_name, help=_listed.help, rich_help_panel=_listed.section)(lambda: None)
 
 
 def _print_version(*, requested: bool) -> None:
@@ -76,16 +118,12 @@ def _print_version(*, requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
+@app.callback()
 def _options(
-    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
-) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit(2)
+) -> None: ...

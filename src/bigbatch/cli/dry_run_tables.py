@@ -15,10 +15,11 @@ from bigbatch.experiments.dry_run import (
     sources,
 )
 from bigbatch.experiments.lr_schedule import LRSchedule
-from bigbatch.experiments.recipe import Recipe
+from bigbatch.experiments.recipe import SEEDS, Recipe
 from bigbatch.experiments.settings import Settings
 
 UNKNOWN = "not known"  # where shapes depend on the data
+NOT_TIMED = "How long a training of the paper's scale takes was not measured."
 
 _SCALES = {False: "small", True: "paper"}
 
@@ -98,6 +99,13 @@ def format_amount(amount: float, units: Sequence[str]) -> str:
     return f"{amount:.3g}{unit}" if amount < 999.5 else f"{amount:,.0f}{unit}"
 
 
+def about_minutes(minutes: float) -> str:
+    """A duration in words, which a measurement on another machine gives to two digits."""
+    if minutes < 1:
+        return f"about {60 * minutes:.2g} seconds"
+    return f"about {minutes:.2g} minutes" if minutes < 99 else f"about {minutes / 60:,.0f} hours"
+
+
 def _plan_facts(planned: PlanEstimate, run: DryRun) -> Rows:
     plan = planned.plan
     rates = {f", {moment}": lr for moment, lr in zip(MOMENTS, planned.lr, strict=True)}
@@ -170,4 +178,12 @@ def _notes(
     ]
     if UNKNOWN in {value for run in runs.values() for value in facts(run).values()}:
         lines.append(f"{UNKNOWN}: shapes in the loss depend on the data.")
+    if (small := settings.get(False)) is not None:
+        minutes = recipe.minutes_of(small)
+        study = minutes * len(recipe.arms) * SEEDS
+        lines.append(
+            f"Small scale: a training takes {about_minutes(minutes)}, measured on two cores; the "
+            f"study of {len(recipe.arms)} arms and {SEEDS} seeds {about_minutes(study)}."
+        )
+    lines.append(NOT_TIMED)
     return [*lines, f"Arms of the study, each by --arm: {', '.join(recipe.arms)}"]

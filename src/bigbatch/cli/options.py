@@ -13,9 +13,9 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.experiments import get_recipe
 from bigbatch.experiments.process_group import is_rank_zero
 from bigbatch.experiments.recipe import Recipe
-from bigbatch.experiments.settings import HELP, SETTING_TYPES, Settings, Value
+from bigbatch.experiments.settings import HELP, SECTIONS, SETTING_TYPES, Settings, Value
 
-RecipeName = Annotated[str | None, typer.Argument(help="One of `bigbatch recipes` [digits].")]
+RecipeName = Annotated[str | None, typer.Argument(help="One of `bigbatch list` [digits].")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A setting of all runs. May be repeated."),
@@ -53,7 +53,11 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
                 default=None,
                 annotation=Annotated[
                     str | None,
-                    typer.Option(help=HELP.get(name, ""), metavar=_metavar(SETTING_TYPES[name])),
+                    typer.Option(
+                        help=HELP[name],
+                        metavar=_metavar(SETTING_TYPES[name]),
+                        rich_help_panel=SECTIONS[name],
+                    ),
                 ],
             )
             for name in names

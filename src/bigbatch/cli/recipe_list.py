@@ -1,4 +1,4 @@
-"""`bigbatch recipes`: the recipes, their data, size and duration."""
+"""`bigbatch list`: the recipes, their data, size and duration."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +20,7 @@ _COLUMNS = ("recipe", "paper", "data", "weights", "minutes")
 _NO_WRAP = {"recipe", "weights", "minutes"}
 
 
-def recipes(
+def list_recipes(
     name: Annotated[str | None, typer.Argument(help="Recipe to describe.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder in which to look for data [data].")
@@ -39,7 +39,7 @@ def recipes(
         for experiment in EXPERIMENTS.values():
             view.print(f"{experiment.name}: {experiment.summary}; one fixed experiment, no data")
         view.print("Weights: of the small scale, and of the paper. Minutes: one training at the")
-        view.print("small scale on two cores. Arms, data and commands: bigbatch recipes NAME")
+        view.print("small scale on two cores. Arms, data and commands: bigbatch list NAME")
 
 
 def _table(data: Path | None) -> Table:

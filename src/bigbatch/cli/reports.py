@@ -47,11 +47,9 @@ _REPLACES = "Replaces only what bigbatch wrote."
 def compare(paths: Paths, against: Against = None, to: To = None) -> None:
     """Shows runs and studies in one table.
 
-    Two studies: bigbatch compare runs/digits-1 runs/digits-2
-
-    Differences from one arm, paired by seed: bigbatch compare runs/digits-1 --against simigrad
-
-    The time to 85 and to 90 %: bigbatch compare runs/digits-1 --to 85 --to 90
+    bigbatch compare runs/digits-1 runs/digits-2
+    bigbatch compare runs/digits-1 --against simigrad   differences from one arm
+    bigbatch compare runs/digits-1 --to 85 --to 90      the time to these scores
     """
     targets = _targets(to)
     histories = [history_of(run) for path in paths for run in find_runs(path)]
@@ -84,11 +82,9 @@ def report(
 ) -> None:
     """Writes a report of runs and studies side by side.
 
-    Into the study itself: bigbatch report runs/digits-1
-
-    Two studies side by side: bigbatch report runs/digits-1 runs/digits-2 -o both.html
-
-    The curves as a figure: bigbatch report runs/digits-1 -o curves.png
+    bigbatch report runs/digits-1                  into the study itself
+    bigbatch report runs/digits-1 -o curves.png    the curves as a figure
+    bigbatch report runs/digits-1 runs/digits-2 -o both.html
     """
     if out is None and len(paths) > 1:
         raise SettingError("several runs have no common place for their report; name it with -o")
@@ -120,10 +116,10 @@ def replay(
     ] = None,
     **texts: str | None,
 ) -> None:
-    """Replays the log of a run with other policies: their batch sizes and cost.
+    """Shows batch sizes and cost of other policies in a run.
 
-    Two policies: bigbatch replay runs/digits-1/simigrad-seed0 --policy simigrad:target=0.5
-    --policy "schedule:32, x2 every 8K samples" --smoothing "2K samples"
+    bigbatch replay runs/digits-1/simigrad-seed0 --policy simigrad:target=0.5
+    bigbatch replay RUN --policy "schedule:32, x2 every 8K samples"
 
     Signal and noise are those of the log, whatever the batch size; see docs/policies.md.
     """

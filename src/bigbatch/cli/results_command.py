@@ -13,7 +13,7 @@ from bigbatch.runs.atomic_files import write_atomically
 from bigbatch.runs.console import LiveView, plain_console
 
 results = typer.Typer(
-    help="What the methods deliver: draws the results, or trains for them again.",
+    help="Draws the results of docs/results.md, or trains for them again.",
     add_completion=False,
     rich_markup_mode=None,
 )
@@ -24,7 +24,7 @@ _LOGS = Path("docs/results")
 
 @results.command("draw")
 def draw_all(logs: Logs = _LOGS) -> None:
-    """Draws every figure and writes every table from the logs, without training."""
+    """Draws all figures and tables from the logs; trains nothing."""
     for path in draw(logs):
         typer.echo(path)
 

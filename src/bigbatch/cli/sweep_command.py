@@ -1,16 +1,19 @@
 """`bigbatch sweep`: trains the points of a grid over a recipe, several runs at a time."""
 
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, NoReturn
 
 import typer
 
 from bigbatch.cli import options
+from bigbatch.cli.dry_run_tables import NOT_TIMED, about_minutes
 from bigbatch.cli.options import refuse_options
 from bigbatch.errors import SettingError
-from bigbatch.experiments.process_pool import train_sweep
-from bigbatch.experiments.recipe import Sweep
+from bigbatch.experiments.process_pool import default_jobs, train_sweep
+from bigbatch.experiments.recipe import Recipe, Sweep
 from bigbatch.experiments.settings import SETTING_TYPES
 from bigbatch.experiments.study import report_study
 from bigbatch.experiments.sweep import Point, points_of, start_sweep, sweep_of
@@ -50,22 +53,21 @@ def sweep(
     run_dir: options.RunDir = None,
     resume: Annotated[Path | None, typer.Option(help="Directory of a sweep to resume.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the points, and train nothing.")
+        bool,
+        typer.Option("--dry-run", help="List the points and how long they take; train nothing."),
     ] = False,
     quiet: options.Quiet = False,
     **texts: str | None,
 ) -> None:
     """Trains a recipe at every point of a grid, several runs at a time.
 
-    The recipe's own sweep: bigbatch sweep digits
+    bigbatch sweep digits                        the recipe's own sweep
+    bigbatch sweep digits --dry-run              its points and how long it takes
+    bigbatch sweep --resume runs/digits-sweep-1  continues after an interruption
+    bigbatch sweep digits --grid target=0.2,0.4,0.6 --grid lr=0.01,0.02 --tune lr
+    bigbatch sweep ... --tune lr --tune-seeds 2 --held-out 300
 
-    Another grid: bigbatch sweep digits --grid target=0.2,0.4,0.6 --grid lr=0.01,0.02 --tune lr
-
-    Tuned on other samples and seeds: ... --tune lr --tune-seeds 2 --held-out 300
-
-    A list of its points: bigbatch sweep digits --dry-run
-
-    After an interruption: bigbatch sweep --resume runs/digits-sweep-1
+    The last one tunes on other samples and seeds than those that are shown.
     """
     view = LiveView(plain_console(), quiet=quiet)
     if not is_single_process():
@@ -92,7 +94,8 @@ def sweep(
     if any("arm" in one for one in grids.grids):
         options.warn_of_arm_values(chosen, names, "--grid changes it", paper_scale=paper_scale)
     if dry_run:
-        _list_points(points, grids, seeds, tune_seeds, view)
+        trainings = _list_points(points, grids, seeds, tune_seeds, view)
+        view.print(NOT_TIMED if paper_scale else _duration(chosen, points, trainings, jobs))
         return
     path = run_dir or reserve(runs_dir or Path("runs"), f"{chosen.name}-sweep")
     with context.obj.resumable(path, "sweep"):
@@ -108,21 +111,32 @@ def _refuse_repeated(names: str, *, own_grid: bool) -> NoReturn:
 
 def _list_points(
     points: Sequence[Point], sweep: Sweep, seeds: int, tune_seeds: int, view: LiveView
-) -> None:
+) -> int:
+    """Prints the points, and how many trainings they are; returns that number."""
     for point in points:
         view.print(point.name)
     best = f", of which each shows the best {' and '.join(sweep.tuned)}" if sweep.tuned else ""
-    view.print(f"{len(points)} points{best}; {_count(points, sweep, seeds, tune_seeds)}")
+    shown = len(combinations_of(points, sweep.tuned)) if tune_seeds else len(points)
+    tuning, trained = len(points) * tune_seeds, shown * seeds
+    counts = f"{trained} trainings over {seeds} seeds each"
+    if tune_seeds:
+        counts = (
+            f"{tuning} trainings tune over {tune_seeds} seeds each, and then {trained} train "
+            f"{shown} points over {seeds} seeds each"
+        )
+    view.print(f"{len(points)} points{best}; {counts}")
+    return tuning + trained
 
 
-def _count(points: Sequence[Point], sweep: Sweep, seeds: int, tune_seeds: int) -> str:
-    """The number of trainings, in words."""
-    if not tune_seeds:
-        return f"{len(points) * seeds} trainings over {seeds} seeds each"
-    shown = len(combinations_of(points, sweep.tuned))
+def _duration(recipe: Recipe, points: Sequence[Point], trainings: int, jobs: int | None) -> str:
+    """How long the trainings take, each as long as the mean over the points."""
+    each = fmean(recipe.minutes_of(point.settings) for point in points)
+    most = default_jobs([point.settings.as_dict() for point in points])
+    jobs = jobs or most
+    rounds = ceil(trainings / min(jobs, most))  # more jobs than cores are no faster
     return (
-        f"{len(points) * tune_seeds} trainings tune over {tune_seeds} seeds each, and then "
-        f"{shown * seeds} train {shown} points over {seeds} seeds each"
+        f"They take {about_minutes(each * rounds)} with --jobs {jobs}: a training "
+        f"takes {about_minutes(each)}, measured on two cores."
     )
 
 

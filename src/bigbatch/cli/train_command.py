@@ -52,23 +52,16 @@ def train(
 ) -> None:
     """Trains the study of a recipe, or one run where a setting is given.
 
-    The digits study, 3 seeds: bigbatch train
-
-    The same with 5 seeds: bigbatch train digits --seeds 5
-
-    One run with other settings: bigbatch train digits --target 0.5 --optimizer vr-adam
-
-    At the paper's scale: bigbatch train cifar10-resnet18 --paper-scale --data DIR --arm simigrad
-
-    Its memory and batch sizes, without data: bigbatch train cifar10-resnet18 --dry-run
-
-    One figure: bigbatch train cifar10-resnet56 --paper-scale --result figure-2 --dry-run
-
-    Figures 1 and 3 of the VRGD paper: bigbatch train linear-regression
-
-    On two ranks: torchrun --nproc_per_node 2 -m bigbatch train digits
-
-    After an interruption: bigbatch train --resume runs/digits-1
+    bigbatch train                             the digits study, 3 seeds
+    bigbatch train digits --seeds 5            the same with 5 seeds
+    bigbatch train digits --target 0.5         one run with another setting
+    bigbatch train --resume runs/digits-1      continues after an interruption
+    bigbatch train linear-regression           figures 1 and 3 of the VRGD paper
+    bigbatch train squad --data DIR            another recipe of bigbatch list
+    bigbatch train squad --dry-run             its memory and batches; no data
+    bigbatch train cifar10-resnet18 --paper-scale --data DIR --arm simigrad
+    bigbatch train cifar10-resnet56 --paper-scale --result figure-2 --dry-run
+    torchrun --nproc_per_node 2 -m bigbatch train digits
     """
     launch: Launch = context.obj
     view = LiveView(plain_console(), quiet=quiet)

@@ -12,7 +12,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -101,11 +101,8 @@ def _train_side_by_side(
     """Trains some of the runs of the study at `path`; returns the reasons of those that failed."""
     for name, settings in trainings.items():
         settings_from(f"{path / 'study.yaml'}, training {name}", settings)
-    uses_gpus = any(settings["device"] == "cuda" for settings in trainings.values())
-    gpus = _visible_gpus() if uses_gpus else []
-    if jobs is None:
-        threads = max(int(settings["threads"]) for settings in trainings.values())
-        jobs = len(gpus) or max(1, _core_count() // threads)
+    gpus = _gpus_of(trainings.values())
+    jobs = default_jobs(trainings.values()) if jobs is None else jobs
     check_setting("jobs", jobs, Count)
     slots = [{"CUDA_VISIBLE_DEVICES": gpus[n % len(gpus)]} if gpus else {} for n in range(jobs)]
     try:
@@ -269,6 +266,17 @@ async def _terminate(process: BaseProcess) -> None:
             await asyncio.sleep(_WAIT_SECONDS)
         process.kill()
     process.join()
+
+
+def default_jobs(trainings: Collection[Mapping[str, Any]]) -> int:
+    """Number of processes at a time: one per GPU, or as many as the cores allow."""
+    threads = max(int(settings["threads"]) for settings in trainings)
+    return len(_gpus_of(trainings)) or max(1, _core_count() // threads)
+
+
+def _gpus_of(trainings: Iterable[Mapping[str, Any]]) -> list[str]:
+    uses_gpus = any(settings["device"] == "cuda" for settings in trainings)
+    return _visible_gpus() if uses_gpus else []
 
 
 def is_finished(path: Path) -> bool:

@@ -174,6 +174,10 @@ class Recipe:
         """Names of the arms of both scales."""
         return {*self.arms, *self.paper_arms}
 
+    def minutes_of(self, settings: Settings) -> float:
+        """Estimate of `minutes` for settings of the small scale with another number of epochs."""
+        return self.minutes * settings.epochs / self.settings().epochs
+
     def seeds_at(self, *, paper_scale: bool) -> int:
         """Number of seeds of each arm at a scale."""
         return self.paper_seeds[0] if paper_scale else SEEDS

@@ -1,7 +1,7 @@
 """Settings of a training: all that is needed to repeat it."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -43,7 +43,8 @@ Value = bool | int | float | str
 class Settings:
     """Everything needed to repeat one training.
 
-    The command line has an option for each setting, with its line here as help.
+    The command line has an option for each setting, with its line here as help. A field's `section`
+    is the heading in the help from there on.
 
     Args:
         recipe: experiment that is trained.
@@ -67,6 +68,7 @@ class Settings:
             with wildcards; runs of the same seed are left out.
         batch_schedule: batch sizes of schedule: "64, x2 every 20 epochs" for example; with seesaw,
             its growth in place of the cuts of lr_schedule.
+        tokens_per_sample: mean length of a sample, where the schedule counts tokens.
         cap: policy that limits the growth of seesaw: noise-scale:multiple=1 for example.
         late_from: moment from which late-switch lets late_policy decide: "60 epochs", or 0.3 for
             the learning rate at 0.3 of its peak.
@@ -74,25 +76,6 @@ class Settings:
         branch_test: time between branch tests, which correct the noise that the policy sees: "20 %"
             for so many more samples than at the last test, or "2 epochs"; None for no test.
         branch_share: largest share of the samples so far that branch tests may spend.
-        tokens_per_sample: mean length of a sample, where the schedule counts tokens.
-        min_batch: smallest batch size, in samples of a step.
-        max_batch: largest batch size, in samples of a step.
-        batch_size: batch size of the first step; with fixed, of all steps.
-        base_batch: batch size that lr is given for.
-        micro_batch: largest micro-batch, in samples of one backward.
-        fixed_micro_batch: whether every backward has micro_batch samples, except at the end of an
-            epoch.
-        min_micro_batches: fewest micro-batches of a step; None for 4, or 8 with a vr- optimizer.
-        groups: groups of samples that each backward measures; None to compare micro-batches, "auto"
-            to take the faster.
-        every: interval between measured steps; None for one that follows from budget.
-        budget: largest share of the time that measuring may take, if every is None.
-        half_batch_cosine: whether the log has SimiGrad's own cosine of two half-batch gradients; it
-            keeps one more copy of the gradient.
-        per_layer: whether the log has noise scale and similarity of each layer.
-        remainder: what becomes of the last samples of an epoch: joined to its last steps, a step of
-            their own, or dropped.
-        virtual_ranks: ranks to group samples for; a run is the same on any number that divides it.
         decide_every: steps between two decisions.
         smoothing: window that noise is averaged over: "16 steps", "4K samples", or "auto" for one
             that adapts; None for none.
@@ -101,9 +84,25 @@ class Settings:
             own, None for no limit.
         confidence: coverage of the interval that a decision must be sure at: 0.9 for example.
         warmup: time before the first decision: "500 steps", "8K samples" or "1 epoch".
+        batch_size: batch size of the first step; with fixed, of all steps.
+        min_batch: smallest batch size, in samples of a step.
+        max_batch: largest batch size, in samples of a step.
+        base_batch: batch size that lr is given for.
+        micro_batch: largest micro-batch, in samples of one backward.
+        fixed_micro_batch: whether every backward has micro_batch samples, except at the end of an
+            epoch.
+        min_micro_batches: fewest micro-batches of a step; None for 4, or 8 with a vr- optimizer.
+        remainder: what becomes of the last samples of an epoch: joined to its last steps, a step of
+            their own, or dropped.
+        virtual_ranks: ranks to group samples for; a run is the same on any number that divides it.
+        every: interval between measured steps; None for one that follows from budget.
+        budget: largest share of the time that measuring may take, if every is None.
+        groups: groups of samples that each backward measures; None to compare micro-batches, "auto"
+            to take the faster.
+        half_batch_cosine: whether the log has SimiGrad's own cosine of two half-batch gradients; it
+            keeps one more copy of the gradient.
+        per_layer: whether the log has noise scale and similarity of each layer.
         optimizer: one of sgd, momentum, adam, lars, lamb; with the prefix vr-, scaled by GSNR.
-        lr: learning rate of the base batch.
-        lr_control_from: VR run whose mean r multiplies lr, as a control.
         momentum: momentum coefficient of momentum and lars.
         weight_decay: coefficient of weight decay.
         decay_all: whether weight decay applies to biases and normalization layers too.
@@ -112,24 +111,26 @@ class Settings:
         r_max: upper clip of GSNR.
         factor: formula of r: gsnr is the paper's; shrinkage and positive-part are never above 1.
         beta3: momentum of r, 0 for none; None for 0.9 with vr-adam and vr-lamb, none with others.
-        lr_scaling: how the learning rate follows the batch size.
-        transport: whether the betas and the weight decay of adam keep their half-lives in samples.
+        lr: learning rate of the base batch.
         lr_schedule: schedule of the learning rate: "warm-up 5 epochs; cosine" for example.
+        lr_scaling: how the learning rate follows the batch size.
+        lr_control_from: VR run whose mean r multiplies lr, as a control.
+        transport: whether the betas and the weight decay of adam keep their half-lives in samples.
         device: device to train on; each rank takes its own GPU.
         precision: precision of the forward pass, by autocast.
         engine: engine that trains on several ranks.
         zero_stage: stage of DeepSpeed's ZeRO: 0, 1 or 2.
+        threads: CPU threads of torch.
         workers: processes that load data; 0 for none.
         evaluate_every: time between evaluations, in steps, samples or epochs.
         checkpoint_every: time between checkpoints, in steps, samples or epochs.
-        threads: CPU threads of torch.
         over_seeds: summary of several seeds in tables.
         task: settings of this recipe alone: the model's size, the length of a sequence.
     Raises:
         SettingError: a value of another type, or out of range.
     """
 
-    recipe: str
+    recipe: str = field(metadata={"section": "Run"})
     arm: str = ""
     seed: Annotated[int, In("[0, 4294967296)", "NumPy's generator takes no other")] = 0
     data: str = ""
@@ -146,7 +147,7 @@ class Settings:
         "schedule",
         "seesaw",
         "late-switch",
-    ] = "simigrad"
+    ] = field(default="simigrad", metadata={"section": "Policy"})
     target: Cosine = 0.2
     grow: Growth = SimiGrad.grow
     shrink: Shrinkage = SimiGrad.shrink
@@ -155,54 +156,56 @@ class Settings:
     overhead: Positive | None = None
     replay_from: str = ""
     batch_schedule: str = ""
+    tokens_per_sample: Positive | None = None
     cap: str = ""
     late_from: SwitchMoment = 0.3
     late_policy: str = "simigrad"
     branch_test: TestInterval | None = None
     branch_share: Positive = DEFAULT_SHARE
-    tokens_per_sample: Positive | None = None
-    min_batch: Count
-    max_batch: Count
-    batch_size: Count
-    base_batch: Count
-    micro_batch: Count
-    fixed_micro_batch: bool = False
-    min_micro_batches: MinMicroBatches | None = None
-    groups: GroupsSetting = None
-    every: Count | None = 1
-    budget: Share | None = None
-    half_batch_cosine: bool = False
-    per_layer: bool = False
-    remainder: Remainder = "share"
-    virtual_ranks: Count = 1
-    decide_every: Count = 1
+    decide_every: Count = field(default=1, metadata={"section": "Decisions"})
     smoothing: Smoothing = None
     dead_band: DeadBand = 0.0
     max_change: Growth | Literal["auto"] | None = None
     confidence: Coverage | None = None
     warmup: WarmupLength | None = None
-    optimizer: str = "momentum"
-    lr: NotNegative
-    lr_control_from: str = ""
+    batch_size: Count = field(metadata={"section": "Batch and micro-batch"})
+    min_batch: Count
+    max_batch: Count
+    base_batch: Count
+    micro_batch: Count
+    fixed_micro_batch: bool = False
+    min_micro_batches: MinMicroBatches | None = None
+    remainder: Remainder = "share"
+    virtual_ranks: Count = 1
+    every: Count | None = field(default=1, metadata={"section": "Measuring"})
+    budget: Share | None = None
+    groups: GroupsSetting = None
+    half_batch_cosine: bool = False
+    per_layer: bool = False
+    optimizer: str = field(default="momentum", metadata={"section": "Optimizer"})
     momentum: Share = 0.9
     weight_decay: NotNegative = 0.0
     decay_all: bool = True
     clip: NotNegative = 0.0
-    gamma: Gamma = 0.1
+    gamma: Gamma = field(default=0.1, metadata={"section": "GSNR of a vr- optimizer"})
     r_max: RMax = 1.0
     factor: Factor = "gsnr"
     beta3: Share | None = None
-    lr_scaling: Literal["sqrt", "linear", "adascale", "none"] = "sqrt"
-    transport: bool = False
+    lr: NotNegative = field(metadata={"section": "Learning rate"})
     lr_schedule: str = "constant"
-    device: Literal["cpu", "cuda"] = "cpu"
+    lr_scaling: Literal["sqrt", "linear", "adascale", "none"] = "sqrt"
+    lr_control_from: str = ""
+    transport: bool = False
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"section": "Device and engine"})
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     engine: Literal["ddp", "deepspeed"] = "ddp"
     zero_stage: Whole = 0
-    workers: Whole = 0
-    evaluate_every: Period = "1 epoch"
-    checkpoint_every: Period = "100 steps"
     threads: Count = 1
+    workers: Whole = 0
+    evaluate_every: Period = field(
+        default="1 epoch", metadata={"section": "Evaluation and checkpoints"}
+    )
+    checkpoint_every: Period = "100 steps"
     over_seeds: Literal["mean", "median"] = "mean"
     task: dict[str, Value] = field(default_factory=dict)
 
@@ -310,6 +313,14 @@ class Settings:
         return cls(**values)
 
 
+def _sections() -> Iterator[tuple[str, str]]:
+    """Each setting with the section of the command's help that it stands in."""
+    section = ""
+    for one in fields(Settings):
+        section = one.metadata.get("section", section)
+        yield one.name, section
+
+
 CONTROLLER_SETTINGS = (
     "decide_every",
     "smoothing",
@@ -333,6 +344,7 @@ _OF_ARGUMENTS = {  # settings of arguments with other names
     "policy": "late_policy",
 }
 SETTING_TYPES: Mapping[str, Any] = {field.name: field.type for field in fields(Settings)}
+SECTIONS: Mapping[str, str] = dict(_sections())
 HELP: Mapping[str, str] = {  # from the docstring
     name: text[0].upper() + " ".join(text[1:].split())
     for name, text in re.findall(r"(?m)^ {8}(\w+): (.+(?:\n {12}.+)*)", Settings.__doc__ or "")
