@@ -59,9 +59,10 @@ def unknown(advice: BatchAdvice) -> str:
     """Why there is no batch size."""
     trend = advice.trend
     if math.isinf(trend.noise_scale):
+        bound = f" The noise scale is at least {number(trend.low)}." * math.isfinite(trend.low)
         return (
             "No batch size: the gradient's signal was not distinguished from noise; observe more "
-            f"steps. The noise scale is at least {number(trend.low)}."
+            f"steps.{bound}"
         )
     return (
         "No fastest batch size, since the time of other sizes is unknown. Near the noise scale of "
