@@ -110,13 +110,24 @@ def test_layers_share_the_noise_and_come_by_their_share():
     assert ["second", "first", "third"] == [layer.name for layer in trend.layers]
     assert pytest.approx([0.6, 0.3, 0.1]) == [layer.share for layer in trend.layers]
     assert pytest.approx(1.0) == sum(layer.share for layer in trend.layers)
-    assert [120.0, 30.0, math.inf] == [layer.noise_scale for layer in trend.layers]
+    assert pytest.approx([120.0, 30.0, math.inf]) == [one.noise_scale for one in trend.layers]
 
 
 def test_layers_that_some_steps_lack_are_summed_over_the_others():
-    steps = [measured(0, 1.0, 10.0, a=(1.0, 10.0)), measured(1, 1.0, 10.0, b=(1.0, 10.0))]
-    layers = NoiseTrend.of(steps, 64).layers
+    early = [measured(i, 1.0, 10.0, c=(1.0, 10.0)) for i in range(2)]  # not among the later half
+    later = [measured(2, 1.0, 10.0, a=(1.0, 10.0)), measured(3, 1.0, 10.0, b=(1.0, 10.0))]
+    layers = NoiseTrend.of([*early, *later], 64).layers
     assert [("a", 0.5), ("b", 0.5)] == [(layer.name, layer.share) for layer in layers]
+
+
+def test_the_total_is_between_the_layers_where_the_noise_scale_rises():
+    steps = [
+        measured(i, 2 / (1 + i), 20.0, a=(1 / (1 + i), 8.0), b=(1 / (1 + i), 12.0))
+        for i in range(64)
+    ]
+    trend = NoiseTrend.of(steps, 64)
+    b, a = (layer.noise_scale for layer in trend.layers)
+    assert a < trend.noise_scale < b
 
 
 def test_steps_without_layers_have_none():

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigbatch.advisor.observations import Measurement
 from bigbatch.statistics.confidence import log_ratio, student_t
@@ -52,7 +52,7 @@ class NoiseTrend:
             steps that follow; weighted by the progress that each made, in samples.
         low, high: its 90 % interval, by a jackknife over blocks of consecutive measured steps.
         segments: how it moved.
-        layers: by their share of the noise, the largest first.
+        layers: of the same steps, by their share of the noise, the largest first.
     """
 
     noise_scale: float
@@ -70,7 +70,7 @@ class NoiseTrend:
         segments = tuple(
             Segment(part[0].step, part[-1].step, _pooled(part)) for part in _segments(measurements)
         )
-        return cls(mean, low, high, segments, _layers(measurements))
+        return cls(mean, low, high, segments, _layers(later, batch_size))
 
     @property
     def factor(self) -> float:
@@ -151,14 +151,17 @@ def _pooled(part: Sequence[Measurement]) -> float:
     return noise / signal if signal > 0 else math.inf
 
 
-def _layers(measurements: Sequence[Measurement]) -> tuple[LayerNoise, ...]:
+def _layers(measurements: Sequence[Measurement], batch_size: int) -> tuple[LayerNoise, ...]:
     names = dict.fromkeys(name for one in measurements for name in one.statistics.layers)
     found = []
     for name in names:
-        steps = [m.statistics.layers[name] for m in measurements if name in m.statistics.layers]
-        signal = math.fsum(step.grad_sqnorm for step in steps)
-        noise = math.fsum(step.grad_variance for step in steps)
-        found.append((noise, LayerNoise(name, 0.0, noise / signal if signal > 0 else math.inf)))
+        layer = [
+            replace(one, statistics=one.statistics.layers[name])
+            for one in measurements
+            if name in one.statistics.layers
+        ]
+        noise = math.fsum(one.statistics.grad_variance for one in layer)
+        found.append((noise, LayerNoise(name, 0.0, mean_noise_scale(layer, batch_size))))
     total = math.fsum(noise for noise, _ in found) or 1.0
     found.sort(key=lambda pair: -pair[0])
     return tuple(LayerNoise(one.name, noise / total, one.noise_scale) for noise, one in found)
