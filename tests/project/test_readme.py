@@ -22,12 +22,12 @@ def test_the_loop_is_eight_lines_that_learn():
     assert 8 == len(shown)
     assert float(losses[-1]) < float(losses[0]) / 2
     assert int(batches[-1]) > 64  # from 32
+    printed = re.findall(r"(?m)^    epoch=(\d): loss (\d\.\d\d), next batch (\d+)$", README)
+    assert ["0", "3", "7"] == [epoch for epoch, _, _ in printed]
+    for epoch, loss, batch in printed:  # rounding may differ from machine to machine
+        assert pytest.approx(float(loss), abs=0.1) == float(losses[int(epoch)])
+        assert pytest.approx(int(batch), rel=0.5) == int(batches[int(epoch)])
     assert 8 == len(LOOP[LOOP.index("optimizer =") :].splitlines())
-
-
-def test_the_output_that_is_shown_is_in_the_form_of_the_loops():
-    shown = re.findall(r"(?m)^    epoch=(\d): loss \d\.\d\d, next batch \d+$", README)
-    assert ["0", "3", "7"] == shown
 
 
 def test_every_folder_of_the_library_is_listed():
@@ -40,5 +40,5 @@ def test_every_folder_of_the_library_is_listed():
 
 
 def test_every_link_exists():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
+    for target in re.findall(r"\]\((?!https:)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
