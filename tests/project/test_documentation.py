@@ -20,7 +20,7 @@ PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]
 FOR_USERS = [page for page in PAGES if page not in HISTORY and "developer" not in page.parts]
 LANGUAGES = {*markdown_page.EVALUATORS, "text"}
 FENCE = re.compile(r"(?m)^ *```(.*)\n[\s\S]*?^ *```$")
-OPTIONAL = ("accelerate", "deepspeed", "lightning", "transformers")
+QUICK = ("README.md", "start.md", "loops.md", "choose.md")  # in `make test`
 
 
 def name_of(page):
@@ -28,12 +28,11 @@ def name_of(page):
 
 
 def with_marks(page):
-    """A page whose blocks import a trainer takes long; DeepSpeed's operations must be compiled."""
-    text = "".join(match[0] for match in FENCE.finditer(page.read_text()))
-    used = [name for name in OPTIONAL if f"bigbatch.integrations.{name}" in text]
-    used += ["deepspeed"] * ("integrations import deepspeed" in text)
-    marks = [pytest.mark.thorough] * bool(used)
-    marks += [pytest.mark.deepspeed] * ("deepspeed" in used)
+    """Most pages run in `make test-all`; those on DeepSpeed need its compiled operations."""
+    blocks = "".join(match[0] for match in FENCE.finditer(page.read_text()))
+    marks = [pytest.mark.thorough] * (page.name not in QUICK)
+    uses_deepspeed = re.search(r"integrations(\.| import )deepspeed", blocks)
+    marks += [pytest.mark.deepspeed] * bool(uses_deepspeed)
     return pytest.param(page, marks=marks, id=name_of(page))
 
 
