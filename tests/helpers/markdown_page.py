@@ -17,7 +17,7 @@ from sybil.parsers.markdown import CodeBlockParser
 from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
-from bigbatch.cli.advise_command import _parser as advise_parser
+from bigbatch.cli.advise_command import argument_parser
 from bigbatch.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def parse_command(words: list[str]) -> None:
         case ["python", str(script), *_] if script.startswith("examples/"):
             assert (ROOT / script).exists(), script
         case ["bigbatch", "advise", *arguments]:
-            advise_parser().parse_args(arguments)
+            argument_parser().parse_args(arguments)
         case ["bigbatch", *arguments]:
             parse_arguments(get_command(app), "bigbatch", arguments)
         case ["make", *targets]:

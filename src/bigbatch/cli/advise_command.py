@@ -25,7 +25,7 @@ _STEPS, _BUDGET, _GROUPS = 2000, "2min", 8
 
 def advise(arguments: Sequence[str]) -> NoReturn:
     """Runs the command, and exits: 0 with advice, 1 without, or as the program does."""
-    options = _parser().parse_args(arguments)
+    options = argument_parser().parse_args(arguments)
     try:
         seconds = parse_seconds(options.budget)
         limits = Limits(
@@ -42,7 +42,7 @@ def advise(arguments: Sequence[str]) -> NoReturn:
             require_ending(path)
         paths = [Path(path).absolute() for path in options.out]  # programs change the folder
     except SettingError as error:
-        _parser().error(str(error))
+        argument_parser().error(str(error))
     observer = TrainingObserver(limits)
     status: int | str | None = None
     try:
@@ -77,7 +77,8 @@ def _show(advice: Advice, paths: Sequence[Path]) -> None:
             sys.stderr.write(f"bigbatch: {path} cannot be written: {error.strerror}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
+    """The options of the command."""
     parser = argparse.ArgumentParser(
         "bigbatch advise",
         usage="bigbatch advise [OPTIONS] SCRIPT [ARGS]...\n"
