@@ -52,6 +52,7 @@ def parse_commands(example: Example) -> None:
         if command.count('"') % 2 == 0:  # a quotation may be longer than a line
             parse_command(shlex.split(command, comments=True))
             command = ""
+    assert not command, f"a quotation does not end: {command}"
 
 
 def parse_command(words: list[str]) -> None:

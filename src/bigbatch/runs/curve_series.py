@@ -235,7 +235,7 @@ def _curve(
     if quantity.is_noise:
         points = _pooled_points(quantity, binned, x, count)
     else:
-        points = _summary_points(quantity, binned, x, count, summary)
+        points = _summary_points(quantity, binned, x, summary)
     return Curve(
         number,
         name,
@@ -265,11 +265,7 @@ def _binned(rows: list[Row], samples: int, count: int) -> dict[int, list[Row]]:
 
 
 def _summary_points(
-    quantity: _Quantity,
-    binned: list[dict[int, list[Row]]],
-    x: str,
-    count: int,
-    summary: SeedSummary,
+    quantity: _Quantity, binned: list[dict[int, list[Row]]], x: str, summary: SeedSummary
 ) -> list[Point]:
     """The summary of the runs' values; a run has those of its neighbours in a bin without a row."""
     lines = []
