@@ -1,0 +1,1 @@
+"""Measurements behind the documentation: `python -m studies.NAME`, from a checkout."""
