@@ -98,8 +98,8 @@ def windows(samples: int, length: int, tokens: int) -> Batch:
 
 def resnet18() -> nn.Module:
     """ResNet-18 for images of 32 x 32, with GroupNorm."""
-    from bigbatch.bench.sized_networks import with_group_norm
-    from bigbatch.experiments.models.resnet import resnet_of_basic_blocks
+    from studies.sized_networks import with_group_norm
+    from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
 
     return with_group_norm(resnet_of_basic_blocks())
 

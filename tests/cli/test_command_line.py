@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bigbatch as package
 from bigbatch import AdaptiveBatch, Controller, SimiGrad
 from bigbatch.cli.app import COMMANDS
-from bigbatch.experiments import process_pool
+from bigbatch_recipes import process_pool
 from torchrun import said, torchrun
 
 # interrupts itself where a module is looked up for the first time
@@ -64,8 +64,8 @@ def test_the_version_is_said_without_torch():
     [
         "typer",
         "torch",
-        pytest.param("bigbatch.experiments.study", marks=pytest.mark.release),
-        pytest.param("bigbatch.cli.train_command", marks=pytest.mark.thorough),
+        pytest.param("bigbatch_recipes.study", marks=pytest.mark.release),
+        pytest.param("bigbatch_recipes.cli.train_command", marks=pytest.mark.thorough),
         pytest.param("sklearn", marks=pytest.mark.release),
     ],
 )

@@ -4,7 +4,7 @@ import io
 import pickle
 from typing import ClassVar
 
-from bigbatch.experiments.datasets import cifar10
+from bigbatch_recipes.datasets import cifar10
 from real_data import FOLDER
 
 NAMES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]

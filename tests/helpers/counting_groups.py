@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.bench import comm_bytes
+from studies import comm_bytes
 from training_on_ranks import sharded
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import count
 
 from bigbatch.cli import main
-from bigbatch.experiments import RECIPES, digits
-from bigbatch.experiments.recipe import OURS
+from bigbatch_recipes import RECIPES, digits
+from bigbatch_recipes.recipe import OURS
 
 NAME = "noisy-digits"
 

@@ -10,22 +10,20 @@ from bigbatch.optional_packages import requirements
 
 ROOT = Path(__file__).parents[2]
 NEEDED = {  # the extra that a folder, or the files with this beginning of their names, need
-    "src/bigbatch/bench": "experiments",
     "src/bigbatch/cli": "cli",
-    "src/bigbatch/experiments/models/hf_bert": "transformers",
-    "src/bigbatch/experiments": "experiments",
+    "recipes/src/bigbatch_recipes/models/hf_bert": "transformers",
+    "recipes/src/bigbatch_recipes": "experiments",
     "src/bigbatch/integrations/accelerate": "accelerate",
     "src/bigbatch/integrations/deepspeed": "deepspeed",
     "src/bigbatch/integrations/lightning": "lightning",
     "src/bigbatch/integrations/transformers": "transformers",
-    "src/bigbatch/results": "experiments",
-    "src/bigbatch/runs": "cli",
+    "src/bigbatch/log": "cli",
     "tests/advisor/test_advised_trainers": "all",
     "tests/advisor/test_advise": "experiments",
     "tests/advisor/test_refused": "cli",
-    "tests/bench": "all",
+    "tests/studies": "all",
     "tests/cli": "experiments",
-    "tests/experiments": "all",
+    "recipes/tests": "all",
     "tests/helpers/cifar_files": "experiments",
     "tests/helpers/accelerate_process": "accelerate",
     "tests/helpers/lightning_training": "lightning",
@@ -37,8 +35,7 @@ NEEDED = {  # the extra that a folder, or the files with this beginning of their
     "tests/integrations/test_lightning": "lightning",
     "tests/integrations/": "all",
     "tests/project/test_examples": "all",
-    "tests/results": "experiments",
-    "tests/runs": "experiments",
+    "tests/log": "experiments",
 }
 
 

@@ -1,7 +1,7 @@
 """Made logs of comparisons: runs whose scores and curves the test chooses."""
 
-from bigbatch.results.run_log import LoggedRun, RunLog
-from bigbatch.results.step_cost import StepCost
+from studies.results.run_log import LoggedRun, RunLog
+from studies.results.step_cost import StepCost
 
 SCORE = "test accuracy, %"
 COST = StepCost(fixed=1e-3, per_sample=1e-5, gradient_bytes=0)

@@ -2,8 +2,8 @@
 
 import torch
 
-from bigbatch.experiments import get_recipe
-from bigbatch.experiments.train_run import Training
+from bigbatch_recipes import get_recipe
+from bigbatch_recipes.train_run import Training
 
 
 def few_steps(rank, ranks, settings):

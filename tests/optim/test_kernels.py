@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import bigbatch
-from bigbatch.bench import optimizer_cost
+from studies import optimizer_cost
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRSGD, VRAdam
@@ -20,7 +20,7 @@ from bigbatch.optim import LAMB, LARS, VRSGD, VRAdam
 ROOT = Path(__file__).parents[2]
 TRAINS = """
 import torch
-from bigbatch.bench.optimizer_cost import implementation
+from studies.optimizer_cost import implementation
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.optim import LARS, VRLAMB
 torch.manual_seed(0)

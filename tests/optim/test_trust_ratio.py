@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import bigbatch
-from bigbatch.bench import optimizer_cost
+from studies import optimizer_cost
 from bigbatch.errors import SettingError
 from bigbatch.gradients import SingleProcessSource
 from bigbatch.kernels import native

@@ -1,4 +1,4 @@
-"""Slow versions of `bigbatch.bench.synthetic_gradients`, one sample after the other."""
+"""Slow versions of `studies.synthetic_gradients`, one sample after the other."""
 
 from typing import NamedTuple
 

@@ -32,17 +32,17 @@ COMMANDS = {
         "Runs your training script as it is, and advises a batch size.",
     ),
     "list": _Command(
-        "bigbatch.cli.recipe_list:list_recipes",
+        "bigbatch_recipes.cli.recipe_list:list_recipes",
         _EXPERIMENTS,
         "Lists the recipes, or the arms, data and commands of one.",
     ),
     "train": _Command(
-        "bigbatch.cli.train_command:train",
+        "bigbatch_recipes.cli.train_command:train",
         _EXPERIMENTS,
         "Trains the study of a recipe, or one run where a setting is given.",
     ),
     "sweep": _Command(
-        "bigbatch.cli.sweep_command:sweep",
+        "bigbatch_recipes.cli.sweep_command:sweep",
         _EXPERIMENTS,
         "Trains a recipe at every point of a grid, several runs at a time.",
     ),
@@ -58,16 +58,6 @@ COMMANDS = {
         "bigbatch.cli.reports:replay",
         _EXPERIMENTS,
         "Shows batch sizes and cost of other policies in a run.",
-    ),
-    "bench": _Command(
-        "bigbatch.bench.commands:bench",
-        _MEASUREMENTS,
-        "Measures costs and accuracy on this machine.",
-    ),
-    "results": _Command(
-        "bigbatch.cli.results_command:results",
-        _MEASUREMENTS,
-        "Draws the results of docs/results.md, or trains for them again.",
     ),
 }
 

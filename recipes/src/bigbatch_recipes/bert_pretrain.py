@@ -1,0 +1,142 @@
+"""BERT pre-training: masked tokens and next sentences, short rows first, then long ones.
+
+SimiGrad chooses the batches of the short phase. LAMB and VR-LAMB train at one batch each phase, as
+VRGD's table 1 does (vrgd_table1.py). A long arm begins from the short one. Task: J. Devlin et al.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+from bigbatch_recipes.datasets.sentence_pairs import Book, Masking, SentencePairs, spread
+from bigbatch_recipes.datasets.text import ORIGIN, corpus_of
+from bigbatch_recipes.models.bert import SAVED_AS, TINY, bert, load_tokenizer, vocabulary_file
+from bigbatch_recipes.pretraining_loss import example, loss_of, scores_of
+from bigbatch_recipes.recipe import OURS, Arm, Data, Recipe, Result, Sweep
+from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.vrgd_paper import BY_MEDIAN, CLIPS, MEDIAN, VRGD
+from bigbatch_recipes.vrgd_table1 import LONG, ROWS, SIMIGRAD, columns
+
+_SIMIGRAD_LONG: Arm = {
+    **ROWS,
+    "batch_size": (32_768, LONG),
+    "base_batch": (32_768, LONG),
+    "policy": ("fixed", LONG),
+    "samples": (51_200_000, OURS),
+    "lr": (0.002, LONG),
+    "lr_schedule": ("warm-up 4915200 samples power 2; x0.9 every 4915200 samples", LONG),
+}
+_LAMB = {**columns("lamb"), **columns("vr-lamb")}
+_SMALL_LONG: Arm = {"policy": "fixed", "length": 128, "predictions": 20, "samples": 6_000}
+_VR: Arm = {"optimizer": ("vr-lamb", VRGD)}
+_SHORTS = tuple(arm for arm in _LAMB if arm.endswith("short"))
+
+
+def _data(settings: Settings) -> Data:
+    corpus = corpus_of(Path(settings.data) if settings.data else None)
+    (tokenizer, frame), task = load_tokenizer(settings, corpus.train), settings.task
+    masking = Masking(tokenizer.mask, tokenizer.ordinary, int(task["predictions"]))
+
+    def pairs(documents: Iterable[str], name: str, draws: int, seed: int) -> SentencePairs:
+        book = Book.of(tokenizer.encode(documents), name)
+        return SentencePairs(book, frame, masking, tokenizer.special, draws=draws, seed=seed)
+
+    train = pairs(corpus.train(), "the text to train on", int(task["draws"]), settings.seed)
+    held_out = pairs(corpus.held_out(), f"the text held out ({corpus.rule})", draws=1, seed=0)
+    evaluated = spread(held_out, int(task["judged"]))
+    suffix = f"(held out of {corpus.name})"
+    scores = partial(scores_of, held_out=evaluated, settings=settings, suffix=suffix)
+    return Data(train, scores, run_files=vocabulary_file(tokenizer))
+
+
+BERT_PRETRAIN = Recipe(
+    name="bert-pretrain",
+    summary="BERT pre-training in two phases: SimiGrad's batches, and LAMB against VR-LAMB",
+    paper="SimiGrad and VRGD",
+    paper_scale={
+        "epochs": (1, OURS),
+        "samples": (400_000_000, SIMIGRAD),  # at which its rate is 0
+        "policy": ("simigrad", SIMIGRAD),
+        "target": (0.8, SIMIGRAD),
+        "min_batch": (128, OURS),
+        "max_batch": (262_144, SIMIGRAD),
+        "batch_size": (128, SIMIGRAD),
+        "base_batch": (128, SIMIGRAD),
+        "micro_batch": (64, OURS),
+        "virtual_ranks": (16, OURS),
+        "optimizer": ("lamb", SIMIGRAD),
+        "lr": (0.0006, SIMIGRAD),
+        "lr_schedule": ("polynomial 1 over 400M samples", SIMIGRAD),
+        "lr_scaling": ("sqrt", SIMIGRAD),
+        "weight_decay": (0.01, SIMIGRAD),
+        "decay_all": (False, SIMIGRAD),
+        "clip": (1.0, SIMIGRAD),
+        **CLIPS,
+        **BY_MEDIAN,
+        "seed": (42, SIMIGRAD),
+        "device": ("cuda", OURS),
+        "precision": ("float16", SIMIGRAD),
+        "workers": (4, OURS),
+        "size": ("large", SIMIGRAD),
+        "vocabulary": (30_522, OURS),
+        "vocab": ("", OURS),
+        "dropout": (0.1, SIMIGRAD),
+        "length": (128, SIMIGRAD),
+        "predictions": (20, OURS),
+        "draws": (16, OURS),
+        "judged": (0, OURS),
+    },
+    small={
+        "epochs": 1,
+        "target": 0.1,
+        "min_batch": 32,
+        "max_batch": 512,
+        "batch_size": 64,
+        "base_batch": 64,
+        "micro_batch": 32,
+        "virtual_ranks": 1,
+        "lr": 0.01,
+        "lr_schedule": "warm-up 0.1 epochs; polynomial 1",
+        "samples": 30_000,
+        **TINY,
+        "dropout": 0.0,
+        "length": 64,
+        "predictions": 10,
+        "judged": 500,
+    },
+    paper_samples=461_000_000,  # of VRGD's 8,599 steps about 7,037 of 65,536, the rest longer rows
+    paper_ranks=16,
+    minutes=1.5,
+    origin=ORIGIN,
+    arms={
+        "simigrad-short": {},
+        "simigrad-long": {"init_from": "simigrad-short", **_SMALL_LONG},
+        "lamb-short": {"policy": "fixed"},
+        "lamb-long": {"init_from": "lamb-short", **_SMALL_LONG},
+        "vr-lamb-short": {"policy": "fixed", **_VR},
+        "vr-lamb-long": {"init_from": "vr-lamb-short", **_SMALL_LONG, **_VR},
+    },
+    paper_arms={
+        "simigrad-short": {},
+        "simigrad-long": {"init_from": "simigrad-short", **_SIMIGRAD_LONG},
+        **_LAMB,
+    },
+    sweep=Sweep(
+        ({"arm": ("simigrad-short", "lamb-short", "vr-lamb-short"), "lr": (0.005, 0.01, 0.02)},),
+        ("lr",),
+    ),
+    paper_sweep=Sweep(
+        (
+            {"arm": ("simigrad-short",), "target": (0.75, 0.8), "lr": (0.0004, 0.0006)},
+            {"arm": _SHORTS, "lr": (0.0025, 0.005, 0.01)},
+        ),
+        ("lr",),
+    ),
+    paper_seeds=MEDIAN,
+    results={"table-1": Result(arms=tuple(_LAMB))},
+    model=lambda settings: bert(settings, "Pretraining"),
+    loss=lambda settings: loss_of,
+    data=_data,
+    example=example,
+    saved_as=SAVED_AS,
+)

@@ -1,0 +1,144 @@
+"""Builds the optimizer and the controller of the settings."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from bigbatch.data.collate import Batch
+from bigbatch.errors import SettingError
+from bigbatch_recipes.settings import (
+    CONTROLLER_SETTINGS,
+    Settings,
+    policy_settings,
+    require_choice,
+)
+from bigbatch.optim import LAMB, LARS, VarianceReduced
+from bigbatch.optim.gsnr_options import VROptions
+from bigbatch.policies.branch_test_policy import BranchTest
+from bigbatch.policies.controller import Controller
+from bigbatch.policies.parse import build_policy
+from bigbatch.policies.policy import Policy
+from bigbatch.log.open_loop import Replay
+from bigbatch.log.run_directory import RunDirectory
+
+Named = tuple[str, Tensor]
+
+
+def _no_loss(_: Batch) -> Tensor:
+    raise AssertionError("a controller that trains needs the loss of its training")
+
+
+def build_controller(
+    settings: Settings, loss_of: Callable[[Batch], Tensor] = _no_loss
+) -> Controller:
+    """The controller with the policy of the settings.
+
+    Args:
+        settings: the policy and its options.
+        loss_of: mean loss of a batch, for branch tests; left out, the controller cannot train.
+    Raises:
+        SettingError: a value is out of range, a schedule has no text, or a branch test cannot
+            correct the policy.
+    """
+    policy = _build_policy(settings)
+    batch_size = getattr(policy, "batch_size", None) or settings.batch_size
+    if settings.branch_test is not None:
+        share = settings.branch_share
+        policy = BranchTest(policy, loss_of, every=settings.branch_test, share=share)
+    return Controller(
+        policy,
+        batch_size,
+        settings.base_batch,
+        **{name: getattr(settings, name) for name in CONTROLLER_SETTINGS},
+    )
+
+
+def _build_policy(settings: Settings) -> Policy:
+    if settings.policy == "schedule" and settings.replay_from:
+        return _replay(settings)
+    if settings.policy == "schedule" and not settings.batch_schedule:
+        raise SettingError('policy=schedule needs batch_schedule, "64, x2 every 20 epochs" say')
+    names = policy_settings(settings.policy)
+    values = {argument: getattr(settings, name) for argument, name in names.items()}
+    return build_policy(settings.policy, values)
+
+
+def _replay(settings: Settings) -> Replay:
+    """The mean trajectory of the runs that `replay_from` names, but for those of the own seed."""
+    pattern = Path(settings.replay_from)
+    paths = sorted(pattern.parent.glob(pattern.name))
+    runs = [path for path in paths if RunDirectory.open(path).settings["seed"] != settings.seed]
+    if not runs:
+        raise SettingError(
+            f"replay_from={settings.replay_from!r} names {len(paths)} runs, none of another seed "
+            f"than {settings.seed}; name finished runs of other seeds"
+        )
+    return Replay(*runs)
+
+
+def build_optimizer(
+    settings: Settings,
+    parameters: Iterable[Named],
+    without_vr: frozenset[str] = frozenset(),
+    lr_factor: float = 1.0,
+) -> Optimizer:
+    """The optimizer of the settings for a model's named parameters.
+
+    LARS and LAMB apply no decay and no trust ratio to biases and norms (one dimension at most); the
+    others decay them if `decay_all`.
+
+    Args:
+        settings: name and options of the optimizer.
+        parameters: parameters with their names.
+        without_vr: names of the parameters that a VR optimizer steps as its base does.
+        lr_factor: factor of lr for all other parameters.
+    Raises:
+        SettingError: the name is unknown, or a value is out of range.
+    """
+    require_choice("optimizer", settings.optimizer, OPTIMIZERS)
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    for name, parameter in parameters:
+        decays = settings.decay_all or parameter.ndim > 1
+        group = groups.setdefault((decays, name not in without_vr), {"params": []})
+        group["params"].append((name, parameter))
+    is_vr = settings.optimizer.startswith("vr-")
+    for (decays, vr), group in groups.items():
+        group |= {} if decays else {"weight_decay": 0.0}
+        group |= {"lr": lr_factor * settings.lr} if vr else {}
+        group |= {} if vr or not is_vr else {"vr": False}
+    base = _BASES[settings.optimizer.removeprefix("vr-")](list(groups.values()), settings)
+    if not is_vr:
+        return base
+    return VarianceReduced(base, **_vr_options(settings, base))
+
+
+def _vr_options(settings: Settings, base: Optimizer) -> VROptions:
+    """The options of a VR optimizer over `base`."""
+    beta3 = settings.beta3
+    if beta3 is None and isinstance(base, AdamW | LAMB):
+        beta3 = 0.9  # VR-Adam and VR-LAMB average r
+    return VROptions(
+        gamma=settings.gamma,
+        r_max=settings.r_max,
+        beta3=beta3 or None,  # with 0, r needs no memory for an average
+        factor=settings.factor,
+        watch=settings.engine == "ddp",  # DeepSpeed flattens weights into shards without names
+    )
+
+
+def base_of(optimizer: Optimizer) -> Optimizer:
+    """The base of a VR optimizer, or the optimizer itself; LR schedulers patch its `step`."""
+    return getattr(optimizer, "base", optimizer)
+
+
+_BASES: dict[str, Callable[[list[dict[str, Any]], Settings], Optimizer]] = {
+    "sgd": lambda p, s: SGD(p, s.lr, weight_decay=s.weight_decay),
+    "momentum": lambda p, s: SGD(p, s.lr, momentum=s.momentum, weight_decay=s.weight_decay),
+    "adam": lambda p, s: AdamW(p, s.lr, weight_decay=s.weight_decay),
+    "lars": lambda p, s: LARS(p, s.lr, momentum=s.momentum, weight_decay=s.weight_decay),
+    "lamb": lambda p, s: LAMB(p, s.lr, weight_decay=s.weight_decay),
+}
+OPTIMIZERS = (*_BASES, *(f"vr-{name}" for name in _BASES))

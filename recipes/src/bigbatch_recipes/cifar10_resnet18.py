@@ -1,0 +1,130 @@
+"""ResNet-18 on CIFAR-10 with batches held at a gradient similarity: SimiGrad's first experiment.
+
+Source: Qin et al., SimiGrad, NeurIPS 2021, and its code, github.com/HeyangQin/SimiGrad.
+"""
+
+from pathlib import Path
+
+from torch import nn
+
+from bigbatch_recipes.datasets import cifar10
+from bigbatch_recipes.image_classification import (
+    OfBytes,
+    accuracies,
+    class_loss,
+    examples,
+    held_out_accuracy,
+    random_shift_and_flip,
+)
+from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
+from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep
+from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.vrgd_paper import CLIPS
+
+_SIMIGRAD = "SimiGrad's code"
+_GRID = "SimiGrad's grid"
+_STD = (0.2023, 0.1994, 0.2010)  # SimiGrad's code; not the channels' own
+_STEPS = "x0.1 at 80 and 120 epochs"
+
+_TARGETS = tuple(hundredths / 100 for hundredths in range(21))
+_MIN_BATCHES = (32, 64, 128, 256, 512, 1024)
+_RATES = (0.025, 0.05, 0.1, 0.2, 0.4)
+_SIMIGRAD_GRID: Grid = {"policy": ("simigrad",)}
+
+
+def _model(settings: Settings) -> nn.Module:
+    depth, width = int(settings.task["depth"]), int(settings.task["width"])
+    return OfBytes(resnet_of_basic_blocks(depth, width, cifar10.CLASSES), cifar10.MEAN, _STD)
+
+
+def _data(settings: Settings) -> Data:
+    train, test = cifar10.read(Path(settings.data))
+    return Data(train, accuracies(test, settings), held_out_accuracy(settings))
+
+
+CIFAR10_RESNET18 = Recipe(
+    name="cifar10-resnet18",
+    summary="ResNet-18 on CIFAR-10: batches held at a similarity, and fixed ones",
+    paper="SimiGrad",
+    paper_scale={
+        "epochs": (200, _SIMIGRAD),
+        "target": (0.2, _GRID),
+        "min_batch": (128, _GRID),
+        "max_batch": (4096, _GRID),
+        "batch_size": (128, _SIMIGRAD),
+        "base_batch": (128, _SIMIGRAD),
+        "micro_batch": (512, _SIMIGRAD),
+        "virtual_ranks": (4, "SimiGrad's code: 128 samples are 4 ranks with 32"),
+        "optimizer": ("momentum", _SIMIGRAD),
+        "lr": (0.1, _SIMIGRAD),
+        "momentum": (0.9, _SIMIGRAD),
+        "weight_decay": (5e-4, _SIMIGRAD),
+        "decay_all": (True, _SIMIGRAD),
+        **CLIPS,
+        "lr_scaling": ("sqrt", _SIMIGRAD),
+        "lr_schedule": (_STEPS, _SIMIGRAD),
+        "precision": ("float32", _SIMIGRAD),
+        "device": ("cuda", OURS),
+        "depth": (18, _SIMIGRAD),
+        "width": (64, _SIMIGRAD),
+    },
+    small={
+        "samples": 5_000,
+        "epochs": 10,
+        "max_batch": 1024,
+        "lr_schedule": "x0.1 at 6 and 9 epochs",
+        "depth": 10,
+        "width": 8,
+    },
+    paper_samples=50_000,
+    paper_ranks=4,
+    minutes=1.5,
+    origin=cifar10.ORIGIN,
+    arms={
+        "fixed-128": {"policy": "fixed"},
+        "fixed-1024-linear": {"policy": "fixed", "batch_size": 1024, "lr_scaling": "linear"},
+        "fixed-1024-sqrt": {"policy": "fixed", "batch_size": 1024},
+        "simigrad": {"policy": "simigrad"},
+        "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
+    },
+    sweep=Sweep(
+        (
+            {**_SIMIGRAD_GRID, "target": (0.1, 0.4), "min_batch": (64, 256), "lr": _RATES[1::2]},
+            {
+                "policy": ("fixed",),
+                "batch_size": (128, 256, 512, 1024),
+                "lr_scaling": ("sqrt", "linear"),
+                "lr": _RATES[1::2],
+            },
+        ),
+        tuned=("lr",),
+    ),
+    paper_sweep=Sweep(
+        (  # 609 points of SimiGrad, then fixed batches; these with rates that are ours
+            {
+                **_SIMIGRAD_GRID,
+                "target": _TARGETS,
+                "max_batch": (1024,),
+                "min_batch": _MIN_BATCHES[:-1],
+            },
+            {
+                **_SIMIGRAD_GRID,
+                "target": _TARGETS,
+                "max_batch": (2048, 4096, 8192, 16384),
+                "min_batch": _MIN_BATCHES,
+            },
+            {
+                "policy": ("fixed",),
+                "batch_size": tuple(128 << power for power in range(9)),
+                "lr_scaling": ("linear", "sqrt"),
+                "lr_schedule": (f"warm-up 11 epochs; {_STEPS}",),
+                "lr": _RATES,
+            },
+        ),
+        tuned=("lr",),
+    ),
+    model=_model,
+    loss=lambda _: class_loss(augment=random_shift_and_flip),
+    data=_data,
+    example=examples(3, 32),
+)

@@ -1,0 +1,1 @@
+"""The commands that recipes add: train, sweep, list."""

@@ -1,0 +1,158 @@
+"""ResNet-50 on ImageNet: SimiGrad's batches held at a similarity, VRGD's LARS up to 96k samples.
+
+Source: Qin et al., SimiGrad, NeurIPS 2021, and its code, github.com/HeyangQin/SimiGrad, of NVIDIA's
+ResNet50 v1.5; Jiang et al., VRGD, arXiv 2309.13681, whose rates and warm-ups are not public.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from bigbatch.errors import SettingError
+from bigbatch_recipes.datasets.image_files import (
+    ImageFiles,
+    random_resized_crop,
+    resize_and_center_crop,
+)
+from bigbatch_recipes.datasets.image_splits import FILES, splits_of
+from bigbatch_recipes.datasets.location import DatasetLocation
+from bigbatch_recipes.datasets.subset import Subset, scored_indices
+from bigbatch_recipes.image_classification import (
+    ImageBatch,
+    OfBytes,
+    accuracies,
+    class_loss,
+    examples,
+)
+from bigbatch_recipes.models.resnet import resnet_of_bottlenecks
+from bigbatch_recipes.recipe import OURS, Arm, Data, Grid, Recipe, Result, Sweep
+from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
+
+_SIMIGRAD, _JABAS = "SimiGrad's code", "JABAS's example of SimiGrad"
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_SIMIGRAD_GRID: Grid = {"policy": ("simigrad",)}
+_FIXED_GRID: Grid = {"policy": ("fixed",)}
+_TABLE: Arm = {"policy": ("fixed", VRGD), "momentum": (0.9, VRGD)}
+_VR_LARS: Arm = {"optimizer": ("vr-lars", VRGD), **_TABLE, "lr": 8.0}
+_TABLE_2 = {"momentum": 0.8, "lamb": 0.01, "lars": 8.0, "vr-lars": 8.0, "vr-lars-10": 8.0}  # lr
+_BATCHES = tuple(1024 * thousands for thousands in (2, 4, 8, 16, 32, 64, 96))
+_GRIDS: list[Grid] = [
+    {"arm": (arm,), "batch_size": _BATCHES, "lr": (lr / 2, lr, 2 * lr)}
+    for arm, lr in _TABLE_2.items()
+]
+
+
+def _model(settings: Settings) -> nn.Module:
+    depth, width, classes = (int(settings.task[name]) for name in ("depth", "width", "classes"))
+    return OfBytes(resnet_of_bottlenecks(depth, width, classes), _MEAN, _STD)
+
+
+def _data(settings: Settings) -> Data:
+    size, resize, classes = (int(settings.task[name]) for name in ("size", "resize", "classes"))
+    train_crop = partial(
+        random_resized_crop, size=size, min_area=float(settings.task["smallest_part"])
+    )
+    test_crop = partial(resize_and_center_crop, resize=resize, size=size)
+    train, val = splits_of(Path(settings.data), classes)
+    scored = scored_indices(len(train.labels), settings.samples, len(val.labels))
+    scored_train = Subset(ImageFiles(train, test_crop), scored)
+    scores = accuracies(ImageFiles(val, test_crop), settings, scored_train)
+
+    def named_scores(model: nn.Module) -> dict[str, float]:
+        return {f"{name} of {classes} classes": score for name, score in scores(model).items()}
+
+    return Data(ImageFiles(train, train_crop, settings.seed), named_scores)
+
+
+def _example(settings: Settings, samples: int) -> ImageBatch:
+    size, resize = int(settings.task["size"]), int(settings.task["resize"])
+    if not 0 < size <= resize:
+        raise SettingError(f"size={size} must be above 0 and at most resize={resize}")
+    return examples(3, size)(settings, samples)
+
+
+IMAGENET_RESNET50 = Recipe(
+    name="imagenet-resnet50",
+    summary="ResNet-50 on ImageNet: batches held at a similarity; LARS with variance reduction",
+    paper="SimiGrad and VRGD",
+    paper_scale={
+        "epochs": (90, _SIMIGRAD),
+        "target": (0.1, _JABAS),
+        "min_batch": (2048, _SIMIGRAD),
+        "max_batch": (32768, _JABAS),
+        "batch_size": (2048, _SIMIGRAD),
+        "base_batch": (2048, _SIMIGRAD),
+        "micro_batch": (64, _SIMIGRAD),
+        "virtual_ranks": (16, "SimiGrad's code: 2048 samples are 16 ranks with 128"),
+        "optimizer": ("momentum", _SIMIGRAD),
+        "lr": (2.048, _SIMIGRAD),
+        "momentum": (0.875, _SIMIGRAD),
+        "weight_decay": (2**-15, _SIMIGRAD),
+        "decay_all": (False, _SIMIGRAD),
+        **CLIPS,
+        "lr_scaling": ("sqrt", "both papers"),
+        "lr_schedule": ("warm-up 8 epochs; cosine", _SIMIGRAD),
+        "label_smoothing": (0.1, _SIMIGRAD),
+        "classes": (1000, _SIMIGRAD),
+        "size": (224, _SIMIGRAD),
+        "resize": (256, _SIMIGRAD),
+        "smallest_part": (0.08, "Szegedy et al. 2014, as SimiGrad's code"),
+        "depth": (50, _SIMIGRAD),
+        "width": (64, _SIMIGRAD),
+        "device": ("cuda", OURS),
+        "precision": ("bfloat16", OURS),  # SimiGrad's scripts: float32
+        "workers": (12, OURS),
+    },
+    small={
+        "samples": 10_000,
+        "epochs": 5,
+        "min_batch": 64,
+        "max_batch": 1024,
+        "batch_size": 128,  # of the base of 2048, with the root of its rate
+        "virtual_ranks": 2,
+        "lr_schedule": "warm-up 1 epoch; cosine",
+        "classes": 20,
+        "size": 64,
+        "resize": 64,
+        "smallest_part": 0.35,
+        "depth": 14,
+        "width": 12,
+    },
+    paper_seeds=REPEATS,
+    results={"table-2": Result(arms=tuple(_TABLE_2))},
+    paper_samples=1_281_167,
+    paper_ranks=16,
+    minutes=1.3,
+    origin=DatasetLocation(
+        "ImageNet",
+        folders=("imagenet", "imagenet-1k", "ILSVRC2012", "tiny-imagenet-20"),
+        files=FILES,
+        source="ILSVRC 2012 (image-net.org), as folders, tars or shards of train and val images",
+        size="1,281,167 and 50,000 images of 1,000 classes",
+    ),
+    arms={
+        "fixed": {"policy": "fixed"},
+        "simigrad": {"policy": "simigrad"},
+        "momentum": {"optimizer": ("momentum", f"{VRGD}, table 2"), **_TABLE, "lr": 0.8},
+        "lamb": {"optimizer": ("lamb", f"{VRGD}, table 2"), **_TABLE, "lr": 0.01},
+        "lars": {"optimizer": ("lars", VRGD), **_TABLE, "lr": 8.0},
+        "vr-lars": {"r_max": CLIPS["r_max"], **_VR_LARS},
+        "vr-lars-10": {"r_max": TO_TEN, **_VR_LARS},
+    },
+    sweep=Sweep(
+        ({**_SIMIGRAD_GRID, "target": (0.05, 0.1, 0.2)}, {**_FIXED_GRID, "batch_size": (128, 512)})
+    ),
+    paper_sweep=Sweep(
+        (  # SimiGrad's scripts take target and bounds as arguments; these, and the rates, are ours
+            {**_SIMIGRAD_GRID, "target": (0.05, 0.1, 0.2, 0.4), "max_batch": (8192, 32768)},
+            *_GRIDS,
+        ),
+        tuned=("lr",),
+    ),
+    model=_model,
+    loss=lambda settings: class_loss(float(settings.task["label_smoothing"])),
+    data=_data,
+    example=_example,
+)

@@ -1,0 +1,110 @@
+"""BERT as three recipes build it from their settings: network, vocabulary, rows.
+
+All of it needs `transformers` and `tokenizers`, which are imported where something is built.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.errors import RunError, SettingError
+from bigbatch_recipes.datasets.files import text_of
+from bigbatch_recipes.datasets.sequence_pair import SequencePair
+from bigbatch_recipes.datasets.text import VOCAB
+from bigbatch_recipes.process_group import run_on_rank_zero
+from bigbatch_recipes.recipe import Arms, Changes
+from bigbatch_recipes.settings import Settings
+
+if TYPE_CHECKING:
+    from bigbatch_recipes.models.hf_bert.wordpiece import WordPieceTokenizer
+
+FINE_TUNING_ARMS: Arms = {"adam": {}, "vr-adam": {"optimizer": "vr-adam"}}
+SAVED_AS = {"vocab": VOCAB}  # of each recipe with tokens
+TINY: Changes = {"size": "tiny", "vocabulary": 300}  # the small scale of all three recipes
+_MIN_LENGTH, _MAX_LENGTH = 16, 512  # tokens of a row; BERT has 512 positions
+
+
+def bert(settings: Settings, head: str) -> nn.Module:
+    """The network with a head of `bert_heads`, as `size`, `vocabulary` and `dropout` set it.
+
+    Raises:
+        MissingPackageError: `transformers` is not installed.
+        SettingError: the size is unknown.
+    """
+    from bigbatch_recipes.models.hf_bert import bert_heads
+
+    task = settings.task
+    model: nn.Module = getattr(bert_heads, head)(task["size"], task["vocabulary"], task["dropout"])
+    return model
+
+
+def load_tokenizer(
+    settings: Settings, texts: Callable[[], Iterable[str]]
+) -> tuple["WordPieceTokenizer", SequencePair]:
+    """The tokenizer of a training, and the frame of its rows.
+
+    Takes the first vocabulary that exists: the file of the setting `vocab`, which is the run's own
+    if it resumes; that of the run in `init_from`; that in the folder of the data; one of at most
+    `vocabulary` tokens, trained on the texts. Collective.
+
+    Raises:
+        RunError: `vocab` names no file.
+        SettingError: the vocabulary is larger than the network's, `length` exceeds BERT's
+            positions, or a pair does not fit.
+    """
+    from bigbatch_recipes.models.hf_bert.wordpiece import WordPieceTokenizer, train_wordpiece
+
+    size, length = int(settings.task["vocabulary"]), _length(settings)
+
+    def read() -> tuple[str, ...]:
+        file = _vocabulary_path(settings)
+        if file is None:
+            return train_wordpiece(texts, size).vocabulary
+        vocabulary = tuple(text_of(file).splitlines())
+        if len(vocabulary) > size:
+            raise SettingError(
+                f"{file} has {len(vocabulary)} tokens and the network room for vocabulary={size}; "
+                f"set vocabulary={len(vocabulary)}"
+            )
+        return vocabulary
+
+    tokenizer = WordPieceTokenizer(run_on_rank_zero(read))
+    return tokenizer, SequencePair(tokenizer.begin, tokenizer.end, tokenizer.pad, length)
+
+
+def _vocabulary_path(settings: Settings) -> Path | None:
+    """The file of the vocabulary, if one exists."""
+    if settings.task["vocab"]:
+        path = Path(str(settings.task["vocab"]))
+        if not path.is_file():
+            raise RunError(f"there is no vocabulary {path}; name a vocab.txt that exists")
+        return path
+    paths = [Path(folder) / VOCAB for folder in (settings.init_from, settings.data) if folder]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def vocabulary_file(tokenizer: "WordPieceTokenizer") -> dict[str, str]:
+    """The vocabulary as a run stores it, for another run that begins from it."""
+    return {VOCAB: "\n".join(tokenizer.vocabulary) + "\n"}
+
+
+def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, segments, is_token) on the meta device.
+
+    Raises:
+        SettingError: `length` exceeds BERT's positions, or a pair does not fit.
+    """
+    shape = (samples, _length(settings))
+    number = torch.empty(shape, dtype=torch.int32, device="meta")
+    return number, number, torch.empty(shape, dtype=torch.bool, device="meta")
+
+
+def _length(settings: Settings) -> int:
+    """Tokens of a row."""
+    length = int(settings.task["length"])
+    if not _MIN_LENGTH <= length <= _MAX_LENGTH:
+        raise SettingError(f"length={length} must be from {_MIN_LENGTH} to {_MAX_LENGTH} tokens")
+    return length

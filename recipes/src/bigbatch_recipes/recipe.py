@@ -1,0 +1,199 @@
+"""Recipes: a paper's table of settings, and functions that build model, loss and data."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from bigbatch_recipes.datasets.location import DatasetLocation
+from bigbatch_recipes.settings import Settings, Value, require_choice
+
+Batch = Any
+LossOf = Callable[[nn.Module, Batch], Tensor]
+Rows = Mapping[str, tuple[Value, str]]
+Grid = Mapping[str, tuple[Value, ...]]
+Changes = Mapping[str, Value]
+Arm = Mapping[str, Value | tuple[Value, str]]
+Arms = Mapping[str, Arm]
+
+OURS = "ours"  # the source of a value that is in no paper
+SEEDS = 3  # of a study at the small scale
+_CPU: Changes = {"device": "cpu", "precision": "float32", "workers": 0}  # at the small scale
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training data and evaluation.
+
+    Args:
+        train: map-style data set, whose `__getitems__` returns a whole batch.
+        scores: evaluates the model; returns scores by name, each in the unit of its name, the main
+            one first. Draws no random numbers. Collective: all ranks call it and get the same.
+        scores_on: makes `scores` of other samples of the same form, a subset of `train`; None where
+            training samples cannot be scored, as when they are augmented.
+        run_files: texts that the run directory stores by file name, for a run that begins from it.
+    """
+
+    train: Dataset[Any]
+    scores: Callable[[nn.Module], dict[str, float]]
+    scores_on: Callable[[Dataset[Any]], Callable[[nn.Module], dict[str, float]]] | None = None
+    run_files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Grids of settings, and the settings to tune.
+
+    Args:
+        grids: each a product of values by setting; points whose min_batch exceeds their max_batch
+            are dropped.
+        tuned: settings of which each point shows only the best.
+    """
+
+    grids: tuple[Grid, ...]
+    tuned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A table or a figure of a paper, at its scale.
+
+    Args:
+        settings: settings that differ from the recipe's, each with its source.
+        arms: the arms that it compares; () for all of the recipe's.
+    """
+
+    settings: Rows = field(default_factory=dict)
+    arms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One experiment.
+
+    Args:
+        name: name on the command line.
+        summary: description in one line.
+        paper: the paper that has the experiment.
+        paper_scale: every setting of the paper with its source, `OURS` where no paper has it;
+            names that are no field of `Settings` are settings of this recipe alone.
+        small: settings that differ at the small scale, which takes minutes on two cores; device,
+            precision and workers are those of a CPU unless it names them.
+        paper_samples: samples of an epoch of the paper's training, for a dry run.
+        paper_ranks: ranks of that training.
+        minutes: duration of one training at the small scale on two cores.
+        origin: location of the data.
+        arms: changes of the settings for each arm of its study; a value has its source unless that
+            is `OURS`; `init_from` and `lr_control_from` name an earlier arm.
+        paper_arms: the arms at the paper's scale if they differ; those of `arms`, or more.
+        paper_seeds: trainings of each arm in the paper, with the source.
+        results: tables and figures of the paper, by name.
+        sweep, paper_sweep: the sweep of `bigbatch sweep` at each scale.
+        higher_is_better: whether the main score is better when higher.
+        model: builds the network; draws from torch's global generator.
+        loss: builds the mean loss over a micro-batch; it may augment in training mode.
+        data: reads the data of `settings.data`, or data that need no folder.
+        example: makes a batch of so many samples on the meta device.
+        without_vr: names the parameters that a VR optimizer steps as its base does.
+        saved_as: file in the run directory, by the setting that names the original file; a resumed
+            run reads it.
+    """
+
+    name: str
+    summary: str
+    paper: str
+    paper_scale: Rows
+    small: Changes
+    paper_samples: int
+    paper_ranks: int = 1
+    minutes: float
+    origin: DatasetLocation
+    arms: Arms
+    paper_arms: Arms = field(default_factory=dict)
+    paper_seeds: tuple[int, str] = (SEEDS, OURS)
+    results: Mapping[str, Result] = field(default_factory=dict)
+    sweep: Sweep = Sweep(())
+    paper_sweep: Sweep = Sweep(())
+    higher_is_better: bool = True
+    model: Callable[[Settings], nn.Module]
+    loss: Callable[[Settings], LossOf]
+    data: Callable[[Settings], Data]
+    example: Callable[[Settings, int], Batch]
+    without_vr: Callable[[Settings, nn.Module], frozenset[str]] = lambda _, __: frozenset()
+    saved_as: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def small_scale(self) -> Changes:
+        """What differs from the paper's scale at the small one."""
+        paper = {name: self.paper_scale[name][0] for name in _CPU if name in self.paper_scale}
+        return {name: _CPU[name] for name in paper if paper[name] != _CPU[name]} | {**self.small}
+
+    def settings(self, *, paper_scale: bool = False) -> Settings:
+        """The settings of the paper's scale, or of the small one."""
+        values = {name: value for name, (value, _) in self.paper_scale.items()}
+        task = {name: values.pop(name) for name in list(values) if name not in _FIELDS}
+        paper = Settings(recipe=self.name, task=task, **values)  # type: ignore[arg-type]
+        return paper if paper_scale else paper.with_changes(self.small_scale)
+
+    def arm(self, name: str, settings: Settings, *, paper_scale: bool = False) -> Settings:
+        """The settings of one arm of the study, at the scale of `settings`.
+
+        Raises:
+            SettingError: the arm is unknown.
+        """
+        arms = self.arms_at(paper_scale=paper_scale)
+        require_choice("arm", name, arms)
+        return settings.with_changes({**arms[name], "arm": name})
+
+    def for_result(self, result: str) -> "Recipe":
+        """The recipe with the settings and arms of one table or figure, also in its sweep.
+
+        Raises:
+            SettingError: the result is unknown.
+        """
+        require_choice("result", result, self.results)
+        one, arms = self.results[result], self.paper_arms or self.arms
+        if not one.arms:
+            return replace(self, paper_scale={**self.paper_scale, **one.settings})
+        grids = [
+            {**grid, "arm": tuple(arm for arm in grid["arm"] if arm in one.arms)}
+            for grid in self.paper_sweep.grids
+            if {*grid.get("arm", ())} & {*one.arms}
+        ]
+        return replace(
+            self,
+            paper_scale={**self.paper_scale, **one.settings},
+            paper_arms={name: arms[name] for name in one.arms},
+            paper_sweep=replace(self.paper_sweep, grids=tuple(grids)),
+        )
+
+    @property
+    def arm_names(self) -> set[str]:
+        """Names of the arms of both scales."""
+        return {*self.arms, *self.paper_arms}
+
+    def minutes_of(self, settings: Settings) -> float:
+        """Estimate of `minutes` for settings of the small scale with another number of epochs."""
+        return self.minutes * settings.epochs / self.settings().epochs
+
+    def seeds_at(self, *, paper_scale: bool) -> int:
+        """Number of seeds of each arm at a scale."""
+        return self.paper_seeds[0] if paper_scale else SEEDS
+
+    def arms_at(self, *, paper_scale: bool) -> Mapping[str, Changes]:
+        """Changes of the settings for each arm at a scale."""
+        tables = self.arm_tables(paper_scale=paper_scale)
+        return {arm: {name: one for name, (one, _) in rows.items()} for arm, rows in tables.items()}
+
+    def arm_tables(self, *, paper_scale: bool) -> Mapping[str, Rows]:
+        """The changes for each arm, each value with its source."""
+        arms = (paper_scale and self.paper_arms) or self.arms
+        return {
+            arm: {name: one if isinstance(one, tuple) else (one, OURS) for name, one in own.items()}
+            for arm, own in arms.items()
+        }
+
+
+_FIELDS = Settings.__dataclass_fields__

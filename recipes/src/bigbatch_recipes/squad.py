@@ -1,0 +1,125 @@
+"""SQuAD 1.1: BERT learns to point to the answer of a question in a paragraph.
+
+Both papers evaluate their pre-training with it. It begins from a run of `bert-pretrain`, with that
+run's vocabulary; without one from random weights, which is only a test of the code.
+
+Source of the task: P. Rajpurkar et al., SQuAD, 2016.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bigbatch_recipes.datasets.squad_features import SquadFeatures, windows_of
+from bigbatch_recipes.datasets.squad_questions import (
+    ORIGIN,
+    Question,
+    dev_file,
+    read_questions,
+    train_file,
+)
+from bigbatch_recipes.models.bert import (
+    FINE_TUNING_ARMS,
+    SAVED_AS,
+    TINY,
+    bert,
+    example_rows,
+    load_tokenizer,
+    vocabulary_file,
+)
+from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep
+from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.squad_metrics import scores_of
+from bigbatch_recipes.vrgd_paper import BY_MEDIAN, CLIPS, MEDIAN
+
+SIMIGRAD = "SimiGrad's code, SQuAD"
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    *rows, first, last = batch
+    first_logits, last_logits = model(*rows)
+    first_loss = functional.cross_entropy(first_logits, first)
+    return (first_loss + functional.cross_entropy(last_logits, last)) / 2
+
+
+def _data(settings: Settings) -> Data:
+    folder = Path(settings.data)
+    file, note = train_file(folder)
+    train, dev = read_questions(file), read_questions(dev_file(folder))
+    limit = int(settings.task["judged"])
+    if 0 < limit < len(dev):
+        dev = dev[:: len(dev) // limit][:limit]
+    tokenizer, frame = load_tokenizer(settings, lambda: (f"{q.text}\n{q.context}" for q in train))
+
+    def windows(questions: list[Question]) -> SquadFeatures:
+        texts = tokenizer.encode(question.text for question in questions)
+        contexts = tokenizer.encode_with_offsets(question.context for question in questions)
+        return windows_of(questions, texts, contexts, frame, int(settings.task["stride"]))
+
+    dev_windows, suffix = windows(dev), f"({len(dev):,} dev questions{note})"
+    return Data(
+        windows(train).rows,
+        lambda model: scores_of(model, dev_windows, dev, settings, suffix),
+        run_files=vocabulary_file(tokenizer),
+    )
+
+
+def _example(settings: Settings, samples: int) -> tuple[Tensor, ...]:
+    settings.count("stride")  # must be at least 1
+    end = torch.empty(samples, dtype=torch.long, device="meta")
+    return (*example_rows(settings, samples), end, end)
+
+
+SQUAD = Recipe(
+    name="squad",
+    summary="SQuAD 1.1 answered by a BERT of bert-pretrain: Adam against VR-Adam",
+    paper="SimiGrad and VRGD",
+    paper_scale={
+        "epochs": (2, SIMIGRAD),
+        "policy": ("fixed", SIMIGRAD),
+        "min_batch": (24, SIMIGRAD),
+        "max_batch": (24, SIMIGRAD),
+        "batch_size": (24, SIMIGRAD),
+        "base_batch": (24, SIMIGRAD),
+        "micro_batch": (3, OURS),  # eight groups, which variance reduction needs
+        "optimizer": ("adam", SIMIGRAD),
+        "lr": (3e-5, SIMIGRAD),
+        "lr_schedule": ("warm-up 0.2 epochs; polynomial 1", OURS),
+        "clip": (1.0, SIMIGRAD),
+        **CLIPS,
+        **BY_MEDIAN,
+        "device": ("cuda", OURS),
+        "precision": ("float16", SIMIGRAD),
+        "size": ("large", SIMIGRAD),
+        "vocabulary": (30_522, OURS),
+        "vocab": ("", OURS),
+        "dropout": (0.1, OURS),
+        "length": (384, SIMIGRAD),
+        "stride": (128, SIMIGRAD),
+        "judged": (0, OURS),
+    },
+    small={
+        "epochs": 2,
+        "samples": 2_400,
+        "lr": 1e-3,
+        **TINY,
+        "dropout": 0.0,
+        "length": 256,
+        "stride": 128,
+        "judged": 300,
+    },
+    paper_seeds=MEDIAN,
+    paper_samples=87_599,  # questions; of the longest there are several windows, about 1 % more
+    minutes=1.8,
+    origin=ORIGIN,
+    arms=FINE_TUNING_ARMS,
+    sweep=Sweep(({"arm": tuple(FINE_TUNING_ARMS), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
+    paper_sweep=Sweep(({"arm": tuple(FINE_TUNING_ARMS), "lr": (2e-5, 3e-5, 5e-5)},), ("lr",)),
+    model=lambda settings: bert(settings, "SpanFinder"),
+    loss=lambda _: _loss,
+    data=_data,
+    example=_example,
+    saved_as=SAVED_AS,
+)

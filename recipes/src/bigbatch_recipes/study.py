@@ -1,0 +1,194 @@
+"""A study: the arms of a recipe over several seeds, one training after another.
+
+All ranks call the same functions; rank 0 reads, writes and shows.
+"""
+
+import gc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import RunError, SettingError
+from bigbatch_recipes import get_recipe
+from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
+from bigbatch_recipes.recipe import Recipe
+from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.train_run import Training, train_run
+from bigbatch_recipes.validate import require_trainable
+from bigbatch.log.atomic_files import create_directory_atomically, write_atomically
+from bigbatch_recipes.console import LiveView
+from bigbatch.log.html_report import write_report, write_sweep_files
+from bigbatch.log.metrics import history_of, seeds_of, table_of
+from bigbatch.log.paired_differences import differences_of
+from bigbatch.log.run_config import config_yaml, read_trainings, trainings_as_dict
+from bigbatch.log.run_directory import RunDirectory, find_runs
+from bigbatch_recipes.sweep_results import read_sweep_results
+
+
+def start_study(
+    recipe: Recipe,
+    path: Path,
+    settings: Settings,
+    seeds: int,
+    launch: str | None = None,
+    *,
+    paper_scale: bool = False,
+) -> None:
+    """Writes the trainings of a study to `path`, and the launch of torchrun that began it.
+
+    Args:
+        recipe: the recipe whose arms to train.
+        path: the directory to create.
+        settings: the settings that the arms change; of the paper's scale if `paper_scale`.
+        seeds: number of seeds, from 0.
+        launch: id of torchrun's launch.
+        paper_scale: whether the arms are those of the paper's scale.
+    Raises:
+        RunError: something is at `path` already.
+        SettingError: an arm cannot be trained with these settings.
+    """
+    arms = recipe.arms_at(paper_scale=paper_scale)
+
+    def settings_of(arm: str, seed: int) -> Settings:
+        arm_settings = recipe.arm(arm, settings, paper_scale=paper_scale)
+        before = {
+            name: f"{run}-seed{seed}"
+            for name, run in arm_settings.required_runs.items()
+            if run in arms
+        }
+        return arm_settings.with_changes({"seed": seed, **before})
+
+    require_trainable(recipe, *(settings_of(arm, 0) for arm in arms))
+    trainings = {
+        f"{arm}-seed{seed}": settings_of(arm, seed) for seed in range(seeds) for arm in arms
+    }
+    write_study(path, trainings, launch)
+
+
+def write_study(
+    path: Path,
+    trainings: dict[str, Settings],
+    launch: str | None = None,
+    sweep: dict[str, Any] | None = None,
+) -> None:
+    """Writes the trainings of a study by the names of their directories.
+
+    Args:
+        path: the directory to create.
+        trainings: settings by name.
+        launch: id of torchrun's launch.
+        sweep: the sweep's description, which `read_sweep` of runs/run_config.py reads.
+    Raises:
+        RunError: something is at `path` already, or a run that a training needs is missing.
+    """
+    for settings in trainings.values():
+        for run in settings.required_runs.values():
+            if run not in trainings:
+                RunDirectory.open(path / run)
+    content: dict[str, Any] = trainings_as_dict({n: s.as_dict() for n, s in trainings.items()})
+    if sweep:
+        content["sweep"] = sweep
+    with create_directory_atomically(path) as folder:
+        write_atomically(folder / "study.yaml", config_yaml("study", content, launch))
+
+
+def train_study(path: Path, view: LiveView) -> None:
+    """Trains the unfinished runs, then shows the table and writes the report.
+
+    Raises:
+        RunError: `path` holds no study, or another process trains in it.
+    """
+    trainings = run_on_rank_zero(lambda: read_trainings(path))
+    for number, (name, settings) in enumerate(trainings.items(), start=1):
+        run = run_on_rank_zero(partial(open_or_create_run, path / name, settings))
+        train_run(_training(run), run, view, f"{number}/{len(trainings)} {name}")
+        gc.collect()  # frees the model, which is in reference cycles
+    if is_rank_zero():
+        report_study(path, view)
+
+
+def report_study(path: Path, view: LiveView) -> None:
+    """Writes and shows the results of the study at `path`; of a sweep a figure and tables too.
+
+    Raises:
+        RunError: nothing is logged yet, or a file is damaged or cannot be written.
+    """
+    sweep, report = read_sweep_results(path), path / "report.html"
+    if sweep is None:
+        write_report(find_runs(path), report, path.name)
+        _show_runs(path, view)
+    elif not sweep.begun:
+        view.print(f"{path.name}: no run has logged a step, so there is nothing to report")
+    else:
+        write_sweep_files(sweep, path)
+        write_report(sweep.drawn, report, path.name, [sweep])
+        view.table(sweep.table(), f"{path.name}: {sweep.title}")
+        for place in sweep.at_edges:
+            view.print(f"{place}: the best value is at the edge of the grid; widen it")
+        view.differences(sweep.differences())
+        view.print(f"figure: {path / 'sweep.png'}\nreport: {report}")
+
+
+def _show_runs(path: Path, view: LiveView) -> None:
+    """Shows the table of the run or the runs at `path`, and the path of the report."""
+    histories = [history_of(run) for run in find_runs(path)]
+    view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
+    view.differences(differences_of(histories))
+    view.print(f"report: {path / 'report.html'}")
+
+
+def open_or_create_run(path: Path, settings: dict[str, Any]) -> RunDirectory:
+    """The run directory at `path`, which is created if it does not exist."""
+    return RunDirectory.open(path) if path.exists() else RunDirectory.create(path, settings)
+
+
+def resume(path: Path, view: LiveView) -> None:
+    """Resumes the run or the study at `path`.
+
+    Raises:
+        RunError: neither is there.
+    """
+    if run_on_rank_zero((path / "study.yaml").exists):
+        train_study(path, view)
+        return
+    run = run_on_rank_zero(lambda: RunDirectory.open(path))
+    train_one(_training(run), run, view)
+
+
+def _training(run: RunDirectory) -> Training:
+    return build_training(run.path, settings_from(run.path / "config.yaml", run.settings))
+
+
+def settings_from(source: Path | str, values: dict[str, Any]) -> Settings:
+    """The settings in a file, which must have all settings of their recipe.
+
+    Raises:
+        RunError: a setting is missing, unknown or invalid.
+    """
+    try:
+        settings = Settings.from_dict(values)
+        recipe_settings = get_recipe(settings.recipe).settings()
+        if missing := recipe_settings.task.keys() - settings.task.keys():
+            raise SettingError(f"settings {sorted(missing)} of task are missing")
+        recipe_settings.with_changes(settings.task)  # checks names and types
+        return settings
+    except SettingError as error:
+        raise RunError(f"{source}: {error}") from None
+
+
+def build_training(path: Path, settings: Settings) -> Training:
+    """The training of the run at `path`; required runs are relative to its folder."""
+    recipe, folder = get_recipe(settings.recipe), path.resolve().parent
+    required_runs = {name: str(folder / run) for name, run in settings.required_runs.items()}
+    files = {name: path / file for name, file in recipe.saved_as.items()}
+    saved_files = {name: str(file) for name, file in files.items() if file.is_file()}
+    if run_on_rank_zero((path / "checkpoint.pt").exists):
+        required_runs = dict.fromkeys(required_runs, "")  # no longer needed, and may be deleted
+    return Training(recipe, settings.with_changes({**required_runs, **saved_files}))
+
+
+def train_one(training: Training, run: RunDirectory, view: LiveView) -> None:
+    """Trains one run and shows its table."""
+    train_run(training, run, view, run.name)
+    if is_rank_zero():
+        _show_runs(run.path, view)

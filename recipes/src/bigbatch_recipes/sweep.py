@@ -1,0 +1,238 @@
+"""A sweep: the trainings of grids of settings."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from bigbatch.errors import SettingError
+from bigbatch_recipes.recipe import Grid, Recipe, Sweep
+from bigbatch_recipes.settings import Settings, Value
+from bigbatch_recipes.study import write_study
+from bigbatch_recipes.validate import require_trainable, unused_in
+
+_NOT_SWEEPABLE = {"recipe": "it is the command's first argument", "seed": "give --seeds instead"}
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.+_]+")
+_FIRST_TUNING_SEED = 1000  # seeds that tune are not those that are shown
+_MAX_LENGTH = 40  # of a value in a file name, which may have 255 bytes
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of a sweep's values.
+
+    Args:
+        name: the values as a file name.
+        values: values of the settings that vary.
+        settings: settings of its training with seed 0.
+    """
+
+    name: str
+    values: Mapping[str, Value]
+    settings: Settings
+
+
+def sweep_of(
+    recipe: Recipe,
+    settings: Settings,
+    texts: Sequence[str],
+    tuned: Sequence[str],
+    *,
+    paper_scale: bool = False,
+) -> Sweep:
+    """The product of the values in the texts; the recipe's own sweep without texts.
+
+    Args:
+        recipe: the recipe to train.
+        settings: settings with the types of the values.
+        texts: KEY=V1,V2,... each; a text with a | is split there, and its values may have commas.
+        tuned: settings of which each point shows only the best; () for those of the recipe.
+        paper_scale: whether to take the recipe's sweep at the paper's scale.
+    Raises:
+        SettingError: a key is unknown or repeated, a value has another type, or there is no sweep.
+    """
+    recipe_sweep = recipe.paper_sweep if paper_scale else recipe.sweep
+    if not texts:
+        if not recipe_sweep.grids:
+            raise SettingError(f"recipe {recipe.name!r} has no sweep of its own; give --grid")
+        return Sweep(recipe_sweep.grids, tuple(tuned) or recipe_sweep.tuned)
+    grid: dict[str, tuple[Value, ...]] = {}
+    for text in texts:
+        key, _, values = (part.strip() for part in text.partition("="))
+        if key in grid:
+            raise SettingError(f"--grid gives {key!r} twice; list all its values in one")
+        separator = "|" if "|" in values else ","
+        changes = (settings.parse_change(f"{key}={value}") for value in values.split(separator))
+        grid[key] = tuple(change[key] for change in changes)
+    return Sweep((grid,), tuple(tuned))
+
+
+def points_of(
+    recipe: Recipe, sweep: Sweep, settings: Settings, *, paper_scale: bool = False
+) -> list[Point]:
+    """Every combination of each grid, once; without those whose min_batch exceeds their max_batch.
+
+    An `arm` changes the settings as at this scale; other values override its changes. A setting
+    does not vary where another makes it ineffective: a fixed batch has no target.
+
+    Raises:
+        SettingError: a setting cannot vary, is invalid or has no effect, or no point remains.
+    """
+    combinations: list[tuple[dict[str, Value], Settings]] = []
+    for grid in sweep.grids:
+        _require_sweepable(grid)
+        for combination in product(*grid.values()):
+            values = dict(zip(grid, combination, strict=True))
+            unused = unused_in(_apply(recipe, settings, values, paper_scale=paper_scale))
+            values = {key: value for key, value in values.items() if key not in unused}
+            point = _apply(recipe, settings, values, paper_scale=paper_scale)
+            is_new = all(point != other for _, other in combinations)
+            if point.min_batch <= point.max_batch and is_new:
+                combinations.append((values, point))
+    if not combinations:
+        raise SettingError("the sweep has no point; give values, with min_batch <= max_batch")
+    used = {key for values, _ in combinations for key in values}
+    if unused := {key for grid in sweep.grids for key in grid} - used:
+        raise SettingError(
+            f"{', '.join(sorted(unused))} has no effect at any point of the grid; leave it out"
+        )
+    require_trainable(recipe, *(point for _, point in combinations))
+    return _name_points(combinations, sweep)
+
+
+def trainings_of(
+    recipe: Recipe, points: Sequence[Point], seeds: int, tune_seeds: int = 0
+) -> dict[str, Settings]:
+    """The trainings of the points over so many seeds, by the names of their directories.
+
+    An arm that needs another arm's run needs that arm's point of the same values and seed; in the
+    path of a run that it needs from elsewhere, `{seed}` is replaced with its own seed. Of
+    trainings whose settings hold samples out to tune on, those with seeds that are shown hold none
+    out.
+
+    Raises:
+        SettingError: the other arm is not in the sweep.
+    """
+    own: dict[int, dict[str, Value]] = {seed: {} for seed in tuning_seeds(tune_seeds)}
+    own |= {seed: {"held_out": 0} if tune_seeds else {} for seed in range(seeds)}
+    return {
+        f"{point.name}-seed{seed}": point.settings.with_changes(
+            {
+                "arm": point.name,
+                "seed": seed,
+                **_required_runs(recipe, point, points, seed),
+                **changes,
+            }
+        )
+        for seed, changes in own.items()
+        for point in points
+    }
+
+
+def tuning_seeds(count: int) -> list[int]:
+    """The seeds of trainings that only tune."""
+    return list(range(_FIRST_TUNING_SEED, _FIRST_TUNING_SEED + count))
+
+
+def start_sweep(
+    recipe: Recipe,
+    path: Path,
+    points: Sequence[Point],
+    tuned: Iterable[str],
+    seeds: int,
+    tune_seeds: int = 0,
+) -> None:
+    """Writes the trainings of a sweep to `path`, and how to show its results.
+
+    Args:
+        recipe: the recipe to train.
+        path: the directory to create.
+        points: the points of the grids.
+        tuned: settings of which each point shows only the best value.
+        seeds: trainings of each point that is shown.
+        tune_seeds: trainings of each point that choose the best values by held-out samples; 0 to
+            choose by the scores that are shown.
+    Raises:
+        SettingError: an arm needs one that is not in the sweep, there is nothing to tune, or no
+            sample is held out.
+        RunError: something is at `path` already.
+    """
+    tuned = list(tuned)
+    if tune_seeds and not tuned:
+        raise SettingError("tune-seeds has no effect without --tune; name settings to tune")
+    if tune_seeds and not all(point.settings.held_out for point in points):
+        raise SettingError(
+            "tune-seeds needs held_out: how many training samples to choose by; give --held-out"
+        )
+    if seeds > _FIRST_TUNING_SEED:
+        raise SettingError(f"seeds={seeds} must be at most {_FIRST_TUNING_SEED}")
+    description = {
+        "tuned": tuned,
+        "tuning_seeds": tuning_seeds(tune_seeds),
+        "higher_is_better": recipe.higher_is_better,
+        "points": {point.name: dict(point.values) for point in points},
+    }
+    write_study(path, trainings_of(recipe, points, seeds, tune_seeds), sweep=description)
+
+
+def _require_sweepable(grid: Grid) -> None:
+    for key, values in grid.items():
+        if key in _NOT_SWEEPABLE:
+            raise SettingError(f"{key!r} cannot vary within a sweep: {_NOT_SWEEPABLE[key]}")
+        if not values:
+            raise SettingError(f"the sweep gives {key!r} no value; list some")
+
+
+def _apply(
+    recipe: Recipe, settings: Settings, values: Mapping[str, Value], *, paper_scale: bool
+) -> Settings:
+    if "arm" in values:
+        settings = recipe.arm(str(values["arm"]), settings, paper_scale=paper_scale)
+    return settings.with_changes({key: value for key, value in values.items() if key != "arm"})
+
+
+def _name_points(
+    combinations: Sequence[tuple[dict[str, Value], Settings]], sweep: Sweep
+) -> list[Point]:
+    """The points, named by the values that differ between them."""
+    keys = dict.fromkeys(key for grid in sweep.grids for key in grid)
+    if unknown := [key for key in sweep.tuned if key not in keys]:
+        raise SettingError(f"tuned {', '.join(unknown)} must be in the grid: {', '.join(keys)}")
+    varied = [key for key in keys if len({repr(one.get(key)) for one, _ in combinations}) > 1]
+    points: list[Point] = []
+    for combination, settings in combinations:
+        values = {key: combination[key] for key in varied if key in combination}
+        name = ",".join(f"{key}={_file_name(value)}" for key, value in values.items()) or "all"
+        equal = sum(point.name.partition("~")[0] == name for point in points)
+        points.append(Point(f"{name}~{equal + 1}" if equal else name, values, settings))
+    return points
+
+
+def _file_name(value: Value) -> str:
+    text = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+    return _NOT_IN_NAMES.sub("-", text).strip("-")[:_MAX_LENGTH]
+
+
+def _required_runs(
+    recipe: Recipe, point: Point, points: Sequence[Point], seed: int
+) -> dict[str, str]:
+    """The directories of the runs that a point needs, by the settings that name them."""
+    return {
+        name: f"{_point_of_arm(run, point, points).name}-seed{seed}"
+        if run in recipe.arm_names
+        else run.replace("{seed}", str(seed))
+        for name, run in point.settings.required_runs.items()
+    }
+
+
+def _point_of_arm(arm: str, point: Point, points: Sequence[Point]) -> Point:
+    """The point of another arm with otherwise the same values."""
+    values = {**point.values, "arm": arm}
+    for other in points:
+        if other.values.get("arm") == arm and other.values.items() <= values.items():
+            return other
+    raise SettingError(
+        f"arm {point.settings.arm!r} needs arm {arm!r} of the same values, which the sweep lacks; "
+        f"put {arm} among its arms"
+    )

@@ -1,0 +1,215 @@
+"""One training, from settings to a finished run directory; it resumes after a kill."""
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from bigbatch.errors import RankError, RunError
+from bigbatch_recipes.build_optimizer import base_of, build_controller, build_optimizer
+from bigbatch_recipes.distributed_eval import device_of, finite_scores, to_device
+from bigbatch_recipes.engines.ddp_engine import DDP
+from bigbatch_recipes.engines.deepspeed_engine import DeepSpeed
+from bigbatch_recipes.engines.engine import Engine
+from bigbatch_recipes.hold_out import hold_out
+from bigbatch_recipes.init_from_run import init_from
+from bigbatch_recipes.lr_control import mean_factor
+from bigbatch_recipes.lr_schedule import LRSchedule
+from bigbatch_recipes.process_group import (
+    broadcast_tensors,
+    is_rank_zero,
+    rank,
+    run_on_rank_zero,
+)
+from bigbatch_recipes.recipe import Batch, Data, Recipe
+from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.validate import CAST, require_trainable
+from bigbatch.gradients import is_of_network
+from bigbatch.policies.amounts import Amount
+from bigbatch.policies.parse import target_of
+from bigbatch_recipes.console import LiveView
+from bigbatch.log.html_report import write_report
+from bigbatch.log.metrics import Scores, history_of, row_of
+from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log.tensorboard import TensorBoardLog
+from bigbatch.training.oom_hints import is_out_of_memory
+from bigbatch.training.step_record import StepRecord
+
+LogStep = Callable[[StepRecord, Scores | None], None]
+
+_SEED_STEP = 1_000_003  # between the seeds of two ranks
+
+
+def train_run(training: "Training", run: RunDirectory, view: LiveView, label: str) -> None:
+    """Trains the run to its end, from its latest checkpoint where there is one. Collective.
+
+    Raises:
+        RunError: another process trains in it, its checkpoint is damaged, or a file could not be
+            written.
+    """
+    with ExitStack() as stack:
+        run_on_rank_zero(lambda: stack.enter_context(run.lock()))
+        checkpoint = run_on_rank_zero(run.load_checkpoint)
+        if checkpoint is not None:
+            training.load_state_dict(checkpoint, run.path)
+            del checkpoint  # its memory is free during the training
+        unfinished = training.train.epoch < training.settings.epochs
+        if unfinished:
+            run_on_rank_zero(lambda: run.save_texts(training.data.run_files))
+            training.train_epochs(run, view, label)
+        run_on_rank_zero(lambda: _finish(run, trained=unfinished))
+
+
+def _finish(run: RunDirectory, *, trained: bool) -> None:
+    """Warns if the training diverged, and writes the report unless it is up to date."""
+    report = run.path / "report.html"
+    if trained and (reason := history_of(run).divergence):
+        warnings.warn(f"{run.name} diverged: {reason}; lower lr", stacklevel=2)
+    if trained or not report.exists():
+        write_report([run], report, run.name)
+    run.require_all_written()
+
+
+class Training:
+    """Model, optimizer and loop of one run: everything that a checkpoint restores.
+
+    Args:
+        recipe: the experiment to train.
+        settings: its settings.
+    Raises:
+        SettingError: the settings cannot work.
+    """
+
+    def __init__(self, recipe: Recipe, settings: Settings) -> None:
+        require_trainable(recipe, settings)  # before data are read, which may take long
+        self.settings = settings
+        torch.set_num_threads(settings.threads)
+        _seed(settings.seed)
+        self.device = device_of(settings)
+        self.model = recipe.model(settings).to(self.device)
+        if settings.init_from:
+            init_from(Path(settings.init_from), self.model)
+        parameters, without_vr = dict(self.model.named_parameters()), recipe.without_vr
+        lr_factor = 1.0
+        if settings.lr_control_from:
+            sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+            lr_factor = mean_factor(Path(settings.lr_control_from), sizes)
+        self.optimizer = build_optimizer(
+            settings, parameters.items(), without_vr(settings, self.model), lr_factor
+        )
+        self.data: Data = hold_out(recipe.data(settings), settings)
+        self.loss_of = recipe.loss(settings)
+        if not is_rank_zero():
+            # for other dropout and augmentation on each rank
+            _seed((settings.seed + rank() * _SEED_STEP) % 2**32)
+        engine = DeepSpeed if settings.engine == "deepspeed" else DDP
+        controller = build_controller(settings, self.loss)
+        self.engine: Engine = engine(self.model, self.optimizer, self.data, settings, controller)
+        self.train, self.wrapped_model = self.engine.train, self.engine.wrapped_model
+        self.train.scheduler = self._scheduler()
+
+    def _scheduler(self) -> LambdaLR | None:
+        """A scheduler with one step per base batch, which reads the schedule at its middle."""
+        if self.settings.lr_schedule == "constant":
+            return None
+        schedule, samples = LRSchedule(self.settings.lr_schedule), self.train.batches.samples or 0
+        factor = schedule.lr_lambda(self.settings.epochs, samples)
+        if is_rank_zero() and (note := schedule.truncation_warning(self.settings.epochs, samples)):
+            warnings.warn(note, stacklevel=2)
+        base = self.settings.base_batch
+        return LambdaLR(base_of(self.optimizer), lambda tick: factor((tick + 0.5) * base))
+
+    def train_epochs(self, run: RunDirectory, view: LiveView, label: str) -> None:
+        """Trains, logs, shows and saves until the last epoch ends; rank 0 alone writes."""
+        settings, train = self.settings, self.train
+        epoch_samples = train.batches.samples or 0
+        evaluation = Amount.parse(settings.evaluate_every)
+        checkpoint = Amount.parse(settings.checkpoint_every)
+        with ExitStack() as stack:
+            log = stack.enter_context(self._log(run, view, label)) if is_rank_zero() else None
+            for _ in train.epochs(settings.epochs):
+                for record in self.engine.steps(self.loss):
+                    position = record.step, train.samples, record.batch_size, epoch_samples
+                    is_last = train.samples == settings.epochs * epoch_samples
+                    evaluates = is_last or evaluation.ends_in_step(*position)
+                    scores = self.scores() if evaluates else None
+                    if log is not None:
+                        log(record, scores)
+                    if checkpoint.ends_in_step(*position):
+                        self.engine.save(run)
+        self.engine.save(run)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean over a micro-batch's samples."""
+        with self._autocast():
+            return self.loss_of(self.wrapped_model, to_device(batch, self.device))
+
+    def scores(self) -> dict[str, float]:
+        """The scores of the model now. Collective."""
+        broadcast_tensors(self.model.buffers())
+        self.model.eval()
+        with torch.no_grad(), self._autocast():
+            scores = finite_scores(self.model, self.data.scores, self.device)
+        self.model.train()
+        return scores
+
+    def _autocast(self) -> torch.autocast:
+        return autocast(self.device.type, self.settings.precision)
+
+    @contextmanager
+    def _log(self, run: RunDirectory, view: LiveView, label: str) -> Iterator[LogStep]:
+        """A function that logs and shows each step with the scores after it."""
+        train, total = self.train, self.settings.epochs * (self.train.batches.samples or 0)
+        target = target_of(self.settings.policy, self.settings.target)
+        with (
+            TensorBoardLog(run, train.steps + train.skipped + 1) as events,
+            view.training(label, total, train.samples, target) as progress,
+        ):
+
+            def log(record: StepRecord, scores: Scores | None) -> None:
+                row = row_of(record, scores)
+                run.append(row)
+                events.append(row)
+                progress.step(record, scores)
+
+            yield log
+
+    def state_dict(self) -> dict[str, Any]:
+        """The engine's state for checkpoint.pt; of all ranks on rank 0. Collective."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
+        """Restores the state of the checkpoint in `path`.
+
+        Raises:
+            RunError: the checkpoint does not fit the recipe.
+        """
+        try:
+            self.engine.load_state_dict(state, path)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, RunError | RankError):
+                raise
+            if is_of_network(error) or is_out_of_memory(error):
+                raise  # the checkpoint may be intact
+            raise RunError(
+                f"the checkpoint in {path} does not fit its recipe ({type(error).__name__}: "
+                f"{error}); resume it with the release that wrote it, or delete it to start again"
+            ) from error
+
+
+def autocast(device: str, precision: str) -> torch.autocast:
+    """The autocast context of a precision."""
+    return torch.autocast(device, CAST.get(precision), enabled=precision in CAST)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed)  # noqa: NPY002  # users' data sets may draw from it
+    torch.manual_seed(seed)

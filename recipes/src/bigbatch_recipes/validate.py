@@ -1,0 +1,121 @@
+"""Checks of a recipe's settings, before data are read; and settings without effect."""
+
+import torch
+from torch import nn
+
+from bigbatch.errors import BigbatchError, SettingError
+from bigbatch_recipes.build_optimizer import build_controller, build_optimizer
+from bigbatch_recipes.recipe import Recipe
+from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_settings
+from bigbatch.policies.parse import POLICIES
+
+CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # precisions of autocast
+_BRANCH_SETTINGS = ("branch_test", "branch_share")
+_VR_SETTINGS = {"gamma", "r_max", "factor", "beta3"}
+
+
+def build_on_meta_device(recipe: Recipe, settings: Settings) -> nn.Module:
+    """The model on the meta device."""
+    with torch.device("meta"):
+        return recipe.model(settings)
+
+
+def require_trainable(recipe: Recipe, *settings_list: Settings) -> None:
+    """Raises SettingError if the recipe cannot train with one of these settings on any data.
+
+    Trainings, studies, sweeps and dry runs call it. It builds policy, optimizer, an example and the
+    model, which check their own settings.
+    """
+    for settings in settings_list:
+        build_controller(settings)
+        if settings.engine == "deepspeed" and settings.confidence and not settings.smoothing:
+            raise SettingError(
+                "confidence with engine=deepspeed is that of a window; set smoothing"
+            )
+        build_optimizer(settings, [("weight", nn.Parameter(torch.zeros(1)))])
+        _require_branches(settings)
+    different = {repr((s.task, s.precision, s.engine)): s for s in settings_list}
+    for settings in different.values():
+        dtypes = {p.dtype for p in _build(recipe, settings).parameters()}
+        if settings.precision in CAST and torch.float64 in dtypes:
+            raise SettingError(
+                f"precision={settings.precision} has no effect on a model in float64, which "
+                "autocast leaves as it is; set the model to float32"
+            )
+        if settings.engine == "deepspeed":
+            _require_for_deepspeed(dtypes, settings.precision)
+
+
+def _require_branches(settings: Settings) -> None:
+    """Raises SettingError for branch tests of a training in which branches cannot train.
+
+    Source:
+        training/branch_test.py, `require_supported`.
+    """
+    problem = ""
+    if settings.optimizer.startswith("vr-"):
+        problem = f"optimizer={settings.optimizer}, which needs the gradient of each micro-batch"
+    elif settings.precision == "float16":
+        problem = "precision=float16, whose GradScaler may skip steps of a branch"
+    if problem and settings.branch_test is not None:
+        raise SettingError(
+            f"branch_test={settings.branch_test} with {problem}; leave branch_test out"
+        )
+
+
+def _build(recipe: Recipe, settings: Settings) -> nn.Module:
+    """An example and the model on the meta device; errors of torch become SettingError."""
+    try:
+        recipe.example(settings, 1)
+        return build_on_meta_device(recipe, settings)
+    except BigbatchError:
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        values = ", ".join(f"{name}={value}" for name, value in settings.task.items())
+        raise SettingError(
+            f"recipe {recipe.name!r} cannot be built with {values}: {error}"
+        ) from error
+
+
+def _require_for_deepspeed(dtypes: set[torch.dtype], precision: str) -> None:
+    """Raises SettingError where DeepSpeed, or its integration, would give wrong numbers.
+
+    Source:
+        integrations/deepspeed/config_checks.py, of float16.
+    """
+    if others := dtypes - {torch.float32}:
+        raise SettingError(
+            f"engine=deepspeed converts parameters to float32, and the model has {others.pop()}; "
+            "leave engine out, or set the model to float32"
+        )
+    if precision == "float16":
+        raise SettingError(
+            "engine=deepspeed with precision=float16: DeepSpeed's loss scale was not tried with "
+            "batches that change, and at stage 0 gradients are divided by one that they never "
+            "had; set precision=bfloat16"
+        )
+
+
+def unused_in(settings: Settings) -> set[str]:
+    """Settings without effect on the training, because of its policy, optimizer and factor."""
+    unused = unused_by_policy(settings.policy) | unused_by_optimizer(settings.optimizer)
+    return unused | (set() if settings.factor == "gsnr" else {"r_max"})  # others are never above 1
+
+
+def unused_by_policy(policy: str) -> set[str]:
+    """Settings that the policy of this name lacks, or that cannot change its decisions."""
+    unused = {name for each in POLICIES for name in policy_settings(each).values()}
+    unused -= {"batch_size", *policy_settings(policy).values()}
+    if policy == "schedule":  # decides without measurements
+        unused |= {"smoothing", "dead_band", "confidence", "batch_size", *_BRANCH_SETTINGS}
+    else:
+        unused.add("replay_from")
+    return unused | ({*CONTROLLER_SETTINGS, *_BRANCH_SETTINGS} if policy == "fixed" else set())
+
+
+def unused_by_optimizer(optimizer: str) -> set[str]:
+    """Settings that the optimizer of this name lacks, or cannot train with."""
+    base = optimizer.removeprefix("vr-")
+    unused = {*_BRANCH_SETTINGS} if optimizer.startswith("vr-") else {*_VR_SETTINGS}
+    unused |= set() if base in ("momentum", "lars") else {"momentum"}
+    return unused | ({"decay_all"} if base in ("lars", "lamb") else set())

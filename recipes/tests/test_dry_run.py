@@ -1,0 +1,403 @@
+"""What a training would take, said beforehand; held to real trainings where they fit here."""
+
+import dataclasses
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from studies import scaling
+from bigbatch_recipes.cli.dry_run_tables import format_bytes
+from bigbatch.errors import SettingError
+from bigbatch_recipes import RECIPES
+from bigbatch_recipes.build_optimizer import OPTIMIZERS
+from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.dry_run import bytes_sent_per_step, dry_run, sources
+from bigbatch_recipes.recipe import Sweep
+from bigbatch_recipes.study import start_study
+from bigbatch_recipes.sweep import points_of
+from bigbatch_recipes.train_run import Training
+
+ARMS = [
+    pytest.param(
+        recipe,
+        arm,
+        id=f"{recipe.name}-{arm or 'none'}",
+        marks=() if place < 2 else pytest.mark.release,
+    )
+    for recipe in RECIPES.values()
+    for place, arm in enumerate(("", *recipe.arms))
+]
+
+
+def settings(**changes):
+    return DIGITS.settings().with_changes(changes)
+
+
+@pytest.mark.late
+@pytest.mark.parametrize("paper_scale", [False, True], ids=["small", "full"])
+@pytest.mark.parametrize(("recipe", "arm"), ARMS)
+def test_every_arm_of_every_recipe_can_be_planned_at_both_scales(recipe, arm, paper_scale):
+    asked = recipe.settings(paper_scale=paper_scale)
+    run = dry_run(
+        recipe,
+        recipe.arm(arm, asked, paper_scale=paper_scale) if arm else asked,
+        recipe.paper_ranks,
+    )
+    assert run.memory.parameters > 0
+    assert run.memory.weights >= run.memory.gradients > 0
+    for planned in run.plans.values():
+        plan = planned.plan
+        assert plan.batch_size == run.ranks * planned.accumulation * plan.micro
+        assert planned.steps >= run.settings.epochs * run.samples / plan.batch_size
+
+
+# passes over the data, and samples of all of them: as many steps as the paper's
+IN_ALL = {"squad": 2 * 87_599, "glue": 3 * 67_349, "cifar10-resnet18": 200 * 50_000}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", IN_ALL)
+def test_the_paper_sees_its_samples_once_an_epoch(name):
+    asked = RECIPES[name].settings(paper_scale=True)
+    assert IN_ALL[name] == asked.epochs * dry_run(RECIPES[name], asked).samples
+
+
+@pytest.mark.late
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_small_training_is_small_for_data_of_any_size(recipe):
+    asked = recipe.settings()
+    assert asked.epochs * dry_run(recipe, asked).samples <= 100_000
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_memory_is_that_of_a_real_step(optimizer):
+    asked = settings(optimizer=optimizer, double=False)
+    memory = dry_run(DIGITS, asked).memory
+    training = Training(DIGITS, asked)
+    step = next(iter(training.train))
+    for batch in step:
+        step.backward(training.loss_of(training.wrapped_model, batch))
+    assert size(p.grad for p in training.model.parameters()) == memory.gradients
+    step.update()
+    states = training.optimizer.state_dict()["state"].values()
+    kept = [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
+    assert size(training.model.parameters()) == memory.weights
+    assert size(kept) == memory.state
+    weights = sum(p.numel() for p in training.model.parameters())
+    assert (4 * weights if optimizer.startswith("vr-") else 0) == memory.second_moment
+    assert weights == memory.parameters == 71_754
+
+
+def alive(model):
+    """Bytes of every tensor in this process that is shaped like a weight, each memory once."""
+    gc.collect()
+    shapes = {p.shape for p in model.parameters()}
+    found = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for one in gc.get_objects()
+        if type(one) in (torch.Tensor, nn.Parameter)
+        and one.is_floating_point()
+        and one.shape in shapes
+    }
+    return sum(found.values())
+
+
+def train_a_step(training, clip):
+    step = next(iter(training.train))
+    for batch in step:
+        step.backward(training.loss(batch))
+    del batch
+    if clip:
+        step.clip_grad_norm_(clip)
+    step.update()
+
+
+@pytest.mark.late
+@pytest.mark.parametrize("changes", [{}, {"clip": 1.0}, {"precision": "float16"}], ids=str)
+@pytest.mark.parametrize("optimizer", ["vr-sgd", "vr-adam"])
+def test_memory_of_vr_in_the_first_step_and_later_is_that_of_real_steps(optimizer, changes):
+    """What stays when gradients are zeroed: state, M2 and, for a while or for good, the sum."""
+    asked = settings(optimizer=optimizer, double=False, policy="fixed", **changes)
+    memory, training = dry_run(DIGITS, asked).memory, Training(DIGITS, asked)
+    before = alive(training.model)
+    for own in memory.sums:
+        train_a_step(training, asked.clip)
+        expected = alive(training.model) - before
+        assert pytest.approx(expected, abs=100) == memory.state + memory.second_moment + own
+    assert 4 * 71_754 == memory.sums[0]
+    assert bool(changes) == (memory.sums[1] > 0)
+
+
+def size(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Wide(nn.Module):
+    """One layer of a known size, and a table that is shared and a norm with buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64)
+        self.second = nn.Linear(64, 64, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x.flatten(1))))
+
+
+def test_a_shared_weight_counts_once_and_buffers_count():
+    memory = dry_run(dataclasses.replace(DIGITS, model=lambda _: Wide()), settings()).memory
+    assert 64 * 64 + 2 * 64 == memory.parameters
+    assert 4 * memory.parameters == memory.gradients
+    assert 4 * memory.parameters + 2 * 4 * 64 + 8 == memory.weights
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_activations_are_those_that_a_real_forward_saves(precision):
+    asked = settings(double=False, precision=precision, micro_batch=64)
+    training, saved = Training(DIGITS, asked), {}
+    x, y = torch.zeros(64, 1, 8, 8), torch.zeros(64, dtype=torch.long)
+    given = {t.untyped_storage().data_ptr() for t in [*training.model.parameters(), x, y]}
+
+    def keep(tensor):
+        place = tensor.untyped_storage()
+        saved[place.data_ptr()] = (place.nbytes(), tensor)  # kept, so that no place is used twice
+        return tensor
+
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), cast:
+        cross_entropy(training.model(x), y)
+    expected = sum(length for place, (length, _) in saved.items() if place not in given)
+    assert pytest.approx(expected, rel=0.01) == dry_run(DIGITS, asked).memory.activations
+
+
+def test_operations_of_a_sample_are_those_of_its_layers():
+    """Twice the multiplications; the backward has as many again for inputs, and for weights."""
+    first, second, hidden, last = 64 * 9 * 16, 64 * 9 * 16 * 32, 512 * 128, 128 * 10
+    forward = 2 * (first + second + hidden + last)
+    assert 3 * forward - 2 * first == dry_run(DIGITS, settings()).memory.flops
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_operations_of_attention_count_whichever_kernel_does_it(dropout):
+    """Of a causal transformer: four weights of attention, two of its MLP, and the last layer."""
+    recipe = RECIPES["char-lm"]
+    asked = recipe.settings().with_changes({"dropout": dropout})
+    length, width, depth = (asked.task[name] for name in ("length", "width", "depth"))
+    weights = depth * (4 + 2 * 4) * width**2 + width * 128
+    attention = depth * 2 * length**2 * width  # scores, and what they weigh
+    forward = 2 * (length * weights + attention)
+    assert 3 * forward == dry_run(recipe, asked).memory.flops
+
+
+def test_a_loss_whose_shapes_depend_on_the_data_is_not_known():
+    def some(_):
+        return lambda model, batch: cross_entropy(
+            model(batch[0][batch[1] > 0]), batch[1][batch[1] > 0]
+        )
+
+    memory = dry_run(dataclasses.replace(DIGITS, loss=some), settings()).memory
+    assert memory.activations is memory.flops is None
+    assert 71_754 == memory.parameters
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("arm", DIGITS.arms)
+def test_the_plan_at_the_start_is_that_of_the_training(arm, ranks):
+    asked = DIGITS.arm(arm, settings(min_batch=48, batch_size=48))
+    expected = Training(
+        DIGITS, asked.with_changes({"virtual_ranks": 12 if ranks == 3 else 4})
+    ).train.plan
+    assert expected == dry_run(DIGITS, asked, ranks).plans["start"].plan
+
+
+SCHEDULED = {"policy": "schedule", "batch_schedule": "32, x2 every 5 epochs"}
+
+
+def test_a_written_schedule_has_its_own_least_and_largest_batch():
+    run = dry_run(DIGITS, settings(**SCHEDULED, epochs=20))
+    sizes = {name: planned.plan.batch_size for name, planned in run.plans.items()}
+    assert {"start": 32, "least": 32, "largest": 256} == sizes
+
+
+def test_learning_rates_follow_schedule_and_batch():
+    asked = settings(lr_schedule="warm-up 1 epoch; polynomial 1", lr=0.1, epochs=4, base_batch=1)
+    rates = (
+        dry_run(DIGITS, asked.with_changes({"policy": "fixed", "batch_size": 4})).plans["start"].lr
+    )
+    assert pytest.approx([0.2 * r for r in (0.5 / 1347, 1, 2 / 3, 0)], abs=2e-4) == list(rates)
+
+
+def test_samples_of_the_settings_are_the_epoch_where_they_are_fewer():
+    assert 500 == dry_run(DIGITS, settings(samples=500)).samples
+    assert 1347 == dry_run(DIGITS, settings(samples=50_000)).samples
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 768])
+def test_what_a_rank_sends_is_what_is_counted_elsewhere(ranks):
+    model = scaling.Model("any", 1_000_000, 1)
+    plain = scaling.bytes_sent(scaling.plain_ddp(model), ranks)
+    assert pytest.approx(plain) == bytes_sent_per_step(4_000_000, 0, ranks, accumulated=True)
+    for accumulated in (True, False):
+        vr = scaling.bytes_sent(scaling.vr_ddp(model, ranks, accumulated=accumulated), ranks)
+        found = bytes_sent_per_step(4_000_000, 2_000_000, ranks, accumulated=accumulated)
+        assert pytest.approx(vr, abs=50 * ranks + 100) == found
+
+
+def test_each_setting_says_whose_it_is():
+    asked = DIGITS.arm("simigrad-vr", settings(lr=0.5))
+    found = sources(dataclasses.replace(DIGITS, small={"epochs": 25}), asked, paper_scale=False)
+    assert (0.5, "given here") == dataclasses.astuple(found["lr"])
+    assert ("vr-momentum", "arm simigrad-vr, ours") == dataclasses.astuple(found["optimizer"])
+    assert (25, "small scale, ours") == dataclasses.astuple(found["epochs"])
+    assert (32, "ours") == dataclasses.astuple(found["base_batch"])
+    assert (0.0, "default, ours") == dataclasses.astuple(found["clip"])
+
+
+def test_what_an_arm_changes_says_whose_it_is():
+    recipe = RECIPES["bert-pretrain"]
+    arm = recipe.arm("simigrad-long", recipe.settings(paper_scale=True), paper_scale=True)
+    found = sources(recipe, arm, paper_scale=True)
+    code = "SimiGrad's code, BERT-Large, rows of 512"
+    assert (0.002, f"arm simigrad-long, {code}") == dataclasses.astuple(found["lr"])
+    assert (16, "arm simigrad-long, ours") == dataclasses.astuple(found["micro_batch"])
+    lamb = recipe.arm("lamb-short", recipe.settings(paper_scale=True), paper_scale=True)
+    batch = sources(recipe, lamb, paper_scale=True)["batch_size"]
+    assert (65_536, "arm lamb-short, VRGD, table 1") == dataclasses.astuple(batch)
+    assert 65_536 == recipe.arms_at(paper_scale=True)["lamb-short"]["batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"policy": "schedule"}, "policy=schedule needs batch_schedule"),
+        ({"optimizer": "lion"}, "optimizer 'lion' is unknown"),
+        ({"min_batch": 1024}, "min_batch=1024 exceeds max_batch=512"),
+        ({"lr_scaling": "sqrt", **SCHEDULED, "batch_schedule": "32, then decay"}, "decay"),
+        ({"optimizer": "vr-sgd", "gamma": 0.0}, "gamma=0"),
+        ({"precision": "bfloat16"}, "precision=bfloat16 has no effect on a model in float64"),
+        ({"engine": "deepspeed"}, "engine=deepspeed converts parameters to float32"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_as_by_a_training(changes, said):
+    with pytest.raises(SettingError, match=said) as expected:
+        Training(DIGITS, settings(**changes))
+    with pytest.raises(SettingError) as actual:
+        dry_run(DIGITS, settings(**changes))
+    assert str(expected.value) == str(actual.value)
+
+
+REFUSED = [
+    ("digits", "precision=bfloat16", "has no effect on a model in float64"),
+    ("imagenet-resnet50", "size=512", "size=512 must be above 0 and at most resize="),
+    ("glue", "glue_task=X", "GLUE task 'X' is unknown; choose one of: SST-2, CoLA, MRPC, RTE"),
+    ("bert-pretrain", "length=600", "length=600 must be from 16 to 512 tokens"),
+    ("bert-pretrain", "predictions=0", "predictions=0"),
+    ("squad", "stride=0", "stride=0"),
+    ("char-lm", "length=0", "length=0"),
+]
+
+
+REFUSING = [
+    Training,
+    dry_run,
+    lambda recipe, asked: points_of(recipe, Sweep(({"lr": (0.1,)},)), asked),
+    lambda recipe, asked: start_study(recipe, Path("new"), asked, seeds=1),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "said"), REFUSED)
+def test_training_study_sweep_and_dry_run_refuse_in_the_same_line(
+    name, change, said, tmp_path, monkeypatch
+):
+    """Before data are read, which are not there, and before anything is written."""
+    monkeypatch.chdir(tmp_path)
+    own = RECIPES[name].settings()
+    asked, lines = own.with_changes({**own.parse_change(change), "data": "nowhere"}), set()
+    for refusing in REFUSING:
+        with pytest.raises(SettingError, match=said) as raised:
+            refusing(RECIPES[name], asked)
+        lines.add(str(raised.value))
+    assert 1 == len(lines)
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["bert-pretrain", "squad", "glue"])
+def test_float16_at_full_scale_is_for_ddp_and_bfloat16_for_deepspeed(bigbatch, name):
+    on_deepspeed = ("train", name, "--dry-run", "--paper-scale", "--set", "engine=deepspeed")
+    status, out, err = bigbatch(*on_deepspeed)
+    assert (2, "") == (status, out)
+    assert "engine=deepspeed with precision=float16" in err
+    assert "set precision=bfloat16" in err
+    status, _, err = bigbatch(*on_deepspeed, "--set", "precision=bfloat16")
+    assert (0, "") == (status, err)
+
+
+def test_the_command_shows_both_scales_and_writes_nothing(bigbatch, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = bigbatch(
+        "train", "digits", "--dry-run", "--set", "epochs=3", "--arm", "simigrad"
+    )
+    assert (0, "") == (status, err)
+    rows = {line.split("  ")[0].strip(): line.split() for line in out.splitlines()}
+    assert ["epochs", "3", "3", "given", "here"] == rows["epochs"]
+    assert ["parameters", "71,754", "71,754"] == rows["parameters"]
+    assert ["lr", "0.02", "0.02", "ours"] == rows["lr"]
+    assert max(map(len, out.splitlines())) <= 80
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_the_command_shows_the_full_scale_alone_on_so_many_ranks(bigbatch):
+    status, out, _ = bigbatch(
+        "train", "digits", "--dry-run", "--paper-scale", "--dry-run-ranks", "4"
+    )
+    rows = {line.split("  ")[0].strip(): line.split() for line in out.splitlines()}
+    assert 0 == status
+    assert ["ranks", "4"] == rows["ranks"]
+    assert ["=", "4", "x", "1", "x", "8"] == rows["start: batch"][-6:]
+    assert ["861", "KB"] == rows["start: sent by a rank a step"][-2:]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--dry-run", "--seeds", "2"], "--dry-run, which trains nothing, does not go"),
+        (["--dry-run", "--policy", "fixed", "--target", "0.2"], "--policy fixed does not go"),
+        (["--dry-run-ranks", "2"], "--dry-run-ranks is for dry runs"),
+        (["--dry-run", "--set", "lr=-1"], "lr=-1.0 must be a number of at least 0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_in_one_line(bigbatch, options, said):
+    status, out, err = bigbatch("train", "digits", *options)
+    assert (2, "") == (status, out)
+    assert said in err
+    assert 1 == len(err.splitlines())
+
+
+def test_a_schedule_that_is_not_reached_is_said_as_by_the_training(bigbatch):
+    schedule = "x0.1 at 2 and 9 epochs"
+    with pytest.warns(UserWarning, match="continues for 12,123 samples") as said:
+        Training(DIGITS, settings(lr_schedule=schedule, epochs=8))
+    asked = ("--set", f"lr_schedule={schedule}", "--epochs", "8")
+    _, out, _ = bigbatch("train", "digits", "--dry-run", *asked)
+    assert 1 == " ".join(out.split()).count(str(said[0].message))
+    _, out, _ = bigbatch("train", "digits", "--dry-run", *asked[:2], "--epochs", "9")
+    assert "continues for" not in out
+
+
+def test_rates_that_another_run_multiplies_are_said_to_be_without_it(bigbatch):
+    arm = ("--arm", "momentum-like-vr-momentum")
+    status, out, _ = bigbatch("train", "cifar10-resnet56", "--dry-run", *arm)
+    assert 0 == status
+    assert "The mean r of lr_control_from is known when that run has ended" in " ".join(out.split())
+
+
+def test_bytes_have_the_unit_that_fits():
+    sizes = [0, 999, 1_000, 12_345, 999_999_999, 10**10, 5 * 10**15]
+    shown = [format_bytes(size) for size in sizes]
+    assert ["0 bytes", "999 bytes", "1 KB", "12.3 KB", "1 GB", "10 GB", "5,000 TB"] == shown

@@ -1,0 +1,334 @@
+"""Replays a run's log with other policies: the batch sizes that they choose, and their cost.
+
+Gradient signal and noise are taken from the log as functions of the samples seen. That another
+batch size would have led to other weights is neglected; docs/policies.md discusses it.
+"""
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bigbatch.errors import RunError, SettingError
+from bigbatch.policies.controller import Controller
+from bigbatch.policies.loss_trend import LossTrend
+from bigbatch.policies.policy import Policy, TrainingState
+from bigbatch.policies.step_time import StepTime, StepTimes, TimedSize
+from bigbatch.log.curve_series import chosen_rows
+from bigbatch.log.curves import (
+    FIGURE_FORMATS,
+    arrange,
+    format_axes,
+    key_texts,
+    label_lines,
+    require_writable,
+    write_figure,
+)
+from bigbatch.log.line_styles import LIGHT, short_names, style_of
+from bigbatch.log.metrics import History, Table, measured_rows
+from bigbatch.log.run_directory import Row
+from bigbatch.setting_types import Count, Kind
+from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch.training.lr_scaling import Scaling, linear, square_root, unscaled
+
+_LOGGED = "the run itself"
+_COLUMNS = ("policy", "steps", "average batch", "seconds", "progress")
+_EQUAL_COLUMNS = ("steps at equal progress", "samples at equal progress")
+_SCALINGS: dict[str, Scaling] = {"sqrt": square_root, "linear": linear, "none": unscaled}
+_BINS = 40  # bins of a run; progress in a bin is computed with the bin's mean noise scale
+
+
+class Trace:
+    """Signal and noise of a run as functions of samples seen, constant over each measured step.
+
+    A step without a measurement has the values of the next measured step.
+    """
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+        self.samples: int = rows[-1]["samples"]
+        self._row_ends = [row["samples"] for row in rows]
+        measured = measured_rows(rows)
+        ends = [row["samples"] for row in measured]
+        self._ends = numpy.array([0, *ends[:-1], self.samples])
+        values = numpy.array(
+            [[row["grad_sqnorm"], row["grad_variance"]] for row in measured], dtype=float
+        )
+        integrals = values * numpy.diff(self._ends)[:, None]
+        self._integrals = numpy.vstack([numpy.zeros(2), integrals.cumsum(0)])
+
+    def mean(self, low: float, high: float, batch_size: float) -> GradientStatistics:
+        """Mean signal and noise between two numbers of samples, for a step of this batch size."""
+        signal, noise = (
+            float(numpy.diff(numpy.interp([low, high], self._ends, integral))[0]) / (high - low)
+            for integral in self._integrals.T
+        )
+        return GradientStatistics(
+            signal, max(noise, 0.0), batch_size, self.rows[0]["micro_batches"]
+        )
+
+    def bin_mean(self, sample: float, batch_size: float) -> GradientStatistics:
+        """The mean over that fortieth of the run in which a sample lies."""
+        width = self.samples / _BINS
+        low = min(sample // width, _BINS - 1) * width
+        return self.mean(low, low + width, batch_size)
+
+    def row(self, samples: int) -> Row:
+        """The logged step after which at least this number of samples had been seen."""
+        return self.rows[min(bisect_left(self._row_ends, samples), len(self.rows) - 1)]
+
+    def longest_epoch(self) -> int:
+        """Samples of the longest pass over the data."""
+        ends: list[int] = [0]
+        ends += ([*rows][-1]["samples"] for _, rows in groupby(self.rows, lambda row: row["epoch"]))
+        return max(high - low for low, high in pairwise(ends))
+
+
+def time_steps(rows: list[Row]) -> tuple[TimedSize, ...]:
+    """Times of a log's steps by batch size.
+
+    The time of an evaluation is logged with the step after it, so that step is left out; so is a
+    step during which the clock went back.
+    """
+    timed = [(row, previous) for previous, row in pairwise(rows) if previous["metrics"] is None]
+    kinds = [row["grad_sqnorm"] is not None for row, _ in timed]
+    kind = sum(kinds) > len(kinds) / 2  # measured, or not: what most steps are
+    times = StepTimes(max_age=None)
+    for (row, previous), measured in zip(timed, kinds, strict=True):
+        if measured == kind:
+            times.add(row["batch_size"], row["elapsed_seconds"] - previous["elapsed_seconds"])
+    return times.sizes
+
+
+def fit_time(rows: list[Row], times: tuple[TimedSize, ...]) -> StepTime:
+    """The time of a step; all of it counts as per sample if the batch sizes are nearly equal."""
+    time = StepTime.fit(times)
+    if time is not None:
+        return time
+    samples = rows[-1]["samples"]
+    mean = samples / len(rows)
+    return StepTime(0.0, rows[-1]["elapsed_seconds"] / samples, mean, mean)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The steps of one training over the samples of the log.
+
+    Args:
+        name: name of the policy that chose the batch sizes.
+        ends: samples seen after each step.
+        batch_sizes: samples of each step.
+    """
+
+    name: str
+    ends: list[int]
+    batch_sizes: list[int]
+
+    def progress(self, trace: Trace) -> float:
+        """Sum of 1 / (1 + B_simple / B) over the steps; a step without noise counts as 1.
+
+        Source:
+            McCandlish et al. 2018 (arXiv 1812.06162), section 2; docs/policies.md.
+        """
+        shares = (
+            trace.bin_mean(end - batch_size / 2, batch_size).generalization_ratio()
+            for end, batch_size in zip(self.ends, self.batch_sizes, strict=True)
+        )
+        return sum(share for share in shares if share == share)  # nan: no gradient, no progress
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A logged run, and the trajectories of other policies over its samples."""
+
+    history: History
+    trace: Trace
+    time: StepTime
+    logged: Trajectory
+    replayed: list[Trajectory]
+
+
+def replay(history: History, policies: dict[str, Policy], **options: Any) -> Replay:
+    """Replays each policy over the samples of a logged run.
+
+    A policy starts at its own `batch_size`, or at that of the run. Its batch is at most an epoch
+    and at least one sample per micro-batch of the log. It observes the log's signal and noise over
+    the samples of the batch.
+
+    Args:
+        history: the logged run.
+        policies: the policies, by the names in the table.
+        options: options of `Controller`, the same for all policies.
+    Raises:
+        RunError: no step of the run was measured, or a policy follows the scheduled learning rate
+            and the log does not tell it.
+        SettingError: an option out of range, or a policy needs step times that the log has not.
+    """
+    if not measured_rows(history.rows):
+        raise RunError(f"{history.path}: no step was measured, so there is nothing to replay")
+    following = [name for name, p in policies.items() if getattr(p, "needs_lr_decay", False)]
+    decays = lr_decays(history) if following else None
+    for name in following:
+        if decays is None:
+            raise RunError(
+                f"{history.path}: {name} follows the scheduled learning rate, which a log tells "
+                "for lr_scaling of sqrt, linear or none alone, and of bigbatch train; leave it out"
+            )
+    rows = [
+        row | {"lr_decay": decay}
+        for row, decay in zip(history.rows, decays or repeat(None), strict=False)
+        if not row["skipped"]
+    ]
+    batch_sizes = [row["batch_size"] for row in rows]
+    ends = list(accumulate(batch_sizes))  # without the samples of skipped steps
+    trace = Trace([row | {"samples": end} for row, end in zip(rows, ends, strict=True)])
+    logged = Trajectory(_LOGGED, ends, batch_sizes)
+    times = time_steps(history.rows)
+    replayed = [
+        _replay_policy(name, policy, trace, times, options) for name, policy in policies.items()
+    ]
+    return Replay(history, trace, fit_time(history.rows, times), logged, replayed)
+
+
+def lr_decays(history: History) -> list[float] | None:
+    """The scheduled learning rate of each step over the largest so far; None if it is unknown.
+
+    The log has the rates in force: the scheduled ones times the factors that follow from the batch
+    size and from the decision before.
+    """
+    settings = history.settings
+    scaling = _SCALINGS.get(str(settings.get("lr_scaling")))
+    base_batch: Any = settings.get("base_batch")
+    factors: list[Any] = [1.0, *(row.get("next_lr_factor") for row in history.rows[:-1])]
+    if scaling is None or base_batch not in Kind(Count) or not all(factors):
+        return None
+    rates = [
+        max(row["lr"]) / (scaling(row["batch_size"], base_batch, None) * factor)
+        for row, factor in zip(history.rows, factors, strict=True)
+    ]
+    peaks = accumulate(rates, max)
+    return [rate / peak if peak else 1.0 for rate, peak in zip(rates, peaks, strict=True)]
+
+
+def _replay_policy(
+    name: str, policy: Policy, trace: Trace, times: tuple[TimedSize, ...], options: dict[str, Any]
+) -> Trajectory:
+    first: int = trace.rows[0]["batch_size"]
+    start = getattr(policy, "batch_size", None) or first
+    min_batch: int = min(row["micro_batches"] for row in measured_rows(trace.rows))
+    controller = Controller(
+        policy, start, min_batch=min_batch, max_batch=trace.longest_epoch(), **options
+    )
+    trajectory, trend = Trajectory(name, [], []), LossTrend()
+    samples = 0
+    while samples < trace.samples:
+        batch_size = min(controller.decision.batch_size, trace.samples - samples)
+        statistics = trace.mean(samples, samples + batch_size, batch_size)
+        samples += batch_size
+        trajectory.ends.append(samples)
+        trajectory.batch_sizes.append(batch_size)
+        row = trace.row(samples)
+        trend.add(batch_size, math.nan if row["loss"] is None else row["loss"])
+        state = TrainingState(
+            target_batch_size=0,
+            batch_size=batch_size,
+            base_batch=controller.base_batch,
+            samples=samples,
+            steps=len(trajectory.ends),
+            epoch=row["epoch"],
+            lr_decay=trace.row(samples + 1)["lr_decay"],
+            step_times=times,
+            loss_trend=trend.trend,
+        )
+        decision = controller.next(statistics, state)
+        if decision.trial:
+            raise SettingError(f"{name} cannot be replayed on this log: {decision.reason}")
+    return trajectory
+
+
+def table_of_replay(replay: Replay) -> Table:
+    """One row for the run itself and for each policy, with its cost."""
+    samples, rows = replay.trace.samples, []
+    logged_progress = replay.logged.progress(replay.trace)
+    for trajectory in (replay.logged, *replay.replayed):
+        progress, steps = trajectory.progress(replay.trace), len(trajectory.ends)
+        factor = logged_progress / progress if progress > 0 else None
+        cells = (
+            trajectory.name,
+            f"{steps:,.0f}",
+            f"{samples / steps:,.0f}",
+            f"{replay.time.seconds(trajectory.batch_sizes):,.1f}",
+            f"{progress:,.1f}",
+            *("-" if factor is None else f"{factor * n:,.0f}" for n in (steps, samples)),
+        )
+        rows.append(cells)
+    return Table(_COLUMNS + _EQUAL_COLUMNS, rows)
+
+
+def time_in_words(replay: Replay) -> str:
+    """The fitted time of a step, and the time that the run took."""
+    fixed, per_sample = 1000 * replay.time.fixed, 1000 * replay.time.per_sample
+    note = ", whose batch sizes are nearly equal: all time counts as per sample"
+    sizes_vary = replay.time.largest > replay.time.smallest
+    return (
+        f"a step takes {fixed:.3g} ms + {per_sample:.3g} ms a sample, fitted on the log"
+        f"{'' if sizes_vary else note}; the run itself took "
+        f"{replay.trace.rows[-1]['elapsed_seconds']:,.1f} s with its tests"
+    )
+
+
+def save_figure(replays: list[Replay], out: Path) -> None:
+    """Draws the batch sizes of each policy, one panel per run.
+
+    Raises:
+        SettingError: the ending is neither .png nor .svg.
+        RunError: bigbatch did not write the file that is there, or it cannot be written.
+    """
+    require_writable(out, FIGURE_FORMATS)
+    trajectories = [[_chosen(one.trace), *map(_uncut, one.replayed)] for one in replays]
+    names = [one.name for one in trajectories[0]]
+    labels = short_names(names)
+    figure = Figure(figsize=(9, 0.8 + 3.4 * len(replays)))
+    panels = figure.subplots(len(replays), squeeze=False).flat
+    arrange(figure, (len(replays), 1), labels, key_texts(names, labels), key_columns=2)
+    for axes, replay, drawn in zip(panels, replays, trajectories, strict=True):
+        format_axes(axes, f"{replay.history.label}: batch size, samples", "samples", log_base=2)
+        _draw_trajectories(axes, drawn, labels)
+    write_figure(figure, out)
+
+
+def _chosen(trace: Trace) -> Trajectory:
+    """The logged steps without those at ends of epochs, which a replay does not have."""
+    rows = chosen_rows(trace.rows)
+    return Trajectory(
+        _LOGGED, [row["samples"] for row in rows], [row["batch_size"] for row in rows]
+    )
+
+
+def _uncut(trajectory: Trajectory) -> Trajectory:
+    """The trajectory without its last step, which ends with the samples of the log."""
+    last = max(1, len(trajectory.ends) - 1)
+    return Trajectory(trajectory.name, trajectory.ends[:last], trajectory.batch_sizes[:last])
+
+
+def _draw_trajectories(axes: Axes, trajectories: list[Trajectory], labels: list[str]) -> None:
+    styles = [style_of(number) for number in range(len(trajectories))]
+    for one, style in zip(trajectories, styles, strict=True):
+        axes.plot(
+            one.ends,
+            one.batch_sizes,
+            color=LIGHT[style.color],
+            linestyle=style.line,
+            drawstyle="steps-pre",
+            linewidth=1.3,
+        )
+    axes.set_xlim(0, max(one.ends[-1] for one in trajectories))
+    axes.set_ylim(*axes.get_ylim())  # labels lie outside
+    ends = [(float(one.ends[-1]), float(one.batch_sizes[-1])) for one in trajectories]
+    label_lines(axes, ends, labels, [LIGHT[style.color] for style in styles])

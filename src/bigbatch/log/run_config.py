@@ -1,0 +1,146 @@
+"""The config file of a run or a study: its kind, its settings, the versions that ran."""
+
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+
+from bigbatch.errors import RunError
+from bigbatch.log.row_schema import SCHEMA, SWEEP, require_kinds, require_names, require_settings
+
+PREREQUISITES = ("init_from", "lr_control_from")  # settings that name a run to finish first
+CONFIG_FILES = ("config.yaml", "study.yaml")  # of a run, of a study
+
+# errors of yaml for other text, and of `read_config` for another document
+_UNREADABLE = (
+    *(OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError),
+    *(TypeError, KeyError, AttributeError),
+)
+
+
+def config_yaml(
+    kind: Literal["run", "study"], settings: dict[str, Any], launch: str | None = None
+) -> bytes:
+    """Text of a config file: kind, settings, versions, machine, and the launch that began it."""
+    document = {
+        "kind": kind,
+        "schema": SCHEMA,
+        "settings": settings,
+        "versions": {
+            "bigbatch": metadata.version("bigbatch"),
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            **{name: metadata.version(name) for name in ("numpy", "scikit-learn")},
+        },
+        "machine": platform.platform(),
+        **({"launch": launch} if launch else {}),
+    }
+    return yaml.safe_dump(document, sort_keys=False).encode()
+
+
+def read_config(path: Path, kind: Literal["run", "study"]) -> dict[str, Any]:
+    """The settings of a run or study.
+
+    Raises:
+        RunError: the file is unreadable, of another kind, or of a newer schema.
+    """
+    try:
+        document = yaml.safe_load(path.read_text())
+        actual_kind, schema = document["kind"], document["schema"]
+        settings = dict(document["settings"])
+    except _UNREADABLE as error:
+        raise RunError(
+            f"{path} cannot be read as a {kind} of bigbatch ({type(error).__name__}); name a "
+            "directory that `bigbatch train` made"
+        ) from None
+    if actual_kind != kind or schema != SCHEMA:
+        raise RunError(
+            f"{path} is a {actual_kind} of schema {schema!r}, a {kind} of schema {SCHEMA} is "
+            "needed; use the release that wrote it"
+        )
+    if kind == "run":
+        require_settings(path, settings)
+    return settings
+
+
+def launch_of(path: Path) -> str | None:
+    """The launch of torchrun that began the run or study at `path`; None where none is written."""
+    for name in CONFIG_FILES:
+        with suppress(*_UNREADABLE):
+            document = yaml.safe_load((path / name).read_text())
+            if isinstance(document, dict) and "launch" in document:
+                return str(document["launch"])
+    return None
+
+
+def trainings_as_dict(trainings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The trainings of a study as its file has them: what is common to all, and what each changes.
+
+    Whole settings of 600 trainings would be 4 MB of YAML, which is slow to read.
+    """
+    first, *others = trainings.values()
+    common = {
+        name: value
+        for name, value in first.items()
+        if all(repr(other[name]) == repr(value) for other in others)  # 1 is not 1.0 or True
+    }
+    changes = {
+        name: {key: value for key, value in settings.items() if key not in common}
+        for name, settings in trainings.items()
+    }
+    return {"common": common, "trainings": changes}
+
+
+def read_trainings(path: Path) -> dict[str, dict[str, Any]]:
+    """The settings of every training of the study at `path`, by the name of its directory.
+
+    Raises:
+        RunError: there is no study at `path`.
+    """
+    file = path / "study.yaml"
+    config = read_config(file, "study")
+    common, trainings = config.get("common", {}), config.get("trainings")
+    require_settings(f"{file}, common settings", common)
+    if not isinstance(trainings, dict) or not trainings or not all(map(_is_file_name, trainings)):
+        raise RunError(f"{file} lists no trainings; name a study of bigbatch")
+    for name, settings in trainings.items():
+        require_settings(f"{file}, training {name}", settings)
+    return {name: {**common, **settings} for name, settings in trainings.items()}
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
+
+
+def read_sweep(path: Path) -> dict[str, Any] | None:
+    """The description of the sweep at `path`; None for another study, or a run.
+
+    Returns:
+        tuned: settings of which each point shows only the best value.
+        tuning_seeds: seeds of the trainings that choose it; none to choose by what is shown.
+        higher_is_better: whether a higher main score is better.
+        points: values by setting for what varies, by the names of the points.
+    Raises:
+        RunError: the file is damaged.
+    """
+    file = path / "study.yaml"
+    if not file.exists():
+        return None
+    sweep = read_config(file, "study").get("sweep")
+    if sweep is None:
+        return None
+    if not isinstance(sweep, dict):
+        raise RunError(f"{file} does not say how its sweep is shown; run the sweep again")
+    require_names(f"{file}, sweep", sweep, SWEEP)
+    require_kinds(f"{file}, sweep", sweep, SWEEP)
+    for name, settings in read_trainings(path).items():
+        place = f"{file}, training {name}"
+        require_names(place, settings, ("arm", "seed"))
+        if settings["arm"] not in sweep["points"]:
+            raise RunError(f"{place}: arm is {settings['arm']!r}, and must be a point of the sweep")
+    return dict(sweep)

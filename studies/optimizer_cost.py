@@ -1,0 +1,275 @@
+"""The cost of an optimizer step: its time over the bytes that must move, and over its base."""
+
+import functools
+import importlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from studies.sized_networks import count, random_batch, transformer
+from studies.timing import Cost, Row, interleaved, median_and_range, seconds
+from bigbatch.kernels import native
+from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VarianceReduced, VRAdam
+
+with torch.device("meta"):  # without memory, for its shapes
+    _LAYER = nn.TransformerEncoderLayer(512, 8)
+
+
+def _block(channels: int, channels_in: int) -> list[tuple[int, ...]]:
+    """Shapes of two convolutions of 3 x 3, each with its BatchNorm."""
+    kernels = [(channels, channels_in, 3, 3), (channels, channels, 3, 3)]
+    return [shape for kernel in kernels for shape in (kernel, (channels,), (channels,))]
+
+
+_RESNET56 = [  # not the network, which needs the recipes' packages
+    *_block(16, 3)[:3],
+    *_block(16, 16) * 9,
+    *[
+        shape
+        for width in (32, 64)
+        for shape in _block(width, width // 2) + _block(width, width) * 8
+    ],
+    (10, 64),
+    (10,),
+]
+PARAMETER_LISTS: Mapping[str, Sequence[tuple[int, ...]]] = {  # shapes
+    "1 M in 16": [(256, 256)] * 16,
+    "10 M in 16": [(800, 800)] * 16,
+    "24 layers, 76 M in 288": [p.shape for p in _LAYER.parameters()] * 24,
+    "100 M in 16": [(2500, 2500)] * 16,
+    "ResNet-56, 0.85 M in 167": _RESNET56,
+}
+_LARS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
+_LAMB: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
+_K = 2  # backwards before a timed step; their gradients do not change its time
+_WARMUP = 3  # untimed steps, in which optimizers allocate their state and free buffers
+_MIN_ELEMENTS = 20_000_000  # of the tensors that memory's speed is measured on; no cache has them
+
+Make = Callable[[list[Tensor]], Optimizer]
+
+
+@dataclass
+class Contestant:
+    """One optimizer, the least bytes a parameter that its step moves (float32), and its times."""
+
+    name: str
+    floor: int
+    make: Make
+    times: list[float] = field(default_factory=list)
+
+
+def step_row(
+    list_name: str,
+    contestant: Contestant,
+    parameters: int,
+    base_times: list[float],
+    in_place_speeds: list[float],
+    copy_speeds: list[float],
+) -> Row:
+    """The row of one optimizer: medians over the rounds, least and most of the ratios.
+
+    Args:
+        list_name: key of `PARAMETER_LISTS`.
+        contestant: the optimizer, with its times.
+        parameters: number of parameters in the list.
+        base_times: seconds of its base optimizer in the same rounds.
+        in_place_speeds: bytes per second of `add_(1)` in the same rounds.
+        copy_speeds: bytes per second of `copy_` in the same rounds.
+    """
+    times, floor = contestant.times, contestant.floor
+    in_place, copy = (
+        [time * speed / parameters for time, speed in zip(times, speeds, strict=True)]
+        for speeds in (in_place_speeds, copy_speeds)
+    )
+    return {
+        "list": list_name,
+        "optimizer": contestant.name,
+        "ms": f"{1e3 * median(times):.2f}",
+        "bytes a parameter": f"{median(in_place):.0f}",
+        "floor": f"{floor}",
+        "x floor in place": median_and_range([size / floor for size in in_place]),
+        "x floor by copy": median_and_range([size / floor for size in copy]),
+        "x base": median_and_range([t / base for t, base in zip(times, base_times, strict=True)]),
+    }
+
+
+def implementation() -> str:
+    """The code that GSNR scaling, LARS and LAMB run on this machine's CPU."""
+    compiled = native.library() is not None
+    kind = "compiled kernels" if compiled else "torch operations (no C compiler at installation)"
+    return f"{kind}, {torch.get_num_threads()} threads"
+
+
+def teams() -> list[list[Contestant]]:
+    """The optimizers that are timed together, in turn; the base comes first."""
+    return [
+        [
+            Contestant("SGD, torch fused", 12, lambda p: SGD(p, 1e-3, fused=True)),
+            Contestant("VR-SGD", 24, lambda p: VRSGD(p, 1e-3)),
+        ],
+        [
+            Contestant("SGD momentum, torch fused", 20, lambda p: SGD(p, 1e-3, 0.9, fused=True)),
+            Contestant("VR-Momentum", 32, lambda p: VRSGD(p, 1e-3, 0.9)),
+        ],
+        [
+            Contestant("AdamW, torch fused", 28, lambda p: AdamW(p, 1e-3, fused=True)),
+            Contestant("VR-Adam", 48, lambda p: VRAdam(p, 1e-3)),
+            Contestant("VR-Adam, GSNR by torch", 48, lambda p: _vr_adam(p, compiled=False)),
+            Contestant("VR-Adam, GSNR compiled", 48, lambda p: _vr_adam(p, compiled=True)),
+        ],
+        [
+            Contestant("LARS", 28, lambda p: LARS(p, **_LARS)),
+            Contestant("VR-LARS", 44, lambda p: VRLARS(p, **_LARS)),
+            *_rivals("LARS", 28, _LARS),
+        ],
+        [
+            Contestant("LAMB", 40, lambda p: LAMB(p, **_LAMB)),
+            Contestant("VR-LAMB", 60, lambda p: VRLAMB(p, **_LAMB)),
+            *_rivals("LAMB", 40, _LAMB),
+        ],
+    ]
+
+
+def _vr_adam(parameters: list[Tensor], *, compiled: bool) -> Optimizer:
+    """VR-Adam without our kernels, before the same fused step of torch."""
+    base = AdamW(parameters, 1e-3, fused=True)
+    return VarianceReduced(base, beta3=0.9, fused=False, compiled=compiled)
+
+
+def _rivals(name: str, floor: int, settings: dict[str, Any]) -> list[Contestant]:
+    """LARS or LAMB of other packages, as far as these are installed."""
+    rivals = []
+    for package, load, no_limit in (
+        ("pytorch_optimizer", _pytorch_optimizer, 0.0),
+        ("timm", timm_optimizer, None),
+    ):
+        with suppress(ImportError):
+            make: Callable[..., Optimizer] = load(name)
+            if name == "LAMB":  # those packages' LAMB clips gradients, ours does not
+                make = functools.partial(make, max_grad_norm=no_limit)
+            rivals.append(
+                Contestant(f"{name}, {package}", floor, functools.partial(make, **settings))
+            )
+    return rivals
+
+
+def _pytorch_optimizer(name: str) -> Any:
+    return importlib.import_module("pytorch_optimizer").load_optimizer(name)
+
+
+def timm_optimizer(name: str) -> type[Optimizer]:
+    """LARS or LAMB of timm, imported without the rest of timm, which needs torchvision.
+
+    Raises:
+        ImportError: timm is not installed.
+    """
+    spec = importlib.util.find_spec("timm")
+    if spec is None or spec.origin is None:
+        raise ImportError("timm is not installed")
+    package = ModuleType("_timm_optim")
+    package.__path__ = [str(Path(spec.origin).parent / "optim")]
+    sys.modules.setdefault(package.__name__, package)
+    module = importlib.import_module(f"{package.__name__}.{name.lower()}")
+    optimizer: type[Optimizer] = getattr(module, name.capitalize())
+    return optimizer
+
+
+def step_costs(list_name: str, team: list[Contestant], rounds: int) -> list[Row]:
+    """Costs of `step()` alone, of optimizers timed in turn, on one of `PARAMETER_LISTS`."""
+    torch.manual_seed(0)
+    shapes = PARAMETER_LISTS[list_name]
+    gradients = [torch.randn(shape) for shape in shapes]
+    optimizers = [one.make([nn.Parameter(0.02 * torch.randn(s)) for s in shapes]) for one in team]
+    in_place_speeds, copy_speeds = [], []
+    parameters = sum(gradient.numel() for gradient in gradients)
+    x, y = torch.zeros(2, max(_MIN_ELEMENTS, parameters)).unbind()
+    for number in range(rounds + _WARMUP):
+        in_place_speed = 2 * x.nbytes / seconds(lambda: x.add_(1))
+        copy_speed = 2 * x.nbytes / seconds(lambda: y.copy_(x))
+        for one, optimizer in zip(team, optimizers, strict=True):
+            _backwards(optimizer, gradients)
+            step_seconds = seconds(optimizer.step)
+            if number >= _WARMUP:
+                one.times.append(step_seconds)
+        if number >= _WARMUP:
+            in_place_speeds.append(in_place_speed)
+            copy_speeds.append(copy_speed)
+    base = team[0].times
+    return [
+        step_row(list_name, one, parameters, base, in_place_speeds, copy_speeds) for one in team
+    ]
+
+
+def _backwards(optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
+    """Accumulates gradients that differ a little, as those of micro-batches do."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.zero_grad()
+    for _ in range(_K):
+        torch.autograd.backward(parameters, [g * torch.rand(()) for g in gradients])
+
+
+def moment_costs(rounds: int) -> Iterator[Row]:
+    """What the second moment adds to a backward, in bytes at the speed of `add_(1)`.
+
+    The backwards of a transformer with few tokens are timed with it and without, k = 8.
+    """
+    kinds: dict[str, Make] = {
+        "as installed": lambda p: VarianceReduced(SGD(p, 0.0)),
+        "torch operations": lambda p: VarianceReduced(SGD(p, 0.0), fused=False),
+        "nothing: how far two equal runs differ": lambda p: SGD(p, 0.0),
+    }
+    x = torch.zeros(_MIN_ELEMENTS)
+    plain, parameters = _timed_backwards(lambda p: SGD(p, 0.0))
+    for kind, make in kinds.items():
+        (with_moment, _), extra_bytes = _timed_backwards(make), []
+        for number in range(rounds + _WARMUP):
+            speed = 2 * x.nbytes / seconds(lambda: x.add_(1))
+            first, seconds_with, last = plain(), with_moment(), plain()
+            if number >= _WARMUP:
+                extra_seconds = seconds_with - (first + last) / 2
+                extra_bytes.append(extra_seconds * speed / (8 * parameters))
+        yield {
+            "second moment, in a real backward": kind,
+            "bytes a parameter and micro-batch": median_and_range(extra_bytes, digits=1),
+        }
+
+
+def _timed_backwards(make: Make) -> tuple[Callable[[], float], int]:
+    """(a step that returns the seconds of its 8 backwards of 64 tokens, number of parameters)."""
+    torch.manual_seed(0)
+    model = transformer()
+    (x, y), optimizer = random_batch(model, 1, 64), make(list(model.parameters()))
+
+    def step() -> float:
+        total = 0.0
+        for _ in range(8):
+            loss = nn.functional.cross_entropy(model(x), y) / 8
+            total += seconds(loss.backward)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step, count(model)
+
+
+def import_cost(rounds: int) -> Cost:
+    """Time of `import bigbatch` over that of `import torch`, each in a fresh process."""
+    times = interleaved([lambda: _import("bigbatch"), lambda: _import("torch")], rounds)
+    return Cost(
+        "import bigbatch / import torch", [bigbatch / base for bigbatch, base in times], 1.0
+    )
+
+
+def _import(module: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)  # noqa: S603

@@ -1,0 +1,64 @@
+"""Random projections of groups of samples, against their exact gradients, while a model trains."""
+
+import copy
+from collections.abc import Iterator
+from statistics import fmean, stdev
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from studies.timing import Row
+from bigbatch_recipes.digits import network
+from bigbatch.optional_packages import import_optional
+from bigbatch.statistics.meter import GradientMeter
+from bigbatch.statistics.noise_scale import GradientStatistics
+
+STEPS = 200  # of each seed
+
+_BATCH, _GROUPS = 64, 8
+
+
+def run(seeds: int, steps: int) -> Iterator[Row]:
+    """Mean and standard deviation of each quantity over all steps of the digits network."""
+    values: dict[str, list[float]] = {}
+    for seed in range(seeds):
+        for projected, exact in _measurements(seed, steps):
+            for name, value in (
+                ("noise, projected / exact", projected.grad_variance / exact.grad_variance),
+                ("similarity, projected - exact", projected.similarity - exact.similarity),
+                ("similarity, exact", exact.similarity),
+            ):
+                values.setdefault(name, []).append(value)
+    for name, found in values.items():
+        yield {"quantity": name, "mean": f"{fmean(found):.3f}", "sd": f"{stdev(found):.3f}"}
+
+
+def _measurements(seed: int, steps: int) -> Iterator[tuple[GradientStatistics, GradientStatistics]]:
+    """Both statistics of each step of a training."""
+    datasets = import_optional("sklearn.datasets", "experiments")
+    images, labels = map(torch.tensor, datasets.load_digits(return_X_y=True))
+    images = images.float().view(-1, 1, 8, 8) / 16
+    torch.manual_seed(seed)
+    model = network(dropout=0.0)
+    copied = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    # a layer's norms are exact
+    with (
+        GradientMeter(model, groups=_GROUPS) as projecting,
+        GradientMeter(copied, groups=_GROUPS, per_layer=True) as exact,
+    ):
+        for _ in range(steps):
+            batch = torch.randint(len(labels), (_BATCH,))
+            copied.load_state_dict(model.state_dict())
+            expected = _measured(copied, exact, images[batch], labels[batch])
+            yield _measured(model, projecting, images[batch], labels[batch]), expected
+            optimizer.step()
+
+
+def _measured(model: nn.Module, meter: GradientMeter, x: Tensor, y: Tensor) -> GradientStatistics:
+    model.zero_grad()
+    cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+    statistics = meter.read(samples=[len(y)])
+    assert statistics is not None
+    return statistics

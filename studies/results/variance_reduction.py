@@ -1,0 +1,139 @@
+"""Do variance-reduced optimizers bear larger rates, and are they better at large batches?"""
+
+from typing import Any
+
+from studies.results.comparison import Arms, Comparison
+from studies.results.measured_batch import MLP, UNMEASURED
+from bigbatch_recipes.sweep_results import SweepResults
+
+CHANCE = 10.0  # accuracy of ten classes, in percent
+STABLE_ABOVE = CHANCE + 40.0
+COMPOSED = ("momentum", "adam", "lars", "lamb")  # the optimizers of the paper's figure 2
+BATCHES = {"sgd": (4096,), **dict.fromkeys(COMPOSED, (64, 512, 4096))}
+SMALLEST, LARGEST = 64, 4096
+
+BASE, BEST_CLIPS = "base", "best clips"
+CLIPS = {"r_max 1": 1.0, "r_max 10": 10.0}  # equation 9, and 1 / gamma
+PRINTED = "r_max 1"
+FACTORS = ("shrinkage", "positive-part")
+REFINED = ("momentum", "adam")  # optimizers of which more versions are trained with 4,096 samples
+SHORTENED = ("sgd", "momentum")  # those whose steps a common factor of r shortens
+GAMMAS = (0.01, 0.1, 0.5)  # lower clips that the best is chosen from
+
+HYPOTHESES = """\
+Those of the paper (VRGD: section 4, table 5 and figure 2), with either upper clip of r:
+1. The largest stable rate of a VR version is above that of its base.
+2. With 4,096 samples the test accuracy of a VR version is above that of its base, each at its own
+   best rate, and it is so by more than with 64 samples.
+3. With 4,096 samples the generalization gap (train minus test accuracy) is below that of its base.
+Ours:
+4. With r <= 1, VR-SGD and VR-Momentum do not differ from their bases at the mean rate: the rate
+   times the mean r of the VR run of the same seed.
+5. With 4,096 samples the factors "shrinkage" and "positive-part" are better than the paper's.
+"""
+RULE = """\
+"Above", "below" and "better" are said where the paired 95 % interval over 8 fresh seeds excludes 0;
+else the two are not distinguished. Each arm has the rate that was best on held-out training samples
+with another seed. A composite is the mean over the four optimizers of the paper's figure 2, for
+each seed. A rate is stable if the training with the seed that tunes does not diverge and has more
+than 50 % of held-out accuracy, 40 points above chance; the largest stable rate is the largest such
+rate of the grid, whose factor is 2. Hypothesis 1 is decided by the exact two-sided sign test over
+the pairs of optimizer and batch, at p < .05, for each clip. Equal rates count for neither side, nor
+a difference that the end of a grid may cause. A training that fails or diverges has no score: it
+is counted, not averaged.
+"""
+
+_VR = {"groups": 8}  # k = 8 with every batch
+_FEWER = 3  # rates of more versions
+
+# number of rates, and the smallest of the grid of each base: chosen by a look at the bases, and at
+# the versions with 4,096 samples, with the seed that tunes and on held-out samples, so that the
+# best rate is inside and the largest is unstable
+_RATES = {**dict.fromkeys(BATCHES, 5), "adam": 6}
+_FIRST_RATES = {
+    "sgd": {4096: 0.1},
+    "momentum": {64: 0.025, 512: 0.025, 4096: 0.05},
+    "adam": {64: 0.002, 512: 0.008, 4096: 0.002},
+    "lars": {64: 2.0, 512: 4.0, 4096: 4.0},
+    "lamb": {64: 0.004, 512: 0.016, 4096: 0.032},
+}
+_LOWER = {"sgd": 0.25, "momentum": 0.25, "lars": 0.5}  # factors of the grids with r_max 10
+
+
+def arm_of(optimizer: str, version: str, batch: int) -> str:
+    """Name of an arm: a base, or a version of variance reduction over it."""
+    name = optimizer if version == BASE else f"vr-{optimizer}, {version}"
+    return f"{name}; {batch}"
+
+
+def mean_rate_of(optimizer: str, batch: int) -> str:
+    """Name of the base at the mean rate of the version with r_max 1."""
+    return f"{optimizer} at the mean rate of {arm_of(optimizer, PRINTED, batch)}"
+
+
+def grid_of(optimizer: str, batch: int, factor: float = 1.0) -> tuple[float, ...]:
+    """The learning rates that an arm is tuned over."""
+    return tuple(factor * _FIRST_RATES[optimizer][batch] * 2**n for n in range(_RATES[optimizer]))
+
+
+def _base(optimizer: str, batch: int) -> dict[str, Any]:
+    return {"optimizer": optimizer, "batch_size": batch, **UNMEASURED}
+
+
+def _versions(optimizer: str, batch: int) -> Arms:
+    """A base, and its version with each upper clip."""
+    vr = {"optimizer": f"vr-{optimizer}", "batch_size": batch, **_VR}
+    rates = grid_of(optimizer, batch)
+    arms = {BASE: {**_base(optimizer, batch), "lr": rates}}
+    for version, r_max in CLIPS.items():
+        lower = 1.0 if version == PRINTED else _LOWER.get(optimizer, 1.0)
+        arms[version] = {**vr, "r_max": r_max, "lr": grid_of(optimizer, batch, lower)}
+    if optimizer in REFINED and batch == LARGEST:
+        for factor in FACTORS:
+            arms[factor] = {**vr, "factor": factor, "gamma": 0.0, "lr": rates[:_FEWER]}
+        clips = {"gamma": GAMMAS, "r_max": tuple(CLIPS.values())}
+        arms[BEST_CLIPS] = {**vr, **clips, "lr": rates[:_FEWER]}
+    return {arm_of(optimizer, version, batch): changes for version, changes in arms.items()}
+
+
+def _arms(_: object) -> Arms:
+    return {
+        arm: changes
+        for optimizer, batches in BATCHES.items()
+        for batch in batches
+        for arm, changes in _versions(optimizer, batch).items()
+    }
+
+
+def _controls(results: SweepResults) -> Arms:
+    """The bases at the rate of their VR version times the mean r of its run of the same seed."""
+    points = {str(point.values["arm"]): point for point in results.shown}
+    controls: dict[str, dict[str, Any]] = {}
+    for optimizer in SHORTENED:
+        for batch in BATCHES[optimizer]:
+            point = points[arm_of(optimizer, PRINTED, batch)]
+            controls[mean_rate_of(optimizer, batch)] = {
+                **_base(optimizer, batch),
+                "lr": (point.values["lr"],),
+                "lr_control_from": str(results.path.resolve() / f"{point.name}-seed{{seed}}"),
+            }
+    return controls
+
+
+COMPARISON = Comparison(
+    name="variance-reduction",
+    recipe="fashion-mnist",
+    settings={
+        **MLP,
+        "policy": "fixed",
+        "micro_batch": 8192,
+        "max_batch": 8192,
+        "lr_scaling": "none",
+        "evaluate_every": "60K samples",
+        "gap": True,
+    },
+    arms=_arms,
+    seeds=8,
+    tune_seeds=1,
+    controls=_controls,
+)

@@ -1,0 +1,106 @@
+"""VR optimizers and their base optimizers on the digits, each at its own best learning rate."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+from studies.timing import Row
+from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.train_run import Training
+
+_SCORE = "test accuracy, %"
+# learning rates of the base batch, the same grid for a base and its VR optimizer
+GRIDS = {
+    "momentum": (0.005, 0.01, 0.02, 0.04, 0.08),
+    "adam": (0.0005, 0.001, 0.002, 0.004, 0.008),
+    "lars": (1.0, 2.0, 4.0, 8.0, 16.0),
+    "lamb": (0.001, 0.002, 0.004, 0.008, 0.016),
+}
+_BATCH, _MICRO = 512, 64  # k = 8
+_LAST_STEPS = 10  # steps that the training loss is averaged over
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of one optimizer at one learning rate, over the seeds.
+
+    Args:
+        name: the optimizer and its clip.
+        lr: learning rate of the base batch.
+        accuracies: final test accuracy, one per seed.
+        losses: training loss of the last steps, one per seed.
+        factors: mean r over layers and steps, one per seed; 1 for a base optimizer.
+    """
+
+    name: str
+    lr: float
+    accuracies: list[float]
+    losses: list[float]
+    factors: list[float]
+
+    def row(self) -> Row:
+        """The row of the table: mean and standard deviation over the seeds."""
+        return {
+            "optimizer": self.name,
+            "best lr": f"{self.lr:.3g}",
+            _SCORE: f"{mean(self.accuracies):.2f} ± {stdev(self.accuracies):.2f}",
+            "training loss": f"{mean(self.losses):.4f} ± {stdev(self.losses):.4f}",
+            "mean r": f"{mean(self.factors):.2f}",
+        }
+
+
+def run(seeds: int) -> Iterator[Outcome]:
+    """Base, VR with r_max = 1, VR with r_max = 1 / gamma, and momentum at VR's mean rate.
+
+    Each has the learning rate of its grid with the least training loss, so test images play no part
+    in the choice. The last has VR's best rate times its mean r: the control for an optimizer that
+    only takes shorter steps. The other optimizers are invariant to a factor that all weights share.
+    """
+    for base, grid in GRIDS.items():
+        plain = _best(base, 1.0, grid, seeds)
+        adapted = _best(f"vr-{base}", 1.0, grid, seeds)
+        yield plain
+        yield adapted
+        yield _best(f"vr-{base}", 10.0, grid, seeds)
+        if base == "momentum":
+            control = adapted.lr * mean(adapted.factors)
+            yield _outcome(base, 1.0, control, seeds, "momentum at lr x mean(r)")
+
+
+def _best(optimizer: str, r_max: float, grid: tuple[float, ...], seeds: int) -> Outcome:
+    clip = f", r_max = {r_max:g}" if optimizer.startswith("vr-") else ""
+    outcomes = [_outcome(optimizer, r_max, lr, seeds, optimizer + clip) for lr in grid]
+    return min(outcomes, key=lambda outcome: mean(outcome.losses))
+
+
+def _outcome(optimizer: str, r_max: float, lr: float, seeds: int, name: str) -> Outcome:
+    results = [_train(optimizer, r_max, lr, seed) for seed in range(seeds)]
+    return Outcome(name, lr, *(list(column) for column in zip(*results, strict=True)))
+
+
+def _train(optimizer: str, r_max: float, lr: float, seed: int) -> tuple[float, float, float]:
+    settings = DIGITS.settings().with_changes(
+        {
+            "dropout": 0.25,
+            "double": False,
+            "policy": "fixed",
+            "batch_size": _BATCH,
+            "micro_batch": _MICRO,
+            "virtual_ranks": 1,
+            "optimizer": optimizer,
+            "r_max": r_max,
+            "lr": lr,
+            "seed": seed,
+        }
+    )
+    training = Training(DIGITS, settings)
+    losses, factors = [], []
+    for _ in training.train.epochs(settings.epochs):
+        for step in training.train:
+            for batch in step:
+                step.backward(training.loss_of(training.wrapped_model, batch))
+            record = step.update()
+            losses.append(record.loss)
+            gsnr = record.gsnr
+            factors.append(1.0 if gsnr is None else float(gsnr.mean.mean()))
+    return training.scores()[_SCORE], mean(losses[-_LAST_STEPS:]), mean(factors)

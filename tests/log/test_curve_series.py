@@ -1,0 +1,180 @@
+"""The curves of a report: lines and bands over seeds, last steps of epochs, intervals, gaps."""
+
+import math
+from statistics import fmean
+
+import pytest
+
+from bigbatch.log.curve_series import AXES, chosen_rows, panels_of
+from bigbatch.log.curves import curves
+from bigbatch.log.metrics import History
+from bigbatch.log.svg_panels import panel_svg
+from log_rows import row
+
+LOSS, SCORE, BATCH, SIMILARITY, NOISE, RATE = range(6)
+
+
+def run(tmp_path, rows, seed=0, arm="a", epochs=1, **settings):
+    settings = {"arm": arm, "seed": seed, "epochs": epochs, **settings}
+    return History(tmp_path / f"{arm}{seed}", settings, None, rows)
+
+
+def one_of(histories, panel, x="samples"):
+    (curve,) = panels_of(histories, x)[panel].curves
+    return curve
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Three seeds of 20 steps, whose losses, times and scores differ."""
+    return [
+        run(
+            tmp_path,
+            [
+                row(
+                    s,
+                    loss=1 + seed + s,
+                    elapsed_seconds=s * (1.0 + seed),
+                    accuracy=0.5 + seed / 10 if s % 10 == 0 else None,
+                )
+                for s in range(1, 21)
+            ],
+            seed,
+        )
+        for seed in range(3)
+    ]
+
+
+def test_a_line_is_the_mean_over_seeds_and_its_band_their_range(three):
+    points = one_of(three, LOSS).points
+    assert 20 == len(points)
+    for step, point in enumerate(points, start=1):
+        assert (2 + step, 1 + step, 3 + step) == pytest.approx(
+            (point.center, point.low, point.high)
+        )
+    scores = one_of(three, SCORE).points
+    assert [(60, 50, 70)] * 2 == [pytest.approx((p.center, p.low, p.high)) for p in scores]
+
+
+def test_the_line_is_the_median_where_the_runs_ask_for_it(three):
+    for history, loss in zip(three, (1.0, 2.0, 9.0), strict=True):
+        history.settings["over_seeds"] = "median"
+        for one in history.rows:
+            one["loss"] = loss
+    assert {2.0} == {point.center for point in one_of(three, LOSS).points}
+
+
+def test_seeds_are_compared_at_the_same_samples_whatever_the_axis(three):
+    for x, expected in {"samples": 640, "step": 20, "elapsed_seconds": fmean((20, 40, 60))}.items():
+        last = one_of(three, LOSS, x).points[-1]
+        assert (expected, 22) == pytest.approx((last.x, last.center))
+
+
+def test_a_long_run_is_averaged_by_parts_of_an_epoch(tmp_path):
+    rows = [row(s, epoch=(s - 1) // 100, loss=float(s)) for s in range(1, 2001)]
+    points = one_of([run(tmp_path, rows, epochs=20)], LOSS).points
+    assert 60 == len(points)
+    assert 100 == rows[round(points[2].x / 32) - 1]["step"]  # three points an epoch
+    assert fmean(range(1, 34)) == points[0].center
+
+
+def test_a_loss_counts_by_its_samples(tmp_path):
+    rows = [row(1, batch=30, loss=1.0), row(2, batch=10, loss=5.0, samples=40)]
+    many = [row(n + 3, batch=1, samples=41 + n, loss=1.0) for n in range(4000)]
+    first = one_of([run(tmp_path, rows + many)], LOSS).points[0]
+    samples = [30, 10] + [1] * (4040 // 60 + 1 - 40)
+    losses = [1.0, 5.0] + [1.0] * (len(samples) - 2)
+    expected = sum(n * loss for n, loss in zip(samples, losses, strict=True)) / sum(samples)
+    assert expected == pytest.approx(first.center, rel=0.01)
+
+
+def test_the_last_step_of_an_epoch_is_in_no_batch_size_or_rate(tmp_path):
+    sizes = [512, 512, 323] * 5
+    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    rows = [
+        row(n + 1, batch=size, samples=end, epoch=n // 3, lr=[size / 1000])
+        for n, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+    history = run(tmp_path, rows, epochs=5)
+    assert {512} == {point.center for point in one_of([history], BATCH).points}
+    assert {0.512} == {round(point.center, 9) for point in one_of([history], RATE).points}
+    assert 10 == len(chosen_rows(rows))
+
+
+def test_the_only_step_of_an_epoch_counts():
+    rows = [row(1, epoch=0), row(2, epoch=1), row(3, epoch=1)]
+    assert [1, 2] == [one["step"] for one in chosen_rows(rows)]
+    assert [] == chosen_rows([])
+
+
+def test_a_seed_without_a_step_in_a_bin_has_a_value_between_its_neighbours(tmp_path):
+    few = [row(1, batch=320, loss=10.0), row(2, batch=320, loss=20.0)]
+    many = [row(s, batch=32, loss=5.0) for s in range(1, 21)]
+    points = one_of([run(tmp_path, few), run(tmp_path, many, 1)], LOSS).points
+    highs = [point.high for point in points[9:]]  # in the bins before there is one run
+    assert 10 == pytest.approx(highs[0], abs=1)
+    assert 20 == highs[-1]
+    assert highs == sorted(highs)
+
+
+def test_noise_is_averaged_over_runs_before_the_noise_scale_is_computed(tmp_path):
+    def noisy(seed, signal):
+        rows = [row(s, grad_sqnorm=signal, grad_variance=100.0) for s in range(1, 9)]
+        return run(tmp_path, rows, seed)
+
+    (point, *_) = one_of([noisy(0, 1.0), noisy(1, 3.0)], NOISE).points
+    assert (50, 100 / 3, 100) == pytest.approx((point.center, point.low, point.high))
+    (point, *_) = one_of([noisy(0, -1.0), noisy(1, 3.0)], NOISE).points
+    assert (100, 100 / 3, math.inf) == pytest.approx((point.center, point.low, point.high))
+
+
+def test_an_infinite_noise_scale_leaves_a_gap(tmp_path):
+    signals = [1.0, 1.0, -1.0, 1.0, 1.0]
+    rows = [row(s, grad_sqnorm=signal) for s, signal in enumerate(signals, start=1)]
+    curve = one_of([run(tmp_path, rows)], NOISE)
+    assert [2, 2] == [len(part) for part in curve.segments]
+    assert [] == curve.bands  # one run has no range
+
+
+def test_measured_intervals_and_branch_tests_are_drawn(tmp_path):
+    found = {"critical_batch": 90.0, "low": 40.0, "high": None}
+    ends = {"similarity_interval": [-0.2, 0.6], "noise_scale_interval": [30.0, None]}
+    rows = [row(s, branch_test=found if s == 5 else None, **ends) for s in range(1, 11)]
+    for one in rows:
+        if one["branch_test"] is None:
+            del one["branch_test"]
+    history = run(tmp_path, rows)
+    assert {(-0.2, 0.6)} == {(p.low, p.high) for p in one_of([history], SIMILARITY).interval}
+    noise = one_of([history], NOISE)
+    assert {(30.0, math.inf)} == {(p.low, p.high) for p in noise.interval}
+    assert [(160, 90.0, 40.0, math.inf)] == [(t.x, t.center, t.low, t.high) for t in noise.tests]
+    panels = panels_of([history], "samples")
+    assert 2 == panel_svg(panels[SIMILARITY], ["a"]).count('class="interval"')
+    drawn = panel_svg(panels[NOISE], ["a"])
+    assert 1 == drawn.count('class="interval"')  # the other end is infinite
+    assert 1 == drawn.count('class="whisker"')
+    curves([history], "samples")
+
+
+@pytest.mark.parametrize("x", AXES)
+@pytest.mark.parametrize("huge", [1e308, -1e308, 0.0, None])
+def test_every_number_of_a_log_can_be_drawn(tmp_path, x, huge):
+    odd = {"loss": huge, "grad_sqnorm": huge, "lr": [huge or 0.0]}
+    odd["metrics"] = {"score": huge}
+    runs = [run(tmp_path, [row(1), row(2), row(3, **odd), row(4, **odd)], seed) for seed in (0, 1)]
+    for panel in panels_of(runs, x):
+        assert "nan" not in panel_svg(panel, ["a"])
+        assert "inf" not in panel_svg(panel, ["a"])
+    curves(runs, x).savefig(tmp_path / "curves.png", format="png")
+
+
+def test_a_run_that_ended_early_never_turns_a_line_back(tmp_path):
+    slow = [row(s, elapsed_seconds=10.0 * s) for s in range(1, 11)]
+    fast = [row(s, elapsed_seconds=1.0 * s) for s in range(1, 21)]
+    xs = [
+        p.x
+        for p in one_of(
+            [run(tmp_path, slow), run(tmp_path, fast, 1)], LOSS, "elapsed_seconds"
+        ).points
+    ]
+    assert sorted(xs) == xs

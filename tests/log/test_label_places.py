@@ -1,0 +1,118 @@
+"""Labels never overlap, and styles differ in black and white and on dark pages."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bigbatch.chart_axis import Axis
+from bigbatch.log.label_places import Box, place_near_points, spread
+from bigbatch.log.line_styles import DARK, LIGHT, PAGES, short_names, style_of
+from property_tests import property_test
+
+PLACES = st.floats(-50, 350)
+
+
+@property_test(200)
+@given(st.lists(PLACES, max_size=20), st.floats(1, 30))
+def test_labels_of_lines_are_a_gap_apart_in_the_order_of_the_lines(wanted, gap):
+    places = spread(wanted, gap, 0.0, 250.0)
+    if places is None:
+        assert gap * (len(wanted) - 1) > 250
+        return
+    by_height = sorted(range(len(wanted)), key=places.__getitem__)
+    assert all(0 <= place <= 250 + 1e-9 for place in places)
+    for one, other in itertools.pairwise(by_height):
+        assert places[other] - places[one] >= gap - 1e-9
+        assert wanted[one] <= wanted[other]
+
+
+@property_test(100)
+@given(st.lists(st.integers(0, 20).map(lambda n: 12.0 * n), unique=True, max_size=15))
+def test_labels_with_room_stay_at_their_lines(wanted):
+    assert wanted == pytest.approx(spread(wanted, 12.0, 0.0, 250.0))
+
+
+@property_test(100)
+@given(st.lists(PLACES, min_size=2, max_size=8), st.floats(1, 20))
+def test_no_other_places_are_nearer_to_the_lines(wanted, gap):
+    """A move of touching labels together, which is the only free one, makes it no better."""
+    places = spread(wanted, gap, -1e4, 1e4)
+    order = sorted(range(len(wanted)), key=places.__getitem__)
+    blocks = [[order[0]]]
+    for one, other in itertools.pairwise(order):
+        if places[other] - places[one] > gap + 1e-6:
+            blocks.append([])
+        blocks[-1].append(other)
+    for block in blocks:
+        assert sum(places[i] - wanted[i] for i in block) == pytest.approx(0, abs=1e-6)
+
+
+POINTS = st.tuples(st.floats(0, 400), st.floats(0, 300), st.text("abc0.", min_size=1, max_size=14))
+
+
+@property_test(100)
+@given(st.lists(POINTS, max_size=30))
+def test_labels_of_points_overlap_neither_each_other_nor_a_point(points):
+    frame = Box(0, 0, 400, 300)
+    marks = [Box(x - 4, y - 4, x + 4, y + 4) for x, y, _ in points]
+    placed = [box for box in place_near_points(points, 11, frame, marks) if box is not None]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(placed, 2))
+    assert not any(box.overlaps(mark) for box in placed for mark in marks)
+    assert all(frame.contains(box) for box in placed)
+
+
+def test_a_label_with_room_is_placed_and_covers_as_few_lines_as_possible():
+    frame = Box(0, 0, 400, 300)
+    (box,) = place_near_points([(200, 150, "0.3")], 10, frame, [])
+    assert box.left >= 200
+    assert box.bottom <= 150
+    (other,) = place_near_points([(200, 150, "0.3")], 10, frame, [], [box])
+    assert not other.overlaps(box)
+    assert [None] == place_near_points([(200, 150, "0.3")], 10, frame, [frame])
+
+
+@property_test(200)
+@given(st.floats(1e-6, 1e6), st.floats(0, 1e6), st.sampled_from([None, 2, 10]), st.integers(2, 8))
+def test_an_axis_has_few_ticks_within_its_ends(low, span, base, most):
+    axis = Axis(low, low + span, 0.0, 100.0, log_base=base)
+    ticks = axis.ticks(most)
+    assert 1 <= len(ticks) <= most
+    assert all(low * (1 - 1e-9) <= tick <= (low + span) * (1 + 1e-9) for tick in ticks)
+    assert sorted(ticks) == ticks
+
+
+def luminance(color):
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_every_colour_can_be_read_as_text_on_its_page():
+    """The contrast of WCAG 2.1 for text, 4.5."""
+    for colors, page in zip((LIGHT, DARK), PAGES, strict=True):
+        for color in colors:
+            low, high = sorted((luminance(color), luminance(page)))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, color
+
+
+def test_arms_differ_in_colour_and_dashes():
+    styles = [style_of(arm) for arm in range(42)]
+    assert 42 == len(set(styles))
+    assert 6 == len({style.dashes for style in styles[:6]})
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["fixed-32", "simigrad"], ["fixed-32", "simigrad"]),
+        (["policy=simigrad,lr=0.1", "policy=simigrad,lr=0.2"], ["lr=0.1", "lr=0.2"]),
+        (["policy=fixed,batch_size=32", "policy=simigrad,target=0.2"], ["1", "2"]),
+        (["policy=simigrad,target=0.2"], ["1"]),
+        (["policy=simigrad,lr=0.1", "policy=simigrad"], ["1", "2"]),
+        ([], []),
+    ],
+)
+def test_long_names_are_shortened_or_numbered(names, labels):
+    assert labels == short_names(names)

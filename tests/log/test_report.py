@@ -1,0 +1,348 @@
+"""The report: one file that opens offline and shows what it should."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from rich.console import Console
+
+from bigbatch.errors import RunError
+from bigbatch_recipes.console import LiveView
+from bigbatch.log.gsnr_heatmap import heat_maps
+from bigbatch.log.html_report import write_report
+from bigbatch.log.metrics import Table, history_of, seeds_of, table_of
+from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log.seed_summary import SeedSummary
+from log_rows import row
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
+
+
+def run_at(path, rows, **settings):
+    run = RunDirectory.create(path, {**SETTINGS, **settings})
+    for one in rows:
+        run.append(one)
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+
+    def rows(batch, accuracy):
+        return [row(s, batch=batch, accuracy=accuracy if s == 40 else None) for s in range(1, 41)]
+
+    return [
+        run_at(folder / "a0", rows(32, 0.90), arm="a", seed=0),
+        run_at(folder / "a1", rows(32, 0.94), arm="a", seed=1),
+        run_at(folder / "b0", rows(64, 0.50), arm="b", policy="fixed"),
+    ]
+
+
+def test_the_table_has_mean_and_standard_deviation_over_seeds(runs):
+    histories = [history_of(run) for run in runs]
+    assert [
+        ("a", "92.00 ± 2.83", "40", "32", "1,280", "4.0 s"),
+        ("b", "50.00", "40", "64", "2,560", "4.0 s"),
+    ] == table_of(histories).rows
+    assert "mean ± standard deviation over 1 to 2 seeds" == seeds_of(histories)
+
+
+def test_the_table_has_the_median_where_every_run_asks_for_it(tmp_path):
+    settings = {"arm": "a", "over_seeds": "median"}
+    runs = [
+        run_at(tmp_path / f"a{seed}", [row(1, accuracy=score)], seed=seed, **settings)
+        for seed, score in enumerate((0.90, 0.95, 0.10))
+    ]
+    histories = [history_of(run) for run in runs]
+    assert "90.00 [10.00, 95.00]" == table_of(histories).rows[0][1]
+    assert "median [least, most] over 3 seeds" == seeds_of(histories)
+    other = history_of(run_at(tmp_path / "b", [row(1, accuracy=0.5)], seed=0, policy="fixed"))
+    assert "mean ± standard deviation over 1 to 3 seeds" == seeds_of([*histories, other])
+
+
+@pytest.mark.parametrize(
+    ("by_median", "values", "text", "reach"),
+    [
+        (False, [1.0, 2.0, 6.0], "3.00 ± 2.65", (7**0.5, 7**0.5)),
+        (True, [1.0, 2.0, 6.0], "2.00 [1.00, 6.00]", (1.0, 4.0)),
+        (True, [6.0, 1.0], "3.50 [1.00, 6.00]", (2.5, 2.5)),
+        (True, [2.0, 2.001], "2.00", (0.0005, 0.0005)),
+        (False, [2.0], "2.00", (0.0, 0.0)),
+        (True, [2.0], "2.00", (0.0, 0.0)),
+    ],
+)
+def test_seeds_are_summed_up_in_words_and_as_error_bars(by_median, values, text, reach):
+    summary = SeedSummary(by_median=by_median)
+    assert text == summary.text(values, 2)
+    assert reach == pytest.approx(summary.error_bars(values))
+
+
+@pytest.mark.parametrize("score", ["AUC", "masked tokens right, % (held out of wikipedia-2)"])
+def test_a_table_is_shown_whole_in_80_columns(score):
+    shown = io.StringIO()
+    scores = [f"{score} {number}" for number in range(3)]
+    columns = ("run", *scores, "steps", "average batch", "samples", "wall time")
+    cells = ("a-long-name", "0.0123", "1.0123", "2.0123", "469", "64", "30,000", "82.4 s")
+    LiveView(Console(width=80, file=shown)).table(Table(columns, [cells]), "one run a row")
+    said = shown.getvalue()
+    assert max(map(len, said.splitlines())) <= 80
+    assert all(cell in said for cell in cells[1:])
+    assert "a-long-n" in said
+
+
+def test_a_table_of_long_numbers_is_wrapped_and_loses_none_in_80_columns():
+    shown = io.StringIO()
+    columns = ("policy", "lr", "test accuracy, %", "average batch", "steps", "wall time", "runs")
+    cells = ("simigrad", "0.02", "64.44 [55.33, 71.33]", "79 [59, 90]", "34 [30, 46] (3 skipped)")
+    cells = (*cells, "0.5 [0.4, 0.5] s", "3, 3 diverged")
+    LiveView(Console(width=80, file=shown)).table(Table(columns, [cells]), "over 3 seeds")
+    said = shown.getvalue()
+    assert max(map(len, said.splitlines())) <= 80
+    assert all(word in said for cell in cells for word in cell.split())
+
+
+def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):
+    one = run_at(tmp_path / "s1" / "x", [row(1, accuracy=0.5)], arm="a")
+    other = run_at(tmp_path / "s2" / "x", [row(1, accuracy=0.9)], arm="a", epochs=2)
+    histories = [history_of(run) for run in (one, other, one)]
+    names = [line[0] for line in table_of(histories).rows]
+    assert ["s1/a", "s2/a (1 of 1 unfinished)"] == names
+    assert "one run a row" == seeds_of(histories)
+
+
+def test_runs_of_one_seed_are_said_to_be_of_one(tmp_path):
+    def histories(*seeds):
+        paths = [tmp_path / f"{number}-{seeds}" for number in range(len(seeds))]
+        made = zip(paths, seeds, strict=True)
+        return [history_of(run_at(path, [row(1)], arm="a", seed=seed)) for path, seed in made]
+
+    over = "mean ± standard deviation over"
+    assert f"{over} 2 runs of 1 seed" == seeds_of(histories(0, 0))
+    assert f"{over} 3 runs of 2 seeds" == seeds_of(histories(0, 0, 1))
+    assert f"{over} 2 seeds" == seeds_of(histories(0, 1))
+
+
+def test_a_run_without_a_step_has_a_row_that_says_so(tmp_path):
+    run = run_at(tmp_path / "empty", [], arm="late")
+    assert ["late", "nothing yet"] == list(table_of([history_of(run)]).rows[0][:2])
+    with pytest.raises(RunError, match="nothing to report"):
+        write_report([run], tmp_path / "page.html", "empty")
+
+
+def test_runs_that_begin_from_those_of_their_seed_are_seeds_of_each_other(tmp_path):
+    for name in ("init_from", "lr_control_from"):
+        runs = [
+            run_at(tmp_path / f"{name}{s}", [row(1)], arm="b", seed=s, **{name: f"/x/a-seed{s}"})
+            for s in (0, 1)
+        ]
+        assert 1 == len(table_of([history_of(run) for run in runs]).rows), name
+
+
+def test_a_mean_over_fewer_runs_than_there_are_says_so(tmp_path):
+    runs = [run_at(tmp_path / "s0", [row(1, accuracy=0.5)], arm="a", seed=0)]
+    runs += [run_at(tmp_path / "s1", [row(1, metrics={"test accuracy, %": None})], arm="a", seed=1)]
+    runs += [run_at(tmp_path / "s2", [], arm="a", seed=2)]
+    ((name, score, *_),) = table_of([history_of(run) for run in runs]).rows
+    assert "a (1 of 3 unfinished)" == name
+    assert "50.00 (1 of 2)" == score
+    write_report(runs, tmp_path / "page.html", "three")
+    assert "a (1 of 3 unfinished)" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("scores", [None, {"test accuracy, %": 50.0}])
+def test_a_run_has_finished_where_its_last_epoch_has_a_score(tmp_path, scores):
+    run = run_at(tmp_path / "run", [row(1), row(2, metrics=scores)])
+    assert (scores is not None) == history_of(run).finished
+    before = run_at(tmp_path / "before", [row(1), row(2, metrics=scores)], epochs=2)
+    assert not history_of(before).finished
+
+
+def test_values_that_were_not_finite_leave_a_gap_and_no_error(tmp_path):
+    gaps = {
+        "grad_sqnorm": None,
+        "grad_variance": None,
+        "similarity": None,
+        "noise_scale": None,
+        "loss": None,
+    }
+    run = run_at(tmp_path / "run", [row(1), row(2, **gaps, skipped=True), row(3, grad_sqnorm=-5.0)])
+    write_report([run], tmp_path / "page.html", "gaps")
+    assert "<svg" in (tmp_path / "page.html").read_text()
+
+
+def test_skipped_steps_are_no_updates_and_said(tmp_path):
+    lost = {"skipped": True, "grad_sqnorm": None, "grad_variance": None}
+    run = run_at(tmp_path / "run", [row(1), row(2, **lost), row(3, **lost), row(4, accuracy=0.5)])
+    history = history_of(run)
+    assert (2, 2, 32.0) == (history.steps, history.skipped, history.average_batch)
+    assert "2 (2 skipped)" == table_of([history]).rows[0][2]
+    gap = history_of(
+        run_at(tmp_path / "gap", [row(1), row(2, **lost), row(5)])
+    )  # two were not logged
+    assert (4, 32.0) == (gap.steps, gap.average_batch)
+
+
+@pytest.fixture(scope="module")
+def page(runs, tmp_path_factory):
+    """The report of two arms, whose title would be a script."""
+    out = tmp_path_factory.mktemp("report") / "page.html"
+    write_report(runs, out, "<script>alert(1)</script>")
+    return out.read_text()
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(page):
+    assert [] == re.findall(r"""(?:src|href)\s*=\s*["'](?!#)[^"']*""", page)
+    assert [] == re.findall(r"url\((?!#)[^)]*\)|@import", page)
+
+
+def test_a_name_with_markup_is_shown_and_not_run(page):
+    assert "<script>alert" not in page
+    assert 1 == page.count("<script")  # its own
+    assert "&lt;script&gt;alert(1)" in page
+
+
+def test_the_page_of_many_arms_stays_small_and_one_file(tmp_path):
+    def rows(arm):
+        factors = {f"layer{n}.weight": [(arm + n) % 7 / 7, 0.1, 0.2, 0.5] for n in range(30)}
+        return [row(s, gsnr=factors, loss=arm + 1 / s, accuracy=0.5) for s in range(1, 81)]
+
+    runs = [
+        run_at(tmp_path / f"{arm}-{seed}", rows(arm), arm=f"lr={arm}", seed=seed)
+        for arm in range(20)
+        for seed in range(2)
+    ]
+    write_report(runs, tmp_path / "page.html", "many")
+    assert (tmp_path / "page.html").stat().st_size < 1_500_000
+
+
+def test_the_page_needs_no_script_to_show_its_curves(page):
+    static = re.sub(r"<script>.*</script>", "", page, flags=re.DOTALL)
+    assert 18 == static.count('<svg viewBox="0 0 400 250"')
+    assert 18 == static.count(">b</text>")  # a label at the end of each line
+
+
+def dumped_by_browser(page, probe, tmp_path):
+    """What a script that runs in the page writes as JSON, in headless Chromium."""
+    script = f"<script>addEventListener('load', () => {{ {probe} }});</script>"
+    probed = tmp_path / "page.html"
+    probed.write_text(page.replace("</body>", script + "</body>"))
+    offline = ["--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 0.0.0.0"]
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    dumped = subprocess.run(
+        [
+            BROWSER,
+            *offline,
+            *quiet,
+            "--no-first-run",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=5000",
+            "--dump-dom",
+            probed.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    return json.loads(re.search(r'<pre id="out">(.*?)</pre>', dumped, re.DOTALL)[1])
+
+
+IN_BROWSER = pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium (Debian: apt install chromium)"
+)
+WRITE = "document.body.innerHTML = '<pre id=out>' + JSON.stringify(out) + '</pre>';"
+
+
+@IN_BROWSER
+def test_a_browser_shows_the_table_and_every_panel_of_the_chosen_axis(page, tmp_path):
+    probe = """const shown = e => e.getBoundingClientRect().width > 0;
+      const found = tab => { document.getElementById(tab).checked = true;
+        const svg = [...document.querySelectorAll('.tabs svg')].filter(shown);
+        const [panels] = [...document.querySelectorAll('.panels')].filter(shown);
+        return {panels: svg.length, width: svg[0].getBoundingClientRect().width,
+                text: panels.textContent.replace(/\\s+/g, ' ')}; };
+      const out = {rows: [...document.querySelectorAll('tbody tr')].filter(shown).length,
+                   tabs: ['tab1', 'tab2', 'tab3'].map(found)};"""
+    seen = dumped_by_browser(page, probe + WRITE, tmp_path)
+    assert 3 == seen["rows"]  # two arms, and the difference of the second
+    for tab, axis in zip(seen["tabs"], ("samples", "optimizer steps", "seconds"), strict=True):
+        assert 6 == tab["panels"]
+        assert tab["width"] > 300
+        for words in (axis, "training loss", "batch size", "similarity", "target 0.25", "noise"):
+            assert words in tab["text"]
+
+
+@IN_BROWSER
+def test_a_name_keeps_an_arm_in_view_by_a_click_and_escape_shows_all(page, tmp_path):
+    probe = """const key = document.querySelector('button[data-arm="1"]');
+      const state = () => [document.body.matches('.choosing'), key.ariaPressed,
+        document.querySelectorAll('g.arm.on').length, document.querySelectorAll('g.arm').length];
+      const out = [state()];
+      key.click(); out.push(state());
+      key.click(); out.push(state());
+      key.focus(); out.push(state());
+      key.click(); dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'})); out.push(state());
+      const svg = document.querySelector('.panels svg'), box = svg.getBoundingClientRect();
+      const [line] = svg.querySelectorAll('g.arm[data-arm="1"] polyline.line');
+      const {x, y} = line.points[0], scale = box.width / 400;
+      svg.dispatchEvent(new PointerEvent('pointermove',
+        {clientX: box.left + x * scale, clientY: box.top + y * scale}));
+      out.push(svg.parentElement.querySelector('output').textContent);"""
+    none, one = [False, "false", 0, 36], [True, "true", 18, 36]
+    focused = [True, "false", 18, 36]
+    *states, said = dumped_by_browser(page, probe + WRITE, tmp_path)
+    assert [none, one, none, focused, none] == states
+    assert "b: 2 at 64" == said
+
+
+@IN_BROWSER
+def test_a_page_of_400_pixels_has_one_column_and_does_not_scroll_sideways(page, tmp_path):
+    frame = "<body><iframe style='width:400px;height:3000px;border:0'></iframe></body>"
+    source = json.dumps(page).replace("</", "<\\/")
+    probe = f"""const frame = document.querySelector('iframe');
+      frame.onload = () => {{
+        const inner = frame.contentDocument, panels = inner.querySelectorAll('#panel1 svg');
+        const text = panels[0].querySelector('text');
+        const out = {{width: inner.documentElement.scrollWidth,
+          lefts: [...new Set([...panels].map(e => e.getBoundingClientRect().left))].length,
+          letters: 11.5 * panels[0].getBoundingClientRect().width / 400,
+          font: getComputedStyle(text).fontSize}};
+        {WRITE} }};
+      frame.srcdoc = {source};"""
+    seen = dumped_by_browser(frame, probe, tmp_path)
+    assert (400, 1, "11.5px") == (seen["width"], seen["lefts"], seen["font"])
+    assert seen["letters"] > 10
+
+
+def test_a_watched_run_has_a_heat_map_with_a_line_for_every_layer(tmp_path):
+    def factors(step):
+        return {"0.weight": [0.5, 0.2, 0.3, 0.9], "9.bias": [step / 10, 0.0, 1.0, None]}
+
+    rows = [row(step, gsnr=factors(step)) for step in range(1, 6)]
+    watched = run_at(tmp_path / "vr", rows, arm="vr")
+    out = tmp_path / "report.html"
+    write_report([watched, run_at(tmp_path / "plain", [row(1)], arm="plain")], out, "both")
+    page = out.read_text()
+    assert 1 == page.count('class="map"')
+    texts = ("GSNR scaling of each layer", "0.weight", "9.bias", "mean r", "share of weights")
+    for text in texts:
+        assert text in page
+
+
+def test_a_run_that_tells_nothing_of_r_has_no_heat_map(page):
+    assert "GSNR scaling of each layer" not in page
+
+
+def test_the_heat_map_averages_a_long_run_into_columns(tmp_path):
+    """Of 100 steps two make a column; a number that was never known stays blank."""
+    rows = [row(s, gsnr={"w": [s / 100, 0.0, 0.0, None]}) for s in range(1, 101)]
+    history = history_of(run_at(tmp_path / "vr", rows))
+    mean, *_, factor = [axes.images[0].get_array() for axes in heat_maps(history).axes[:4]]
+    assert (1, 50) == mean.shape
+    assert [0.015, 0.035] == pytest.approx(mean[0, :2].tolist())
+    assert factor.mask.all()
