@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from studies.target_training import TARGET, Result
-from studies.timing import Times
 from bigbatch.errors import RunError
 from bigbatch.log.atomic_files import write_atomically
+from studies.target_training import TARGET, Result
+from studies.timing import Times
 
 FORMAT = "bigbatch bench advice"  # a key of the file
 

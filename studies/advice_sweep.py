@@ -17,19 +17,12 @@ from typing import Any
 import torch
 
 import bigbatch as bb
-from studies.advice_results import (
-    Advised,
-    Results,
-    SizeResult,
-    WorkloadResult,
-    about,
-    read_results,
-)
+from bigbatch.errors import RunError
+from studies.advice_results import Advised, Results, SizeResult, WorkloadResult, about, read_results
 from studies.advice_verdict import Verdict
 from studies.advice_workloads import SIZES, WORKLOADS, Workload
 from studies.target_training import TARGET, Result, TargetTraining
 from studies.timing import Times, interleaved_times
-from bigbatch.errors import RunError
 
 _RATIO = 2**0.5  # of neighbouring rates
 _REPEAT_SECONDS = 0.01  # of one timed repeat, and at least one step

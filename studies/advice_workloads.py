@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from bigbatch.optional_packages import import_optional
 from bigbatch_recipes.datasets.characters import CHARACTERS, split_codes
 from bigbatch_recipes.datasets.criteo_tsv import CATEGORIES, NUMBERS
 from bigbatch_recipes.datasets.stdlib_text import stdlib_text
 from bigbatch_recipes.datasets.synthetic_clicks import click_log
 from bigbatch_recipes.models.char_transformer import CharTransformer
-from bigbatch.optional_packages import import_optional
 
 Samples = tuple[Tensor, ...]
 """Tensors whose dimension 0 is that of the samples."""

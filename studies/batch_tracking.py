@@ -7,10 +7,10 @@ from statistics import fmean, median
 
 import numpy as np
 
-from studies.noisy_quadratic import Bed
-from studies.timing import Row
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import NoiseScale, Policy, SimiGrad, TrainingState
+from studies.noisy_quadratic import Bed
+from studies.timing import Row
 
 TRIALS = 6
 

@@ -12,6 +12,8 @@ from rich import box
 from rich.progress import track
 from rich.table import Table
 
+from bigbatch.log.curves import FIGURE_FORMATS, require_writable
+from bigbatch_recipes.console import plain_console
 from studies import (
     advice_overhead,
     advice_results,
@@ -38,8 +40,6 @@ from studies.advice_workloads import WORKLOADS
 from studies.known_answer import KnownAnswer
 from studies.noisy_quadratic import RATES
 from studies.timing import Row
-from bigbatch_recipes.console import plain_console
-from bigbatch.log.curves import FIGURE_FORMATS, require_writable
 
 _WIDTH = 200  # columns of a table in a file
 

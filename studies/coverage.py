@@ -9,6 +9,9 @@ from statistics import fmean, median
 
 import torch
 
+from bigbatch.statistics.averages import NoiseAverage
+from bigbatch.statistics.meter import GradientMeter
+from bigbatch.statistics.noise_scale import GradientStatistics
 from studies.synthetic_gradients import (
     SIMILARITIES,
     Population,
@@ -17,9 +20,6 @@ from studies.synthetic_gradients import (
     populations,
 )
 from studies.timing import Row
-from bigbatch.statistics.averages import NoiseAverage
-from bigbatch.statistics.meter import GradientMeter
-from bigbatch.statistics.noise_scale import GradientStatistics
 
 TRIALS = 200
 LEVELS = (0.5, 0.68, 0.8, 0.9, 0.95, 0.99)  # nominal coverages

@@ -9,19 +9,7 @@ from statistics import median
 import numpy as np
 from matplotlib.figure import Figure
 
-from studies.noisy_quadratic import (
-    BASE_BATCH,
-    RATES,
-    Array,
-    Bed,
-    Moment,
-    Optimizer,
-    Rate,
-    Rule,
-    last_part,
-)
-from studies.optimal_schedule import Outcome, knots, optimal_schedule, with_best_rate
-from studies.timing import Row
+from bigbatch.log.curves import COLORS, add_grid, write_figure
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.goodput import Goodput
@@ -38,7 +26,19 @@ from bigbatch.policies.policy import (
 )
 from bigbatch.policies.seesaw import Seesaw
 from bigbatch.policies.step_time import StepTimes
-from bigbatch.log.curves import COLORS, add_grid, write_figure
+from studies.noisy_quadratic import (
+    BASE_BATCH,
+    RATES,
+    Array,
+    Bed,
+    Moment,
+    Optimizer,
+    Rate,
+    Rule,
+    last_part,
+)
+from studies.optimal_schedule import Outcome, knots, optimal_schedule, with_best_rate
+from studies.timing import Row
 
 SEEDS = 3
 

@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 import bigbatch as bb
-from bigbatch.optim import VarianceReduced, VRAdam, VRLAMB, VRLARS
+from bigbatch.optim import VRLAMB, VRLARS, VarianceReduced, VRAdam
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 5
@@ -98,8 +98,8 @@ def windows(samples: int, length: int, tokens: int) -> Batch:
 
 def resnet18() -> nn.Module:
     """ResNet-18 for images of 32 x 32, with GroupNorm."""
-    from studies.sized_networks import with_group_norm
     from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
+    from studies.sized_networks import with_group_norm
 
     return with_group_norm(resnet_of_basic_blocks())
 
@@ -195,12 +195,7 @@ def loop_of(case: Case, way: str | None) -> Callable[[], None]:
     optimizer = build(model.parameters(), lr=1e-4)
     samples = len(batch[0])
     train = bb.AdaptiveBatch(
-        model,
-        optimizer,
-        [batch],
-        policy=bb.Fixed(samples),
-        micro_batch=samples,
-        **WAYS[way],
+        model, optimizer, [batch], policy=bb.Fixed(samples), micro_batch=samples, **WAYS[way]
     )
     return partial(adaptive_step, train)
 
@@ -257,7 +252,7 @@ def measure(name: str, case: Case, rounds: int) -> Iterator[dict[str, Any]]:
             run = loop_of(case, None if way == "plain" else way)
             for _ in range(20 if way == "default" else 4):
                 run()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             yield {"case": name, "way": way, "refused": f"{type(error).__name__}: {error}"[:300]}
             continue
         runs[way] = run
@@ -289,11 +284,15 @@ def measure(name: str, case: Case, rounds: int) -> Iterator[dict[str, Any]]:
 
 def optimizer_costs(rounds: int, *, tiny: bool) -> Iterator[dict[str, Any]]:
     """VR optimizers on k = 4 micro-batches over torch's fused ones, without a network."""
-    lists = {"tiny": [(16, 16)] * 3} if tiny else {
-        "167 tensors of 0.85 M": [(32, 32, 5)] * 167,
-        "10 tensors of 25 M": [(1600, 1563)] * 10,
-        "GPT 124 M": [tuple(p.shape) for p in GPT(12, 768, 50304, 1024).parameters()],
-    }
+    lists = (
+        {"tiny": [(16, 16)] * 3}
+        if tiny
+        else {
+            "167 tensors of 0.85 M": [(32, 32, 5)] * 167,
+            "10 tensors of 25 M": [(1600, 1563)] * 10,
+            "GPT 124 M": [tuple(p.shape) for p in GPT(12, 768, 50304, 1024).parameters()],
+        }
+    )
     ways: dict[str, Callable[..., Optimizer]] = {
         "SGD": fused_sgd,
         "VR SGD": reduced(fused_sgd),
@@ -364,7 +363,7 @@ def main() -> None:
             continue
         try:
             keep("loops", measure(name, case, rounds))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             print(name, type(error).__name__, error, flush=True)
             written["skipped"].append(f"{name}: {error}"[:300])
     if time.perf_counter() - start <= given.seconds:

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from statistics import fmean
 
-from studies.known_answer import EXACT, KnownAnswer
+from bigbatch.log.replay import Trace, Trajectory
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.goodput import Goodput
+from bigbatch.policies.lr_scaling import square_root
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import NoiseScale, NormTest, Policy, SimiGrad, TrainingState
-from bigbatch.log.replay import Trace, Trajectory
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.lr_scaling import square_root
+from studies.known_answer import EXACT, KnownAnswer
 
 _SCALE = 1000  # B_simple that the policies see, in samples
 

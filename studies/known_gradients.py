@@ -10,6 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from bigbatch.gradients import SingleProcessSource
+from bigbatch.gradients.groups.projection import SIGNS, Projection, SignPool
+from bigbatch.optim.functional import ratio
+from bigbatch.statistics.meter import GradientMeter
+from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch.statistics.second_moment import GradientMoments
 from studies.known_answer import EXACT, KnownAnswer
 from studies.synthetic_gradients import (
     Elliptical,
@@ -18,12 +24,6 @@ from studies.synthetic_gradients import (
     read_images,
     recorded_stages,
 )
-from bigbatch.gradients import SingleProcessSource
-from bigbatch.gradients.groups.projection import SIGNS, Projection, SignPool
-from bigbatch.optim.functional import ratio
-from bigbatch.statistics.meter import GradientMeter
-from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.statistics.second_moment import GradientMoments
 
 _A1 = "McCandlish et al. 2018 (1812.06162), appendix A.1"
 _THEORY = "trace and mean of the distribution drawn from"

@@ -8,15 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from studies.known_answer import EXACT, KnownAnswer
-from bigbatch_recipes.linear_regression.experiment import (
-    Findings,
-    sgd,
-    train,
-    vr_sgd,
-    vr_sgd_wide,
-)
-from bigbatch_recipes.linear_regression.input_distributions import DISTRIBUTIONS
 from bigbatch.optim.lamb import LAMB
 from bigbatch.optim.lars import LARS
 from bigbatch.optim.vr_optimizers import VRSGD
@@ -24,6 +15,9 @@ from bigbatch.policies.policy import Fixed
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
+from bigbatch_recipes.linear_regression.experiment import Findings, sgd, train, vr_sgd, vr_sgd_wide
+from bigbatch_recipes.linear_regression.input_distributions import DISTRIBUTIONS
+from studies.known_answer import EXACT, KnownAnswer
 
 _VRGD = "VRGD (Jiang et al. 2023, 2309.13681)"
 _ROUNDING = "rounding"

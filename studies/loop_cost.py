@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from studies.sized_networks import MicroBatches, mean_loss, random_batch
-from studies.timing import Row, interleaved
 from bigbatch.data.batches import Batches
-from bigbatch_recipes.digits import network
-from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import Fixed
 from bigbatch.training.adaptive_batch import AdaptiveBatch
+from bigbatch_recipes.digits import network
+from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
+from studies.sized_networks import MicroBatches, mean_loss, random_batch
+from studies.timing import Row, interleaved
 
 ROWS = 13
 

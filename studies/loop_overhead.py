@@ -9,6 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from bigbatch.errors import GradientError
+from bigbatch.optim.vr_optimizers import VRSGD
+from bigbatch.policies.policy import Fixed
+from bigbatch.training.adaptive_batch import AdaptiveBatch
+from bigbatch.training.loop_options import LoopOptions
+from bigbatch_recipes.digits import network
+from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
 from studies.loop_cost import plain_loop
 from studies.sized_networks import (
     MicroBatches,
@@ -18,13 +25,6 @@ from studies.sized_networks import (
     with_group_norm,
 )
 from studies.timing import Row, Times, interleaved_times, median_and_range
-from bigbatch.errors import GradientError
-from bigbatch_recipes.digits import network
-from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
-from bigbatch.optim.vr_optimizers import VRSGD
-from bigbatch.policies.policy import Fixed
-from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch.training.loop_options import LoopOptions
 
 BATCHES = (32, 128)  # by default
 

@@ -13,19 +13,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from studies.gloo_processes import count_bytes_sent
-from studies.sized_networks import (
-    MicroBatches,
-    count,
-    random_batch,
-    transformer,
-    wide_layers,
-)
-from studies.timing import Cost, Row, interleaved
-from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
 from bigbatch.gradients import SingleProcessSource
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.second_moment import GradientMoments
+from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
+from studies.gloo_processes import count_bytes_sent
+from studies.sized_networks import MicroBatches, count, random_batch, transformer, wide_layers
+from studies.timing import Cost, Row, interleaved
 
 _K = 8
 

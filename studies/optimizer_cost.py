@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from studies.sized_networks import count, random_batch, transformer
-from studies.timing import Cost, Row, interleaved, median_and_range, seconds
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VarianceReduced, VRAdam
+from studies.sized_networks import count, random_batch, transformer
+from studies.timing import Cost, Row, interleaved, median_and_range, seconds
 
 with torch.device("meta"):  # without memory, for its shapes
     _LAYER = nn.TransformerEncoderLayer(512, 8)

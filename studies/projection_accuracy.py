@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from studies.timing import Row
-from bigbatch_recipes.digits import network
 from bigbatch.optional_packages import import_optional
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch_recipes.digits import network
+from studies.timing import Row
 
 STEPS = 200  # of each seed
 

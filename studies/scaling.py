@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 
-from studies.comm_bytes import ring_bytes
-from studies.timing import Row, seconds
 from bigbatch.optim.bucket_shards import CHUNK_BYTES
 from bigbatch.statistics.sanity_checks import SanityChecks
 from bigbatch.statistics.second_moment import combine_moments
 from bigbatch.statistics.step_totals import FIELDS, RANK_COUNTS, StepTotals, unpack
+from studies.comm_bytes import ring_bytes
+from studies.timing import Row, seconds
 
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2

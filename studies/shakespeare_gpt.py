@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from studies.known_answer import KnownAnswer
-from bigbatch_recipes.datasets.files import text_of
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch_recipes.datasets.files import text_of
+from studies.known_answer import KnownAnswer
 
 _LENGTH = 256  # characters of a window
 _WIDTH, _DEPTH, _HEADS, _DROPOUT = 384, 6, 6, 0.2

@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from studies.synthetic_gradients import SIMILARITIES, Population, measure_step, populations
-from studies.timing import Row
 from bigbatch.log.curves import add_grid, write_figure
 from bigbatch.statistics.meter import GradientMeter
+from studies.synthetic_gradients import SIMILARITIES, Population, measure_step, populations
+from studies.timing import Row
 
 TRIALS = 600
 

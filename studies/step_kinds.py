@@ -21,12 +21,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from studies import baselines
-from studies.scaling import Model
-from studies.sized_networks import MicroBatches
 from bigbatch.optim import VRSGD
 from bigbatch.policies.policy import Fixed
 from bigbatch.statistics.meter import GradientMeter
+from studies import baselines
+from studies.scaling import Model
+from studies.sized_networks import MicroBatches
 
 ENGINES = ("DDP", "FSDP2", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 LAYERS = 8  # of 768 x 768: 4.7 million weights in 16 parameters, which 2, 3 and 4 divide

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from studies.timing import Row, median_and_range
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.policy import Fixed
+from studies.timing import Row, median_and_range
 
 ROWS = 2
 _WIDTH, _LAYERS, _CLASSES = 384, 4, 10

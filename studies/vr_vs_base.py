@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from studies.timing import Row
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.train_run import Training
+from studies.timing import Row
 
 _SCORE = "test accuracy, %"
 # learning rates of the base batch, the same grid for a base and its VR optimizer

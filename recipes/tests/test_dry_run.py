@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from studies import scaling
-from bigbatch_recipes.cli.dry_run_tables import format_bytes
 from bigbatch.errors import SettingError
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.build_optimizer import OPTIMIZERS
+from bigbatch_recipes.cli.dry_run_tables import format_bytes
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.dry_run import bytes_sent_per_step, dry_run, sources
 from bigbatch_recipes.recipe import Sweep
 from bigbatch_recipes.study import start_study
 from bigbatch_recipes.sweep import points_of
 from bigbatch_recipes.train_run import Training
+from studies import scaling
 
 ARMS = [
     pytest.param(

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from bigbatch.optim import VRSGD
 from bigbatch_recipes.linear_regression.experiment import (
     BATCH,
     GROUPS,
@@ -20,14 +21,7 @@ from bigbatch_recipes.linear_regression.experiment import (
     vr_sgd_wide,
 )
 from bigbatch_recipes.linear_regression.input_distributions import DISTRIBUTIONS
-from bigbatch_recipes.linear_regression.table import (
-    COLUMNS,
-    loss_text,
-    rows_of,
-    steps_text,
-    write,
-)
-from bigbatch.optim import VRSGD
+from bigbatch_recipes.linear_regression.table import COLUMNS, loss_text, rows_of, steps_text, write
 
 INPUTS = DISTRIBUTIONS[4]
 by_inputs = pytest.mark.parametrize("inputs", DISTRIBUTIONS, ids=lambda inputs: inputs.name)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from bigbatch.optim import VRLAMB, VRAdam
 from bigbatch_recipes import EXPERIMENTS, RECIPES
 from bigbatch_recipes.linear_regression import experiment
 from bigbatch_recipes.vrgd_table1 import COLUMNS
-from bigbatch.optim import VRLAMB, VRAdam
 
 PAGE = Path(__file__).parents[2] / "docs/published-numbers.md"
 TEXT = PAGE.read_text()

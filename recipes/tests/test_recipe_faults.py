@@ -11,12 +11,12 @@ from rich.console import Console
 from torch import nn
 
 from bigbatch.errors import RunError
+from bigbatch.gradients import is_of_network, note_waiting
+from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
+from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.train_run import Training, train_run
-from bigbatch.gradients import is_of_network, note_waiting
-from bigbatch_recipes.console import LiveView
-from bigbatch.log.run_directory import RunDirectory
 
 SETTINGS = DIGITS.settings().with_changes(
     {"policy": "fixed", "batch_size": 64, "epochs": 1, "checkpoint_every": "5 steps"}

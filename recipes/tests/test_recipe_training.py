@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from bigbatch.errors import RunError, SettingError
+from bigbatch.log.metrics import row_of
+from bigbatch.log.row_schema import require_step
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.location import DatasetLocation
@@ -18,8 +20,6 @@ from bigbatch_recipes.datasets.subset import chosen_indices
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.distributed_eval import accuracy_and_loss, finite_scores
 from bigbatch_recipes.train_run import Training
-from bigbatch.log.metrics import row_of
-from bigbatch.log.row_schema import require_step
 
 FIXED = {"policy": "fixed", "batch_size": 64, "epochs": 1}
 

@@ -10,11 +10,11 @@ import torch
 from rich.console import Console
 
 from bigbatch.errors import RunError, SettingError
+from bigbatch.log.run_directory import RunDirectory
+from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.dry_run import dry_run
 from bigbatch_recipes.train_run import Training, train_run
-from bigbatch_recipes.console import LiveView
-from bigbatch.log.run_directory import RunDirectory
 from deepspeed_training import quiet
 from tensors import same
 from torchrun import alone, torchrun

@@ -10,6 +10,8 @@ from torch import nn
 
 from bigbatch import AdaptiveBatch, Batches, Controller
 from bigbatch.errors import SettingError
+from bigbatch.optim.functional import FACTORS
+from bigbatch.policies.parse import POLICIES
 from bigbatch_recipes.build_optimizer import OPTIMIZERS, build_optimizer
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import OURS
@@ -17,8 +19,6 @@ from bigbatch_recipes.settings import SETTING_TYPES, Settings, policy_settings
 from bigbatch_recipes.study import build_training
 from bigbatch_recipes.sweep import points_of, sweep_of
 from bigbatch_recipes.validate import unused_by_optimizer
-from bigbatch.optim.functional import FACTORS
-from bigbatch.policies.parse import POLICIES
 
 DEFAULT = DIGITS.settings()
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from bigbatch.errors import SettingError
+from bigbatch.log.html_report import write_sweep_files
+from bigbatch.log.run_config import read_sweep, read_trainings
+from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
-from bigbatch.log.html_report import write_sweep_files
-from bigbatch.log.run_config import read_sweep, read_trainings
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes.sweep_console import RunFollower
 from bigbatch_recipes.sweep_figure import sweep_figure
 from bigbatch_recipes.sweep_results import read_sweep_results

@@ -6,6 +6,7 @@ from bigbatch.advisor.cluster_time import Network as Network
 from bigbatch.data.batches import Batches as Batches
 from bigbatch.data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
 from bigbatch.errors import BigbatchError as BigbatchError
+from bigbatch.log.step_record import StepRecord as StepRecord
 from bigbatch.policies.batch_schedule import Schedule as Schedule
 from bigbatch.policies.branch_test_policy import BranchTest as BranchTest
 from bigbatch.policies.controller import Controller as Controller
@@ -30,5 +31,4 @@ from bigbatch.training.distributed_state import DistributedState as DistributedS
 from bigbatch.training.find_micro_batch import largest_micro_batch as largest_micro_batch
 from bigbatch.training.group_check import check_groups as check_groups
 from bigbatch.training.step import Step as Step
-from bigbatch.training.step_record import StepRecord as StepRecord
 from bigbatch.training.transport import ema_decay as ema_decay

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
+from bigbatch.log.atomic_files import write_atomically
 from bigbatch_recipes.cli import options
+from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.settings import require_choice
 from studies.results.questions import TRAINED, draw
-from bigbatch.log.atomic_files import write_atomically
-from bigbatch_recipes.console import LiveView, plain_console
 
 results = typer.Typer(
     help="Draws the results of docs/results.md, or trains for them again.",

@@ -10,13 +10,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from bigbatch.log.curves import COLORS, add_grid
+from bigbatch.log.line_styles import style_of
+from bigbatch.log.paired_differences import PairedDifference, paired_difference
 from studies.results.markdown import markdown_table
 from studies.results.measured_batch import DEVICES, DOUBLING, devices_text, equal_steps, replay_of
 from studies.results.run_log import LoggedRun, RunLog
 from studies.results.time_to_target import fastest, times_to, to_target, tuned_score
-from bigbatch.log.curves import COLORS, add_grid
-from bigbatch.log.line_styles import style_of
-from bigbatch.log.paired_differences import PairedDifference, paired_difference
 
 _MARGIN = {True: -1.0, False: 0.05}  # of the target, by whether a higher score is better
 _EASIER = (2, 4)  # margins of further targets that the rule does not name

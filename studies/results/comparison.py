@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 from bigbatch.errors import RunError
+from bigbatch.log.atomic_files import write_atomically
+from bigbatch.log.run_config import read_trainings
 from bigbatch_recipes import get_recipe
+from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.process_pool import train_sweep
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.study import settings_from
 from bigbatch_recipes.sweep import Point, start_sweep, trainings_of
+from bigbatch_recipes.sweep_results import SweepResults, read_sweep_results
 from bigbatch_recipes.validate import require_trainable
 from studies.results.run_log import LoggedRun, RunLog, logged_runs
 from studies.results.step_cost import StepCost, measure_step_cost
-from bigbatch.log.atomic_files import write_atomically
-from bigbatch_recipes.console import LiveView
-from bigbatch.log.run_config import read_trainings
-from bigbatch_recipes.sweep_results import SweepResults, read_sweep_results
 
 Arms = Mapping[str, Mapping[str, Any]]
 

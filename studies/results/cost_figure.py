@@ -13,8 +13,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from bigbatch.errors import RunError
-from studies.results.markdown import markdown_table, table_of
 from bigbatch.log.curves import COLORS, add_grid
+from studies.results.markdown import markdown_table, table_of
 
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _CELL = re.compile(

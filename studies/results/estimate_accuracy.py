@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bigbatch.log.curves import COLORS, add_grid
 from studies.results.estimate_log import (
     BRANCH_STEPS,
     FIXED_WAYS,
@@ -21,7 +22,6 @@ from studies.results.estimate_log import (
 from studies.results.markdown import markdown_table
 from studies.results.tracked_training import EVERY, Arm
 from studies.results.tracking_error import OverSeeds, over_seeds, verdict
-from bigbatch.log.curves import COLORS, add_grid
 
 __all__ = ["HYPOTHESIS", "RULE", "figure", "table", "train"]
 

@@ -13,6 +13,8 @@ import torch
 
 from bigbatch.policies.goodput import Goodput
 from bigbatch.policies.policy import Fixed, NoiseScale, SimiGrad
+from bigbatch.setting_types import Count, check_setting
+from bigbatch.statistics.noise_scale import GradientStatistics
 from studies.results.tracked_training import (
     FIXED_BATCH,
     WIDTH,
@@ -26,8 +28,6 @@ from studies.results.tracked_training import (
     train_tracked,
 )
 from studies.results.tracking_error import SHIFTS, TrackingError, tracking_error
-from bigbatch.setting_types import Count, check_setting
-from bigbatch.statistics.noise_scale import GradientStatistics
 
 Log = dict[str, Any]
 

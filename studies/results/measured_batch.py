@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from bigbatch_recipes.sweep_results import SweepPoint, SweepResults
 from studies.results.comparison import Arms, Comparison
 from studies.results.step_cost import StepCost
-from bigbatch_recipes.sweep_results import SweepPoint, SweepResults
 
 DEVICES = (1, 8, 64)
 FIXED = (64, 128, 256, 512, 1024)

@@ -9,7 +9,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bigbatch.errors import RunError, SettingError
+from bigbatch.log.atomic_files import write_atomically
+from bigbatch.log.curves import write_figure
 from bigbatch_recipes import get_recipe
+from bigbatch_recipes.console import LiveView
 from studies.results import (
     any_start,
     batch_norm,
@@ -25,9 +28,6 @@ from studies.results import (
 from studies.results.comparison import Comparison
 from studies.results.markdown import fill
 from studies.results.run_log import RunLog, log_text, read_log
-from bigbatch.log.atomic_files import write_atomically
-from bigbatch_recipes.console import LiveView
-from bigbatch.log.curves import write_figure
 
 Train = Callable[[Path, Path | None, int | None, LiveView, float | None], str]
 

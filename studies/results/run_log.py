@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunError
-from studies.results.step_cost import StepCost
 from bigbatch.log.metrics import history_of
 from bigbatch.log.run_config import read_trainings
-from bigbatch_recipes.sweep_results import SweepPoint, SweepRun, read_sweep_results
 from bigbatch.log.time_to_score import evaluations
+from bigbatch_recipes.sweep_results import SweepPoint, SweepRun, read_sweep_results
+from studies.results.step_cost import StepCost
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from math import comb
 
 from matplotlib.figure import Figure
 
+from bigbatch.log.curves import COLORS, add_grid
 from studies.results.any_start import BATCHES, POLICIES, RATES, WARMUPS, arm_of
 from studies.results.markdown import markdown_table
 from studies.results.run_log import LoggedRun, RunLog
-from bigbatch.log.curves import COLORS, add_grid
 
 _EASIER = (1, 3)  # points below the target
 _SHOWN = 10  # points below the target that the figure shows

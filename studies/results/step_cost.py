@@ -8,14 +8,14 @@ from statistics import median
 import torch
 
 from bigbatch.advisor.cluster_time import Network
-from studies.timing import times
+from bigbatch.policies.step_time import StepTime, TimedSize
 from bigbatch_recipes.build_optimizer import build_optimizer
 from bigbatch_recipes.distributed_eval import device_of, to_device
 from bigbatch_recipes.hold_out import hold_out
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.train_run import autocast
-from bigbatch.policies.step_time import StepTime, TimedSize
+from studies.timing import times
 
 _ROUNDS = 15
 

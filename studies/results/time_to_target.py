@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from bigbatch.errors import RunError
-from studies.results.run_log import LoggedRun, RunLog
 from bigbatch.log.paired_differences import PairedDifference, paired_difference
 from bigbatch.log.time_to_score import reaches
+from studies.results.run_log import LoggedRun, RunLog
 
 
 @dataclass(frozen=True)

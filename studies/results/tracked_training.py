@@ -14,18 +14,18 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 
-from bigbatch_recipes.datasets import idx_files
-from bigbatch_recipes.datasets.in_memory import InMemoryDataset, identity_collate
-from bigbatch_recipes.fashion_mnist import FASHION_MNIST
+from bigbatch.log.step_record import StepRecord
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.policy import Fixed, Policy, TrainingState
-from studies.results.exact_gradients import exact_statistics
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch.training.step_record import StepRecord
+from bigbatch_recipes.datasets import idx_files
+from bigbatch_recipes.datasets.in_memory import InMemoryDataset, identity_collate
+from bigbatch_recipes.fashion_mnist import FASHION_MNIST
+from studies.results.exact_gradients import exact_statistics
 
 FIXED_BATCH = 128
 BOUNDS = 32, 1024  # of the batch size under a policy

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from bigbatch_recipes.sweep_results import SweepResults
 from studies.results.comparison import Arms, Comparison
 from studies.results.measured_batch import MLP, UNMEASURED
-from bigbatch_recipes.sweep_results import SweepResults
 
 CHANCE = 10.0  # accuracy of ten classes, in percent
 STABLE_ABOVE = CHANCE + 40.0

@@ -8,6 +8,8 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bigbatch.log.curves import COLORS, add_grid
+from bigbatch.log.paired_differences import paired_difference
 from bigbatch_recipes.image_classification import GAP
 from studies.results.batch_tables import difference_cell, mean_cell, scores_of
 from studies.results.markdown import markdown_table
@@ -30,8 +32,6 @@ from studies.results.variance_reduction import (
     arm_of,
     mean_rate_of,
 )
-from bigbatch.log.curves import COLORS, add_grid
-from bigbatch.log.paired_differences import paired_difference
 
 Scores = dict[int, float | None]  # by seed
 

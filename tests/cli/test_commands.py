@@ -12,10 +12,10 @@ import pytest
 
 from bigbatch.cli import main
 from bigbatch.cli.app import COMMANDS
+from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.settings import HELP, SECTIONS, SETTING_TYPES
-from bigbatch.log.run_directory import RunDirectory
 
 COMMAND = [sys.executable, "-c", "from bigbatch.cli import main; main()"]
 QUICK = ("--epochs", "1", "--quiet")

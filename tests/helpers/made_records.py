@@ -1,7 +1,7 @@
 """Records of steps that no training has made."""
 
+from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.policy import Decision
-from bigbatch.training.step_record import StepRecord
 
 
 def made_record(size, loss=1.0, statistics=None):

@@ -9,12 +9,12 @@ from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
 from bigbatch.errors import GradientError, SettingError
-from bigbatch_recipes import train_run
-from bigbatch_recipes.digits import DIGITS
-from bigbatch_recipes.fashion_mnist import FASHION_MNIST
 from bigbatch.integrations.accelerate import adaptive_batch
 from bigbatch.integrations.transformers import AdaptiveTrainer
 from bigbatch.optim import VRSGD
+from bigbatch_recipes import train_run
+from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.fashion_mnist import FASHION_MNIST
 from lightning_training import (
     MICRO,
     Training,

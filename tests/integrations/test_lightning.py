@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import bigbatch as bb
 from bigbatch.errors import BatchError, LoopError
 from bigbatch.optim import VRSGD, VRAdam
-from bigbatch.training.lr_scaling import AdaScale
+from bigbatch.policies.lr_scaling import AdaScale
 from lightning_training import (
     MICRO,
     Narrow,

@@ -5,9 +5,9 @@ from statistics import fmean
 import pytest
 
 from bigbatch.errors import RunError
-from bigbatch.policies.policy import TrainingState
 from bigbatch.log.open_loop import Replay, mean_schedule
 from bigbatch.log.run_directory import RunDirectory
+from bigbatch.policies.policy import TrainingState
 from log_rows import row
 
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from bigbatch.errors import RunError
-from bigbatch_recipes import RECIPES
-from bigbatch_recipes.study import start_study
 from bigbatch.log.atomic_files import (
     create_directory_atomically,
     release,
@@ -21,6 +19,8 @@ from bigbatch.log.atomic_files import (
 from bigbatch.log.run_config import config_yaml, read_trainings, trainings_as_dict
 from bigbatch.log.run_directory import RunDirectory, find_runs
 from bigbatch.log.tensorboard import TensorBoardLog
+from bigbatch_recipes import RECIPES
+from bigbatch_recipes.study import start_study
 
 
 @pytest.fixture

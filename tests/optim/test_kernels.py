@@ -12,10 +12,10 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import bigbatch
-from studies import optimizer_cost
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRSGD, VRAdam
+from studies import optimizer_cost
 
 ROOT = Path(__file__).parents[2]
 TRAINS = """

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import bigbatch
-from studies import optimizer_cost
 from bigbatch.errors import SettingError
 from bigbatch.gradients import SingleProcessSource
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS
 from oracles import vr
+from studies import optimizer_cost
 from tensors import difference, same, threads, values
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits

@@ -5,12 +5,12 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.helpers.property_tests import property_test
 
 from bigbatch import Controller, Goodput, GradientStatistics, Shadow, TrainingState
 from bigbatch.errors import SettingError
 from bigbatch.policies.parse import parse_policy
 from bigbatch.policies.step_time import StepTimes
+from tests.helpers.property_tests import property_test
 
 
 def noise(scale, samples=64):

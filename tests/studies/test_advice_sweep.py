@@ -9,6 +9,7 @@ from torch import nn
 from typer import BadParameter
 
 import bigbatch
+from bigbatch.errors import RunError
 from studies import commands
 from studies.advice_results import (
     Advised,
@@ -32,7 +33,6 @@ from studies.advice_verdict import Verdict, conclusion, verdicts
 from studies.advice_workloads import FIRST, SECOND, WORKLOADS
 from studies.target_training import Result, TargetTraining
 from studies.timing import Times
-from bigbatch.errors import RunError
 
 TEACHER = WORKLOADS["teacher"]
 EASY = replace(TEACHER, target=1e3)  # reached as soon as there are enough evaluations

@@ -8,6 +8,8 @@ from torch import nn
 from typer import BadParameter
 
 from bigbatch import GradientMeter
+from bigbatch.data.collate import count_samples
+from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
 from studies import (
     commands,
     loop_cost,
@@ -18,8 +20,6 @@ from studies import (
 )
 from studies.gloo_processes import count_bytes_sent
 from studies.timing import Cost, interleaved, median_and_range
-from bigbatch.data.collate import count_samples
-from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
 
 
 def test_a_row_shows_the_median_its_range_and_the_floor():

@@ -7,17 +7,11 @@ import pytest
 import torch
 import typer
 
-from studies import (
-    known_answers,
-    known_decisions,
-    known_gradients,
-    known_steps,
-    shakespeare_gpt,
-)
+from real_data import FOLDER, needs
+from studies import known_answers, known_decisions, known_gradients, known_steps, shakespeare_gpt
 from studies.commands import require_passes
 from studies.known_answer import KnownAnswer
 from studies.shakespeare_gpt import Phase
-from real_data import FOLDER, needs
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bigbatch.policies.policy import NoiseScale, SimiGrad
 from studies import batch_tracking, decision_regret
 from studies.noisy_quadratic import OPTIMIZERS, RATES, SPECTRA, Bed
 from studies.optimal_schedule import optimal_schedule, with_best_rate
-from bigbatch.policies.policy import NoiseScale, SimiGrad
 
 
 def bed(spectrum="two-scale", optimizer="sgd", rate="constant", **options):

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch import GradientMeter
+from oracles import noise as noise_oracle
+from oracles import populations as oracle
 from studies.synthetic_gradients import (
     Elliptical,
     Recorded,
@@ -22,8 +24,6 @@ from studies.synthetic_gradients import (
     spectrum,
     synthetic,
 )
-from oracles import noise as noise_oracle
-from oracles import populations as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 SHAPES = [(2, 2), (3,)]

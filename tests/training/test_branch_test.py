@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import bigbatch as bb
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.optim import VRSGD
 from bigbatch.log.metrics import row_of
 from bigbatch.log.row_schema import require_step
+from bigbatch.optim import VRSGD
 from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
 from bigbatch.training.branch_plan import BranchRequest, averaging_steps
 from dropout_network import Network

@@ -12,14 +12,8 @@ from torch import Tensor
 
 import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.training.lr_scaling import (
-    AdaScale,
-    linear,
-    resolve_scaling,
-    scale_lr,
-    square_root,
-    unscaled,
-)
+from bigbatch.policies.lr_scaling import AdaScale, linear, resolve_scaling, square_root, unscaled
+from bigbatch.training.scaled_lr import scale_lr
 from property_tests import property_test
 
 torch.set_num_threads(1)

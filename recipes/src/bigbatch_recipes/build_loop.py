@@ -12,15 +12,15 @@ from torch.utils.data import DataLoader
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.sampler import ElasticDistributedSampler
+from bigbatch.policies.controller import Controller
+from bigbatch.policies.lr_scaling import LRScaling
+from bigbatch.statistics.meter import GradientMeter
+from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch_recipes.datasets.in_memory import identity_collate
 from bigbatch_recipes.datasets.subset import Subset, chosen_indices
 from bigbatch_recipes.process_group import world_size
 from bigbatch_recipes.recipe import Data
 from bigbatch_recipes.settings import Settings
-from bigbatch.policies.controller import Controller
-from bigbatch.statistics.meter import GradientMeter
-from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch.training.lr_scaling import LRScaling
 
 
 def build_loop(

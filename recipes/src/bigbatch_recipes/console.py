@@ -14,9 +14,9 @@ from rich.text import Text
 
 from bigbatch.log.metrics import Scores, Table
 from bigbatch.log.paired_differences import Differences
+from bigbatch.log.step_record import StepRecord
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.step_record import StepRecord
 
 _UNLIMITED = 10_000  # columns of a console that is wide enough for any table
 _LINES = 5  # lines of a training without a terminal

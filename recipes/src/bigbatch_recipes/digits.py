@@ -9,6 +9,7 @@ Source of the data: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritte
 import torch
 from torch import nn
 
+from bigbatch.optional_packages import import_optional
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.location import DatasetLocation
 from bigbatch_recipes.image_classification import (
@@ -20,7 +21,6 @@ from bigbatch_recipes.image_classification import (
 from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import CLIPS
-from bigbatch.optional_packages import import_optional
 
 _TEST_SHARE = 0.25
 _SPLIT_SEED = 0  # one split for every seed and arm

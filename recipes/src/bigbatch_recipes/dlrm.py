@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bigbatch.errors import SettingError
+from bigbatch.optional_packages import import_optional
 from bigbatch_recipes.ctr_metrics import click_loss, click_scores
 from bigbatch_recipes.datasets.click_rows import Batch, Clicks
 from bigbatch_recipes.datasets.criteo import CRITEO, read_criteo, split
@@ -19,7 +20,6 @@ from bigbatch_recipes.models.dlrm_network import DLRM
 from bigbatch_recipes.recipe import OURS, Arms, Data, Grid, Recipe, Sweep
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
-from bigbatch.optional_packages import import_optional
 
 CODE = "DLRM's code, dlrm_s_criteo_terabyte.sh"
 _ARMS: Arms = {

@@ -6,6 +6,14 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
+from bigbatch.policies.batch_schedule import Schedule
+from bigbatch.policies.lr_scaling import resolve_scaling
+from bigbatch.policies.plan import BatchPlan
+from bigbatch.policies.policy import Fixed, TrainingState
+from bigbatch.setting_types import Count, check_setting
+from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch_recipes.build_loop import build_loop, lr_scaling_of
 from bigbatch_recipes.build_optimizer import build_controller, build_optimizer
 from bigbatch_recipes.lr_schedule import LRSchedule
@@ -13,14 +21,6 @@ from bigbatch_recipes.memory_estimate import MemoryEstimate, estimate_memory
 from bigbatch_recipes.recipe import OURS, Data, Recipe
 from bigbatch_recipes.settings import Settings, Value
 from bigbatch_recipes.validate import require_trainable
-from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
-from bigbatch.policies.batch_schedule import Schedule
-from bigbatch.policies.plan import BatchPlan
-from bigbatch.policies.policy import Fixed, TrainingState
-from bigbatch.setting_types import Count, check_setting
-from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch.training.lr_scaling import resolve_scaling
 
 _DEEPSPEED_BACKWARDS = 8  # of a rank and step, which VR compares on DeepSpeed
 _SCHEDULE_POINTS = 1_000  # at which a schedule's smallest and largest batch are searched

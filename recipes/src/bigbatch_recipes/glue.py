@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bigbatch.optional_packages import import_optional
 from bigbatch_recipes.datasets.glue_tasks import ORIGIN, TASKS, Rows, read_task
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
@@ -29,7 +30,6 @@ from bigbatch_recipes.models.bert import (
 from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep
 from bigbatch_recipes.settings import Settings, require_choice
 from bigbatch_recipes.vrgd_paper import CLIPS
-from bigbatch.optional_packages import import_optional
 
 _OFFICIAL = {  # scores, the first of which is the main one, and scikit-learn's metrics
     "SST-2": {"accuracy, %": "accuracy_score"},

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from bigbatch.errors import RunError
-from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch.log.metrics import history_of
 from bigbatch.log.run_directory import RunDirectory
+from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 
 
 def init_from(path: Path, model: nn.Module) -> None:

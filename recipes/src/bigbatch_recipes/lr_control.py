@@ -5,9 +5,9 @@ from pathlib import Path
 from statistics import fmean
 
 from bigbatch.errors import RunError
-from bigbatch_recipes.process_group import run_on_rank_zero
 from bigbatch.log.metrics import history_of
 from bigbatch.log.run_directory import RunDirectory
+from bigbatch_recipes.process_group import run_on_rank_zero
 
 
 def mean_factor(path: Path, sizes: Mapping[str, int]) -> float:

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch_recipes.build_optimizer import build_optimizer
 from bigbatch_recipes.recipe import Batch, Recipe
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.train_run import autocast
 from bigbatch_recipes.validate import build_on_meta_device
-from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 
 Shape = tuple[int, ...]
 Parameters = dict[str, nn.Parameter]

@@ -25,14 +25,14 @@ import torch
 from filelock import FileLock, Timeout
 
 from bigbatch.errors import RunError
-from bigbatch_recipes.study import open_or_create_run, settings_from
-from bigbatch_recipes.console import LiveView
 from bigbatch.log.metrics import history_of
 from bigbatch.log.run_config import PREREQUISITES, read_trainings
 from bigbatch.log.run_directory import RunDirectory
+from bigbatch.setting_types import Count, check_setting
+from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.study import open_or_create_run, settings_from
 from bigbatch_recipes.sweep_console import RunFollower, SweepConsole, TrainingCounts
 from bigbatch_recipes.sweep_results import SweepResults, read_sweep_results
-from bigbatch.setting_types import Count, check_setting
 
 LOG = "log.txt"  # in a run directory: the standard error of its process
 
@@ -40,7 +40,10 @@ _POLL_SECONDS = 0.2  # between two updates of the console
 _WAIT_SECONDS = 0.05  # between two looks at a process
 _GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
 
-_PRELOADED = ("bigbatch_recipes.cli.train_command", "torch._dynamo")  # torch.optim imports the latter
+_PRELOADED = (
+    "bigbatch_recipes.cli.train_command",
+    "torch._dynamo",
+)  # torch.optim imports the latter
 
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from bigbatch.data.micro_batches import Remainder
 from bigbatch.errors import SettingError
-from bigbatch_recipes.lr_schedule import LRSchedule
+from bigbatch.log.run_config import PREREQUISITES
 from bigbatch.optim.gsnr_options import Factor, Gamma, RMax
 from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
 from bigbatch.policies.branch_test_policy import DEFAULT_SHARE, TestInterval
@@ -17,7 +17,6 @@ from bigbatch.policies.late_switch import SwitchMoment
 from bigbatch.policies.parse import arguments_of
 from bigbatch.policies.plan_constraints import MinMicroBatches
 from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiGrad
-from bigbatch.log.run_config import PREREQUISITES
 from bigbatch.setting_types import (
     Cosine,
     Count,
@@ -34,6 +33,7 @@ from bigbatch.setting_types import (
     parse_setting,
 )
 from bigbatch.training.measuring_way import GroupsSetting
+from bigbatch_recipes.lr_schedule import LRSchedule
 
 Value = bool | int | float | str
 

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch_recipes import get_recipe
-from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
-from bigbatch_recipes.recipe import Recipe
-from bigbatch_recipes.settings import Settings
-from bigbatch_recipes.train_run import Training, train_run
-from bigbatch_recipes.validate import require_trainable
 from bigbatch.log.atomic_files import create_directory_atomically, write_atomically
-from bigbatch_recipes.console import LiveView
 from bigbatch.log.html_report import write_report, write_sweep_files
 from bigbatch.log.metrics import history_of, seeds_of, table_of
 from bigbatch.log.paired_differences import differences_of
 from bigbatch.log.run_config import config_yaml, read_trainings, trainings_as_dict
 from bigbatch.log.run_directory import RunDirectory, find_runs
+from bigbatch_recipes import get_recipe
+from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
+from bigbatch_recipes.recipe import Recipe
+from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.sweep_results import read_sweep_results
+from bigbatch_recipes.train_run import Training, train_run
+from bigbatch_recipes.validate import require_trainable
 
 
 def start_study(

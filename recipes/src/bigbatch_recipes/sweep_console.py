@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from bigbatch.errors import RunError
-from bigbatch_recipes.console import LiveView
 from bigbatch.log.metrics import Scores, history_of
 from bigbatch.log.row_schema import require_step
 from bigbatch.log.run_directory import Row, RunDirectory, parse_row
+from bigbatch_recipes.console import LiveView
 
 
 @dataclass

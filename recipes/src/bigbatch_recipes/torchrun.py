@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from bigbatch.errors import RankError
-from bigbatch_recipes import process_group
 from bigbatch.gradients import is_of_network
 from bigbatch.interrupts import INTERRUPTED, ignore_interrupts
 from bigbatch.log.atomic_files import has_begun, release, require_free
 from bigbatch.log.run_config import launch_of
+from bigbatch_recipes import process_group
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # of torchrun's variables
 _NO_ID = "none"  # the id of a launch without --rdzv-id

@@ -13,7 +13,17 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from bigbatch.errors import RankError, RunError
+from bigbatch.gradients import is_of_network
+from bigbatch.log.html_report import write_report
+from bigbatch.log.metrics import Scores, history_of, row_of
+from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log.step_record import StepRecord
+from bigbatch.log.tensorboard import TensorBoardLog
+from bigbatch.policies.amounts import Amount
+from bigbatch.policies.parse import target_of
+from bigbatch.training.oom_hints import is_out_of_memory
 from bigbatch_recipes.build_optimizer import base_of, build_controller, build_optimizer
+from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.distributed_eval import device_of, finite_scores, to_device
 from bigbatch_recipes.engines.ddp_engine import DDP
 from bigbatch_recipes.engines.deepspeed_engine import DeepSpeed
@@ -22,25 +32,10 @@ from bigbatch_recipes.hold_out import hold_out
 from bigbatch_recipes.init_from_run import init_from
 from bigbatch_recipes.lr_control import mean_factor
 from bigbatch_recipes.lr_schedule import LRSchedule
-from bigbatch_recipes.process_group import (
-    broadcast_tensors,
-    is_rank_zero,
-    rank,
-    run_on_rank_zero,
-)
+from bigbatch_recipes.process_group import broadcast_tensors, is_rank_zero, rank, run_on_rank_zero
 from bigbatch_recipes.recipe import Batch, Data, Recipe
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.validate import CAST, require_trainable
-from bigbatch.gradients import is_of_network
-from bigbatch.policies.amounts import Amount
-from bigbatch.policies.parse import target_of
-from bigbatch_recipes.console import LiveView
-from bigbatch.log.html_report import write_report
-from bigbatch.log.metrics import Scores, history_of, row_of
-from bigbatch.log.run_directory import RunDirectory
-from bigbatch.log.tensorboard import TensorBoardLog
-from bigbatch.training.oom_hints import is_out_of_memory
-from bigbatch.training.step_record import StepRecord
 
 LogStep = Callable[[StepRecord, Scores | None], None]
 

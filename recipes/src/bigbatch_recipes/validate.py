@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from bigbatch.errors import BigbatchError, SettingError
+from bigbatch.policies.parse import POLICIES
 from bigbatch_recipes.build_optimizer import build_controller, build_optimizer
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_settings
-from bigbatch.policies.parse import POLICIES
 
 CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # precisions of autocast
 _BRANCH_SETTINGS = ("branch_test", "branch_share")

@@ -10,9 +10,9 @@ import typer
 from typer.exceptions import TyperException
 
 from bigbatch.errors import BigbatchError
+from bigbatch.interrupts import INTERRUPTED, handle_interrupts, ignore_interrupts
 from bigbatch_recipes.process_group import is_rank_zero
 from bigbatch_recipes.torchrun import Launch, stdout_of_rank_zero
-from bigbatch.interrupts import INTERRUPTED, handle_interrupts, ignore_interrupts
 
 
 def run(app: typer.Typer) -> None:

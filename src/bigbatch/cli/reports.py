@@ -5,28 +5,21 @@ from typing import Annotated
 
 import typer
 
-from bigbatch_recipes.cli.options import parse_settings, refuse_options, with_settings
 from bigbatch.errors import SettingError
-from bigbatch_recipes import get_recipe
-from bigbatch_recipes.settings import CONTROLLER_SETTINGS
-from bigbatch.policies.parse import POLICIES, parse_policy
-from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch.log.curves import FIGURE_FORMATS, require_writable
 from bigbatch.log.html_report import write_report
-from bigbatch.log.metrics import (
-    History,
-    group_seeds,
-    history_of,
-    measured_rows,
-    seeds_of,
-    table_of,
-)
+from bigbatch.log.metrics import History, group_seeds, history_of, measured_rows, seeds_of, table_of
 from bigbatch.log.paired_differences import differences_of, require_reference
 from bigbatch.log.replay import replay as replay_policies
 from bigbatch.log.replay import save_figure, table_of_replay, time_in_words
 from bigbatch.log.run_directory import find_runs
-from bigbatch_recipes.sweep_results import read_sweep_results
 from bigbatch.log.time_to_score import ScoreTargets
+from bigbatch.policies.parse import POLICIES, parse_policy
+from bigbatch_recipes import get_recipe
+from bigbatch_recipes.cli.options import parse_settings, refuse_options, with_settings
+from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.settings import CONTROLLER_SETTINGS
+from bigbatch_recipes.sweep_results import read_sweep_results
 
 Paths = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs or studies.")]
 

@@ -28,12 +28,12 @@ from bigbatch.log.report_summary import summaries_of, sweep_summary
 from bigbatch.log.run_directory import RunDirectory
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.log.svg_panels import panel_svg, swatch_svg
+from bigbatch.log.time_to_score import ScoreTargets
 from bigbatch_recipes.sweep_chart import sweep_chart
 from bigbatch_recipes.sweep_figure import sweep_figure
 from bigbatch_recipes.sweep_files import as_csv, as_json
 from bigbatch_recipes.sweep_results import SweepResults
 from bigbatch_recipes.sweep_svg import SIZES, sweep_svg
-from bigbatch.log.time_to_score import ScoreTargets
 
 _MOST_SUMMARIES = 8  # sentences that are shown at once
 _HEAT_MAP_BYTES = 400_000  # after so many, no further map is drawn: the page stays small

@@ -8,13 +8,13 @@ from statistics import fmean
 from typing import Any
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.policies.parse import target_of
 from bigbatch.log.divergence import divergence_of
 from bigbatch.log.row_schema import BRANCH_TEST, SCHEMA, require_step
 from bigbatch.log.run_config import PREREQUISITES
 from bigbatch.log.run_directory import Row, RunDirectory
 from bigbatch.log.seed_summary import SeedSummary
-from bigbatch.training.step_record import StepRecord
+from bigbatch.log.step_record import StepRecord
+from bigbatch.policies.parse import target_of
 
 Scores = Mapping[str, float]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy
 
 from bigbatch.errors import RunError
-from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.log.metrics import History, history_of
 from bigbatch.log.run_directory import RunDirectory
+from bigbatch.policies.batch_schedule import Schedule
 
 _PARTS = 50  # equal parts of the samples, in each of which the batch is constant
 

@@ -16,10 +16,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.policies.controller import Controller
-from bigbatch.policies.loss_trend import LossTrend
-from bigbatch.policies.policy import Policy, TrainingState
-from bigbatch.policies.step_time import StepTime, StepTimes, TimedSize
 from bigbatch.log.curve_series import chosen_rows
 from bigbatch.log.curves import (
     FIGURE_FORMATS,
@@ -33,9 +29,13 @@ from bigbatch.log.curves import (
 from bigbatch.log.line_styles import LIGHT, short_names, style_of
 from bigbatch.log.metrics import History, Table, measured_rows
 from bigbatch.log.run_directory import Row
+from bigbatch.policies.controller import Controller
+from bigbatch.policies.loss_trend import LossTrend
+from bigbatch.policies.lr_scaling import Scaling, linear, square_root, unscaled
+from bigbatch.policies.policy import Policy, TrainingState
+from bigbatch.policies.step_time import StepTime, StepTimes, TimedSize
 from bigbatch.setting_types import Count, Kind
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.lr_scaling import Scaling, linear, square_root, unscaled
 
 _LOGGED = "the run itself"
 _COLUMNS = ("policy", "steps", "average batch", "seconds", "progress")

@@ -25,11 +25,7 @@ from filelock import FileLock, Timeout
 
 from bigbatch.digest import file_digest, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
-from bigbatch.log.atomic_files import (
-    create_directory_atomically,
-    open_atomically,
-    write_atomically,
-)
+from bigbatch.log.atomic_files import create_directory_atomically, open_atomically, write_atomically
 from bigbatch.log.run_config import config_yaml, read_config, read_trainings
 
 Row = dict[str, Any]

@@ -20,6 +20,7 @@ from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import LengthError, LoopError, SettingError, StateError
 from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
+from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.branch_test_policy import DEFAULT_REPEATS, DEFAULT_SHARE, BranchTest, Repeats
 from bigbatch.policies.controller import Controller, warn_of_changes
@@ -36,7 +37,6 @@ from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterv
 from bigbatch.training.measuring_way import MeasuringWay
 from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
 from bigbatch.training.step import Step
-from bigbatch.training.step_record import StepRecord
 from bigbatch.training.update import Update
 
 _STATE_VERSION = 4

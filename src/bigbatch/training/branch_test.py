@@ -16,7 +16,7 @@ from bigbatch.errors import BatchError, SettingError
 from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
 from bigbatch.training.branch_plan import BranchPlan, BranchRequest, averaging_steps
 from bigbatch.training.branch_result import BranchTestResult
-from bigbatch.training.lr_scaling import scale_lr
+from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.snapshot import TrainingSnapshot
 from bigbatch.training.update import Update
 

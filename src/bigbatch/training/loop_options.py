@@ -3,10 +3,10 @@
 import copy
 from typing import Any, TypedDict, Unpack
 
+from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.plan_constraints import MinMicroBatches
 from bigbatch.policies.policy import has_state
 from bigbatch.setting_types import Count, Share, checked
-from bigbatch.training.lr_scaling import LRScaling
 from bigbatch.training.measuring_way import GroupsSetting
 
 

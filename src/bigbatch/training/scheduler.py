@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from bigbatch.errors import LoopError, SettingError, StateError
-from bigbatch.training.lr_scaling import times_written
+from bigbatch.training.scaled_lr import times_written
 
 _SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the groups
 

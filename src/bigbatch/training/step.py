@@ -19,10 +19,11 @@ from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
+from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.optimizer_checks import ensure_step_hooks, trained_parameters
-from bigbatch.training.step_record import StepRecord, StepStatistics
+from bigbatch.training.step_statistics import StepStatistics
 from bigbatch.training.update import Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"

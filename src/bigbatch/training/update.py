@@ -13,9 +13,11 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rank_consistency import HostCollectives, checksum, facts_of, optimizer_facts
 from bigbatch.errors import LoopError, SettingError
+from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
+from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
 from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state
@@ -25,12 +27,12 @@ from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.branch_result import BranchTestResult
 from bigbatch.training.loss_check import LossCheck
-from bigbatch.training.lr_scaling import LRScaling, resolve_scaling, scale_lr
 from bigbatch.training.measuring_interval import MeasuringInterval, Situation
 from bigbatch.training.measuring_way import MeasuringWay
 from bigbatch.training.oom_hints import OomHints
+from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
-from bigbatch.training.step_record import StepRecord, StepStatistics
+from bigbatch.training.step_statistics import StepStatistics
 from bigbatch.training.transport import require_transportable, transported
 
 _NOISE_STEPS = 16  # measured steps over which the noise is averaged for a branch test

@@ -6,6 +6,7 @@ from statistics import mean, stdev
 
 import pytest
 
+from made_runs import fresh, log_of, tuning
 from studies.results.batch_tables import (
     figure,
     fixed_arms,
@@ -16,7 +17,6 @@ from studies.results.batch_tables import (
 )
 from studies.results.measured_batch import CONTROLLED, DOUBLING, equal_steps, fixed, replay_of
 from studies.results.run_log import LoggedRun
-from made_runs import fresh, log_of, tuning
 
 BASE = fixed(64)
 ARMS = (BASE, fixed(256), DOUBLING, *CONTROLLED)

@@ -7,19 +7,19 @@ from dataclasses import asdict, replace
 import pytest
 
 from bigbatch.errors import RunError
+from bigbatch.log.run_config import read_trainings
+from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.build_optimizer import build_controller
+from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.sweep import start_sweep
+from bigbatch_recipes.sweep_results import read_sweep_results
+from log_rows import row
+from made_runs import COST, SCORE
 from studies.results import any_start, batch_norm, measured_batch
 from studies.results.comparison import Comparison
 from studies.results.measured_batch import CONTROLLED, equal_steps, replay_of
 from studies.results.run_log import log_text
-from bigbatch_recipes.console import LiveView, plain_console
-from bigbatch.log.run_config import read_trainings
-from bigbatch.log.run_directory import RunDirectory
-from bigbatch_recipes.sweep_results import read_sweep_results
-from log_rows import row
-from made_runs import COST, SCORE
 
 VIEW = LiveView(plain_console(), quiet=True)
 ALL = [*measured_batch.COMPARISONS, batch_norm.COMPARISON, any_start.COMPARISON]

@@ -12,7 +12,7 @@ from studies.results import cost_figure
 from studies.results.markdown import table_of
 from studies.results.questions import draw
 
-PAGE = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/benchmarks.md").read_text()
 VR = "VRSGD, groups"
 MADE = f"""# Benchmarks
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from bigbatch.errors import RunError
+from made_runs import fresh, log_of, tuning
 from studies.results import any_start, measured_batch
 from studies.results.any_start import BATCHES, POLICIES, RATES, WARMUPS, arm_of
 from studies.results.markdown import fill
 from studies.results.measured_batch import CONTROLLED, DOUBLING, equal_steps, fixed, replay_of
 from studies.results.questions import QUESTIONS, draw, pages_of, tables_of
 from studies.results.run_log import LoggedRun, log_text
-from made_runs import fresh, log_of, tuning
 
 BASE = fixed(64)
 

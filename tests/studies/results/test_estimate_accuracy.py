@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch import GradientStatistics, NoiseScale
+from made_records import made_record
 from studies.results import estimate_accuracy
 from studies.results.estimate_log import (
     BRANCH_STEPS,
@@ -18,7 +19,6 @@ from studies.results.estimate_log import (
     train,
 )
 from studies.results.tracked_training import Arm, Tracked, Truth
-from made_records import made_record
 
 STEPS = 200
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from bigbatch.errors import SettingError
-from studies.results.exact_gradients import exact_statistics
 from bigbatch.statistics.noise_scale import from_weighted_losses
+from studies.results.exact_gradients import exact_statistics
 
 
 def made(samples, seed=0):

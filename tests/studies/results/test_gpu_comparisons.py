@@ -10,7 +10,9 @@ import torch
 pytest.importorskip("matplotlib")
 
 from bigbatch.errors import SettingError
+from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import get_recipe
+from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.process_pool import is_finished, train_sweep
 from bigbatch_recipes.sweep import Point, start_sweep
@@ -21,8 +23,6 @@ from studies.results.gpu_comparisons import COMPARISONS
 from studies.results.questions import QUESTIONS, draw
 from studies.results.run_log import LoggedRun, RunLog, log_text, read_log
 from studies.results.step_cost import StepCost, measure_step_cost
-from bigbatch_recipes.console import LiveView, plain_console
-from bigbatch.log.run_directory import RunDirectory
 
 COST = StepCost(0.006, 3e-5, 45_000_000)
 CIFAR10, GPT = COMPARISONS

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from bigbatch.errors import RunError
+from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.sweep import Point, start_sweep, trainings_of
-from studies.results.run_log import LoggedRun, log_text, logged_runs, read_log
-from bigbatch.log.run_directory import RunDirectory
 from log_rows import row
 from made_runs import SCORE, fresh, log_of, tuning
+from studies.results.run_log import LoggedRun, log_text, logged_runs, read_log
 
 FAILED = LoggedRun("b", 0.1, 3, tuning=False, failure='killed\nby "signal" 9')
 

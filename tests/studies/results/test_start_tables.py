@@ -4,10 +4,10 @@ from itertools import product
 
 import pytest
 
+from made_runs import fresh, log_of
 from studies.results.any_start import BATCHES, POLICIES, RATES, WARMUPS, arm_of
 from studies.results.run_log import LoggedRun
 from studies.results.start_tables import figure, sign_test, successes, tables
-from made_runs import fresh, log_of
 
 FIXED, ADAPTIVE, *_ = POLICIES
 

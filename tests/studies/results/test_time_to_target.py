@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.errors import RunError
-from studies.results.step_cost import StepCost
-from studies.results.time_to_target import TargetTimes, fastest, times_to, to_target, tuned_score
 from bigbatch.log.metrics import History
 from bigbatch.log.time_to_score import time_to_score
 from log_rows import row
 from made_runs import COST, SCORE, fresh, log_of, tuning
 from property_tests import property_test
+from studies.results.step_cost import StepCost
+from studies.results.time_to_target import TargetTimes, fastest, times_to, to_target, tuned_score
 
 
 @given(

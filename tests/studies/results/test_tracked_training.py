@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from bigbatch import Fixed, Goodput, GradientStatistics, NoiseScale, SimiGrad
+from made_records import made_record
+from real_data import FOLDER, needs
 from studies.results.exact_gradients import exact_statistics
 from studies.results.tracked_training import (
     EVERY,
@@ -18,8 +20,6 @@ from studies.results.tracked_training import (
     read_samples,
     train_tracked,
 )
-from made_records import made_record
-from real_data import FOLDER, needs
 
 FIXED = Fixed(128)
 

@@ -10,6 +10,7 @@ import pytest
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.image_classification import GAP, HELD_OUT, TEST
 from bigbatch_recipes.sweep import trainings_of
+from bigbatch_recipes.sweep_results import SweepPoint, SweepResults
 from studies.results.comparison import Comparison
 from studies.results.run_log import LoggedRun, RunLog, log_text, read_log
 from studies.results.step_cost import StepCost
@@ -34,7 +35,6 @@ from studies.results.vr_tables import (
     scores_by_clips,
     tables,
 )
-from bigbatch_recipes.sweep_results import SweepPoint, SweepResults
 
 COST = StepCost(1e-3, 1e-6, 1000)
 ARMS = COMPARISON.arms(COST)

@@ -6,14 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bigbatch_recipes.dry_run import (
-    MOMENTS,
-    DryRun,
-    PlanEstimate,
-    SourcedValue,
-    dry_run,
-    sources,
-)
+from bigbatch_recipes.dry_run import MOMENTS, DryRun, PlanEstimate, SourcedValue, dry_run, sources
 from bigbatch_recipes.lr_schedule import LRSchedule
 from bigbatch_recipes.recipe import SEEDS, Recipe
 from bigbatch_recipes.settings import Settings

@@ -7,14 +7,14 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from bigbatch_recipes.cli.dry_run_tables import format_amount
 from bigbatch.errors import MissingPackageError, RunError
 from bigbatch_recipes import EXPERIMENTS, RECIPES, get_recipe
+from bigbatch_recipes.cli.dry_run_tables import format_amount
+from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.datasets.location import DEFAULT_FOLDER, DatasetLocation
 from bigbatch_recipes.memory_estimate import count_parameters
 from bigbatch_recipes.recipe import Changes, Recipe, Result
 from bigbatch_recipes.sweep import points_of
-from bigbatch_recipes.console import LiveView, plain_console
 
 _COLUMNS = ("recipe", "paper", "data", "weights", "minutes")
 _NO_WRAP = {"recipe", "weights", "minutes"}

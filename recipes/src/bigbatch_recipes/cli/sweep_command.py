@@ -8,19 +8,19 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from bigbatch.errors import SettingError
+from bigbatch.log.atomic_files import reserve
 from bigbatch_recipes.cli import options
 from bigbatch_recipes.cli.dry_run_tables import NOT_TIMED, about_minutes
 from bigbatch_recipes.cli.options import refuse_options
-from bigbatch.errors import SettingError
+from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.process_pool import default_jobs, train_sweep
 from bigbatch_recipes.recipe import Recipe, Sweep
 from bigbatch_recipes.settings import SETTING_TYPES
 from bigbatch_recipes.study import report_study
 from bigbatch_recipes.sweep import Point, points_of, start_sweep, sweep_of
-from bigbatch_recipes.torchrun import Launch, is_single_process
-from bigbatch.log.atomic_files import reserve
-from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.sweep_results import combinations_of
+from bigbatch_recipes.torchrun import Launch, is_single_process
 
 _GRID = "Values of a setting; separate values that have commas by |. Repeat it for a product."
 

@@ -6,11 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
+from bigbatch.errors import SettingError
+from bigbatch.log.atomic_files import release, reserve
+from bigbatch.log.run_directory import RunDirectory
+from bigbatch_recipes import EXPERIMENTS
 from bigbatch_recipes.cli import options
 from bigbatch_recipes.cli.dry_run_tables import show_dry_run
 from bigbatch_recipes.cli.options import refuse_options
-from bigbatch.errors import SettingError
-from bigbatch_recipes import EXPERIMENTS
+from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.process_group import run_on_rank_zero, world_size
 from bigbatch_recipes.recipe import SEEDS, Recipe
 from bigbatch_recipes.settings import SETTING_TYPES, Settings
@@ -18,9 +21,6 @@ from bigbatch_recipes.study import build_training, start_study, train_one, train
 from bigbatch_recipes.study import resume as resume_at
 from bigbatch_recipes.torchrun import Launch
 from bigbatch_recipes.validate import unused_by_optimizer, unused_by_policy
-from bigbatch.log.atomic_files import release, reserve
-from bigbatch_recipes.console import LiveView, plain_console
-from bigbatch.log.run_directory import RunDirectory
 
 
 @options.with_settings(

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bigbatch.errors import RunError
+from bigbatch.log.atomic_files import open_atomically
 from bigbatch_recipes.datasets.criteo_tsv import CATEGORIES, NUMBERS, read_clicks
 from bigbatch_recipes.datasets.in_memory import BatchDataset
-from bigbatch.log.atomic_files import open_atomically
 
 CLICK = numpy.dtype(
     [("label", "u1"), ("numbers", "<f4", (NUMBERS,)), ("codes", "<u4", (CATEGORIES,))]

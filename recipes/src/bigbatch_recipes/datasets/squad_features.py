@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bigbatch.errors import SettingError
+from bigbatch.setting_types import Count, check_setting
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.sequence_pair import Numbers, SequencePair
 from bigbatch_recipes.datasets.squad_questions import Question
-from bigbatch.setting_types import Count, check_setting
 
 Offsets = Numbers  # where each token begins and ends in the text, (tokens, 2)
 

@@ -20,8 +20,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bigbatch_recipes.linear_regression.input_distributions import INPUTS, InputDistribution
 from bigbatch.optim.functional import gsnr
+from bigbatch_recipes.linear_regression.input_distributions import INPUTS, InputDistribution
 
 STEPS = 100
 BATCH = 2048

@@ -17,13 +17,13 @@ from bigbatch.errors import SettingError
 from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer, micro_batch_optimizer
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
+from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.plan_constraints import MinMicroBatches
 from bigbatch.policies.policy import Fixed, Policy
 from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.loop_options import loop_options
-from bigbatch.training.lr_scaling import LRScaling
 
 deepspeed = import_optional("deepspeed", "deepspeed")
 

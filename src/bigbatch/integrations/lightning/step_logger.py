@@ -4,8 +4,8 @@ import math
 import warnings
 from typing import Any
 
+from bigbatch.log.step_record import StepRecord
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.step_record import StepRecord
 
 
 class StepLogger:

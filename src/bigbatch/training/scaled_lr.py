@@ -1,102 +1,14 @@
-"""How the learning rate follows the batch size: by a factor that is in force during a step."""
+"""A factor of the learning rate that is in force during a step."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.setting_types import checked
-from bigbatch.statistics.averages import NoiseAverage
-from bigbatch.statistics.noise_scale import GradientStatistics
-
-Scaling = Callable[[int, int, GradientStatistics | None], float]
-"""(samples of the step, base batch, statistics of the step if measured) -> factor."""
-
-LRScaling = Literal["sqrt", "linear", "adascale"] | Scaling | None
-
-
-def square_root(batch_size: int, base_batch: int, noise: GradientStatistics | None = None) -> float:
-    """sqrt(B / B_base), for noise-dominated training and Adam-like optimizers.
-
-    Source:
-        SimiGrad's code; Krizhevsky 2014 (arXiv 1404.5997).
-    Example:
-        >>> square_root(512, 128)
-        2.0
-    """
-    return math.sqrt(batch_size / base_batch)
-
-
-def linear(batch_size: int, base_batch: int, noise: GradientStatistics | None = None) -> float:
-    """B / B_base, the linear scaling rule of SGD.
-
-    Source:
-        Goyal et al. 2017 (arXiv 1706.02677).
-    Example:
-        >>> linear(512, 128)
-        4.0
-    """
-    return batch_size / base_batch
-
-
-def unscaled(batch_size: int, base_batch: int, noise: GradientStatistics | None = None) -> float:
-    """1: the learning rate does not follow."""
-    return 1.0
-
-
-class AdaScale:
-    """AdaScale's gain: between 1 (no noise) and B / B_base (only noise).
-
-    The formula is that of `GradientStatistics.adascale_gain`. Signal and noise are averaged over a
-    window of 1000 base batches first; a step that is not measured uses the average so far, and 1
-    before there is one.
-
-    Source:
-        Johnson et al. 2020 (arXiv 2007.05105).
-    """
-
-    def __init__(self, base_batch: int) -> None:
-        self._average = NoiseAverage(1000 * base_batch)
-
-    def __call__(self, batch_size: int, base_batch: int, noise: GradientStatistics | None) -> float:
-        """The factor of a step; adds its statistics to the averages."""
-        average = self._average
-        if noise is not None:
-            average.update(noise)
-        if math.isnan(average.grad_sqnorm):
-            return 1.0
-        means = GradientStatistics(average.grad_sqnorm, average.grad_variance, batch_size, 0)
-        return means.adascale_gain(base_batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """A state for `load_state_dict`."""
-        return self._average.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved state."""
-        self._average.load_state_dict(state)
-
-
-@checked
-def resolve_scaling(lr_scaling: LRScaling, base_batch: int) -> Scaling:
-    """The function that a name stands for.
-
-    Args:
-        lr_scaling: "sqrt", "linear", "adascale", None for no scaling, or a function of your own.
-        base_batch: batch size that the learning rate was tuned for.
-    Raises:
-        SettingError: another name, or an argument of another type.
-    """
-    if callable(lr_scaling):
-        return lr_scaling
-    if lr_scaling == "adascale":
-        return AdaScale(base_batch)
-    functions: dict[str | None, Scaling] = {"sqrt": square_root, "linear": linear, None: unscaled}
-    return functions[lr_scaling]
 
 
 @contextmanager
