@@ -12,7 +12,7 @@ from bigbatch.errors import SettingError
 from bigbatch.log.open_loop import Replay
 from bigbatch.log.run_directory import RunDirectory
 from bigbatch.optim import LAMB, LARS, VarianceReduced
-from bigbatch.optim.gsnr_options import VROptions
+from bigbatch.optim.gsnr_options import VROptions, require_valid
 from bigbatch.policies.branch_test_policy import BranchTest
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.parse import build_policy
@@ -93,7 +93,7 @@ def build_optimizer(
     Raises:
         SettingError: the name is unknown, or a value is out of range.
     """
-    require_choice("optimizer", settings.optimizer, OPTIMIZERS)
+    require_optimizer(settings)
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in parameters:
         decays = settings.decay_all or parameter.ndim > 1
@@ -108,6 +108,17 @@ def build_optimizer(
     if not is_vr:
         return base
     return VarianceReduced(base, **_vr_options(settings, base))
+
+
+def require_optimizer(settings: Settings) -> None:
+    """Raises SettingError for an optimizer that cannot be built.
+
+    Builds none, for which torch would import its compiler.
+    """
+    require_choice("optimizer", settings.optimizer, OPTIMIZERS)
+    if settings.optimizer.startswith("vr-"):
+        group = {"params": [], "vr": True, "gamma": settings.gamma, "r_max": settings.r_max}
+        require_valid(group, VarianceReduced, settings.factor)
 
 
 def _vr_options(settings: Settings, base: Optimizer) -> VROptions:
