@@ -11,8 +11,8 @@ from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from statistics import fmean, median
 
-from bigbatch.log.metrics import History, group_seeds, measured_rows
-from bigbatch.log.run_directory import Row
+from bigbatch.log.history import History, group_seeds, measured_rows
+from bigbatch.log.row_schema import Row
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.statistics.noise_scale import GradientStatistics
 
