@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from bigbatch.errors import SettingError
-from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.char_lm import CHAR_LM
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.hold_out import hold_out
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.study import build_training
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
 from bigbatch_recipes.sweep_files import as_json

@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.train_run import Training, train_run
 from deepspeed_training import quiet
 from tensors import same

@@ -15,11 +15,11 @@ import pytest
 
 from bigbatch.errors import SettingError
 from bigbatch.log.html_report import write_sweep_files
-from bigbatch_recipes.run_config import read_sweep, read_trainings
-from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep
+from bigbatch_recipes.run_config import read_sweep, read_trainings
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
 from bigbatch_recipes.sweep_console import RunFollower
 from bigbatch_recipes.sweep_figure import sweep_figure

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigbatch.chart_axis import Axis
+from bigbatch.log.chart_axis import Axis
 from bigbatch.log.label_places import Box, place_near_points, spread
 from bigbatch.log.line_styles import DARK, LIGHT, PAGES, short_names, style_of
 from property_tests import property_test

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from bigbatch.chart_axis import number_text
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import GENERATOR, open_atomically, require_own_file
+from bigbatch.log.chart_axis import number_text
 from bigbatch.log.curve_series import Curve, Panel, label_ends, panels_of, target_text
 from bigbatch.log.history import History, group_seeds
 from bigbatch.log.label_places import spread, text_width

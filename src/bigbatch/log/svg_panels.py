@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 
-from bigbatch.chart_axis import Axis, number_text
+from bigbatch.log.chart_axis import Axis, number_text
 from bigbatch.log.curve_series import Curve, Panel, label_ends, target_text
 from bigbatch.log.label_places import spread, text_width
 from bigbatch.log.line_styles import LineStyle, style_of
