@@ -165,8 +165,7 @@ class Training:
         with view.training(label, total, self.train.samples, target) as progress:
 
             def log(record: StepRecord, scores: Scores | None) -> None:
-                run.log.record(record)
-                run.log.scores(**(scores or {}))
+                run.log.record(record, **(scores or {}))
                 progress.step(record, scores)
 
             yield log
