@@ -33,7 +33,7 @@ def followed(policy, samples):
     """The sizes of the steps that a training of so many samples takes with the policy."""
     sizes, seen = [], 0
     while seen < samples:
-        now = TrainingState(1, 1, 1, samples=seen, steps=len(sizes))
+        now = TrainingState(1, 1, samples=seen, steps=len(sizes))
         sizes.append(min(policy.decide(None, now).batch_size, samples - seen))
         seen += sizes[-1]
     return sizes
