@@ -19,11 +19,10 @@ from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep
 from bigbatch_recipes.run_config import read_sweep, read_trainings
-from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
 from bigbatch_recipes.sweep_figure import sweep_figure
 from bigbatch_recipes.sweep_results import read_sweep_results
-from log_rows import row
+from log_rows import add_rows, row, write_log
 
 SETTINGS = DIGITS.settings()
 SHORT = ("--set", "epochs=1", "--set", "checkpoint_every=5 steps")
@@ -228,14 +227,13 @@ def swept(path, scores, *, higher=True, tuned=("lr",), losses=None, seeds=2, **c
     for name, training in trainings_of(recipe, found, seeds).items():
         score = scores[training.lr, training.target][training.seed]
         if score is not None:
-            run = RunDirectory.create(path / name, training.as_dict())
             batch = round(100 * training.target)
             lost = (losses or {}).get((training.lr, training.target), 1.0)
             one = row(2, batch=batch, accuracy=score, loss=lost)
             if math.isnan(score):  # as a log has what is not a number
                 one["metrics"] = dict.fromkeys(one["metrics"])
-            run.append(row(1, batch=batch, loss=1.0))
-            run.append(one)
+            rows = [row(1, batch=batch, loss=1.0), one]
+            write_log(path / name, rows, training.as_dict())
     return read_sweep_results(path)
 
 
@@ -264,10 +262,8 @@ def test_of_two_tasks_each_is_tuned_on_its_own_score(tmp_path):
     start_sweep(DIGITS, tmp_path / "sweep", found, ("lr",), 1)
     for name, training in trainings_of(DIGITS, found, 1).items():
         score = "F1" if training.target == 0.4 else "accuracy"
-        run = RunDirectory.create(
-            tmp_path / "sweep" / name, training.with_changes({"epochs": 1}).as_dict()
-        )
-        run.append(row(1, metrics={score: training.lr}))
+        settings = training.with_changes({"epochs": 1}).as_dict()
+        write_log(tmp_path / "sweep" / name, [row(1, metrics={score: training.lr})], settings)
     sweep = read_sweep_results(tmp_path / "sweep")
     assert [0.2, 0.2] == [point.values["lr"] for point in sweep.shown]
     assert "chosen on the accuracy or F1" in sweep.title
@@ -362,14 +358,14 @@ def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
     found = points("target=" + ",".join(f"0.{n}" for n in range(10, 41)), settings=settings)
     start_sweep(DIGITS, tmp_path / "sweep", found, (), 2)
     for name, training in trainings_of(DIGITS, found, 2).items():
-        run = RunDirectory.create(tmp_path / "sweep" / name, training.as_dict())
-        run.append(row(1, batch=100, accuracy=training.target))
+        rows = [row(1, batch=100, accuracy=training.target)]
+        write_log(tmp_path / "sweep" / name, rows, training.as_dict())
     sweep = read_sweep_results(tmp_path / "sweep")
     assert 62 == len(sweep.begun)
     assert ["target=0.4-seed0", "target=0.4-seed1"] == [run.name for run in sweep.drawn]
     for run in sweep.begun[::2]:  # one of each point diverged
-        run.metrics.write_text("")
-        run.append(row(1, batch=100, metrics={"test accuracy, %": None}))
+        run.log.metrics.write_text("")
+        add_rows(run.path, [row(1, batch=100, metrics={"test accuracy, %": None})])
     half = read_sweep_results(tmp_path / "sweep")
     assert ([], 60) == (half.front, len(half.drawn))
 

@@ -15,6 +15,7 @@ from bigbatch.policies.late_switch import LateSwitch as LateSwitch
 from bigbatch.policies.plan import BatchPlan as BatchPlan
 from bigbatch.policies.policy import Decision as Decision
 from bigbatch.policies.policy import Fixed as Fixed
+from bigbatch.policies.policy import Needs as Needs
 from bigbatch.policies.policy import NoiseScale as NoiseScale
 from bigbatch.policies.policy import NormTest as NormTest
 from bigbatch.policies.policy import Policy as Policy

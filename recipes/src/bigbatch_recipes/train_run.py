@@ -149,8 +149,7 @@ class Training:
                 evaluates = train.samples == total or evaluation.ends_in_step(*position)
                 scores = self.scores() if evaluates else {}
                 if is_rank_zero():
-                    run.log.record(record)
-                    run.log.scores(**scores)
+                    run.log.record(record, **scores)
                     progress.step(record, scores)
                 if end is not None and time.time() >= end and train.samples < total:
                     self.engine.save(run)

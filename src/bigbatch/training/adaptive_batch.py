@@ -26,7 +26,7 @@ from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller, warn_of_changes
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
-from bigbatch.policies.policy import Policy, SimiGrad
+from bigbatch.policies.policy import Policy, SimiGrad, needs_of
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.branch_plan import DEFAULT_REPEATS, DEFAULT_SHARE, BranchRequest, Repeats
@@ -124,11 +124,11 @@ class AdaptiveBatch:
         self._collectives = HostCollectives(self.meter.source)
         self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
         self.batches.share(self._collectives, lockstep=self.meter.source.reducer.lockstep)
-        batch_size, has_controller = options.get("batch_size"), isinstance(policy, Controller)
-        if batch_size is None and not has_controller:
+        batch_size = options.get("batch_size")
+        if batch_size is None and not isinstance(policy, Controller):
             of_all_ranks = (self.batches.batch_size or 0) * self._collectives.ranks
-            batch_size = getattr(policy, "batch_size", None) or of_all_ranks or None
-        has_size = has_controller or batch_size is not None
+            batch_size = needs_of(policy).batch_size or of_all_ranks or None
+        has_size = isinstance(policy, Controller) or batch_size is not None
         constraints = self._build_constraints(options, has_size=has_size)
         self.controller = constraints.controller(
             policy, batch_size, options.get("base_batch"), self.batches.samples, self.meter.groups
