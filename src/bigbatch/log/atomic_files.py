@@ -14,10 +14,9 @@ from bigbatch.log.run_config import CONFIG_FILES, launch_of
 GENERATOR = "bigbatch"  # in the metadata of pages and figures
 
 _UNFINISHED = ".bigbatch"  # suffix of directories that are being filled
-_GENERATED = (  # marks of our pages, PNG and SVG
+_GENERATED = (  # marks of our pages and figures
     f'<meta name="generator" content="{GENERATOR}">',
-    f"Software\0{GENERATOR}",
-    f"<dc:title>{GENERATOR}</dc:title>",
+    f'<svg data-generator="{GENERATOR}"',
 )
 _HEAD = 4096  # bytes at the start of a file that have the mark
 
