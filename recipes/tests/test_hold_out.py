@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bigbatch.errors import SettingError
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.char_lm import CHAR_LM
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.hold_out import hold_out

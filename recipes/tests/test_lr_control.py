@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from bigbatch.errors import RunError
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS

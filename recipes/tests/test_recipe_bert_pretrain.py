@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.bert_pretrain import BERT_PRETRAIN, scores_of
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.sentence_pairs import IGNORED, Book, Masking, SentencePairs

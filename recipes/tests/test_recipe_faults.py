@@ -12,7 +12,7 @@ from torch import nn
 
 from bigbatch.errors import RunError
 from bigbatch.gradients import is_of_network, note_waiting
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS

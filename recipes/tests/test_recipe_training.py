@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.metrics import row_of
+from bigbatch.log.history import row_of
 from bigbatch.log.row_schema import require_step
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset

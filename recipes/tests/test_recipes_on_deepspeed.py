@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.dry_run import dry_run

@@ -15,8 +15,8 @@ import pytest
 
 from bigbatch.errors import SettingError
 from bigbatch.log.html_report import write_sweep_files
-from bigbatch.log.run_config import read_sweep, read_trainings
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch_recipes.run_config import read_sweep, read_trainings
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep

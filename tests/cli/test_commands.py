@@ -12,9 +12,9 @@ import pytest
 
 from bigbatch.cli import main
 from bigbatch.cli.app import COMMANDS
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import HELP, SECTIONS, SETTING_TYPES
 
 COMMAND = [sys.executable, "-c", "from bigbatch.cli import main; main()"]

@@ -7,7 +7,7 @@ import pytest
 
 from bigbatch.log.curve_series import AXES, chosen_rows, panels_of
 from bigbatch.log.curves import curves
-from bigbatch.log.metrics import History
+from bigbatch.log.history import History
 from bigbatch.log.svg_panels import panel_svg
 from log_rows import row
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bigbatch.errors import RunError
-from bigbatch.log.metrics import history_of, measured_rows, seeds_of, table_of
+from bigbatch.log.history import history_of, measured_rows, seeds_of, table_of
 from bigbatch.log.replay import replay, table_of_replay
-from bigbatch.log.run_config import read_sweep, read_trainings
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.policies.policy import Fixed
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.run_config import read_sweep, read_trainings
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.study import settings_from
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of
 from bigbatch_recipes.sweep_console import RunFollower

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import bigbatch as bb
 from bigbatch.digest import file_digests, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes.init_from_run import init_from
+from bigbatch_recipes.run_directory import RunDirectory
 from log_rows import row
 from numbered_samples import build
 from property_tests import property_test

@@ -5,9 +5,9 @@ from statistics import fmean
 import pytest
 
 from bigbatch.errors import RunError
-from bigbatch.log.open_loop import Replay, mean_schedule
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.policies.policy import TrainingState
+from bigbatch_recipes.open_loop import Replay, mean_schedule
+from bigbatch_recipes.run_directory import RunDirectory
 from log_rows import row
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from bigbatch.errors import RunError
 from bigbatch.log.atomic_files import create_directory_atomically, require_own_file
 from bigbatch.log.curves import write_figure
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch_recipes.run_directory import RunDirectory
 from log_rows import row
 
 SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}

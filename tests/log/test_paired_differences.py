@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bigbatch.errors import SettingError
+from bigbatch.log.history import history_of
 from bigbatch.log.html_report import write_report, write_sweep_files
-from bigbatch.log.metrics import history_of
 from bigbatch.log.paired_differences import differences_of, paired_difference
-from bigbatch.log.run_config import config_yaml
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.run_config import config_yaml
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.study import report_study
 from bigbatch_recipes.sweep_results import read_sweep_results
 from log_rows import row

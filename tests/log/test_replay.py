@@ -14,11 +14,11 @@ from bigbatch import (
     SimiGrad,
 )
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.metrics import history_of
+from bigbatch.log.history import history_of
 from bigbatch.log.replay import Trace, replay, time_steps
 from bigbatch.log.replay import fit_time as fit_to_times
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.policies.parse import parse_policy
+from bigbatch_recipes.run_directory import RunDirectory
 
 
 def fit_time(rows):

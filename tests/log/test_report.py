@@ -11,11 +11,11 @@ from rich.console import Console
 
 from bigbatch.errors import RunError
 from bigbatch.log.gsnr_heatmap import heat_maps
+from bigbatch.log.history import Table, history_of, seeds_of, table_of
 from bigbatch.log.html_report import write_report
-from bigbatch.log.metrics import Table, history_of, seeds_of, table_of
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.run_directory import RunDirectory
 from log_rows import row
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")

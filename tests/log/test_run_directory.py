@@ -16,10 +16,10 @@ from bigbatch.log.atomic_files import (
     reserve,
     write_atomically,
 )
-from bigbatch.log.run_config import config_yaml, read_trainings, trainings_as_dict
-from bigbatch.log.run_directory import RunDirectory, find_runs
 from bigbatch.log.tensorboard import TensorBoardLog
 from bigbatch_recipes import RECIPES
+from bigbatch_recipes.run_config import config_yaml, read_trainings, trainings_as_dict
+from bigbatch_recipes.run_directory import RunDirectory, find_runs
 from bigbatch_recipes.study import start_study
 
 
@@ -221,7 +221,7 @@ def test_a_training_that_loses_a_file_at_its_end_has_status_2(bigbatch, tmp_path
 def test_a_second_process_is_kept_out_and_a_killed_one_lets_go(run):
     hold = (
         "import sys; from pathlib import Path\n"
-        "from bigbatch.log.run_directory import RunDirectory\n"
+        "from bigbatch_recipes.run_directory import RunDirectory\n"
         "with RunDirectory.open(Path(sys.argv[1])).lock():\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.errors import SettingError
+from bigbatch.log.history import History, history_of
 from bigbatch.log.html_report import write_report
-from bigbatch.log.metrics import History, history_of
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.log.time_to_score import ScoreTargets, TimeToScore, time_to_score
 from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.train_run import Training
 from clock import Clock
 from log_rows import row

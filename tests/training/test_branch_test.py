@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import bigbatch as bb
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.log.metrics import row_of
+from bigbatch.log.history import row_of
 from bigbatch.log.row_schema import require_step
 from bigbatch.optim import VRSGD
 from bigbatch.statistics.critical_batch import BranchCurve, critical_batch

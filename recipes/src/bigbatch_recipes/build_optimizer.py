@@ -9,14 +9,14 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from bigbatch.data.collate import Batch
 from bigbatch.errors import SettingError
-from bigbatch.log.open_loop import Replay
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions
 from bigbatch.policies.branch_test_policy import BranchTest
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.parse import build_policy
 from bigbatch.policies.policy import Policy
+from bigbatch_recipes.open_loop import Replay
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_settings, require_choice
 
 Named = tuple[str, Tensor]

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from bigbatch.data.micro_batches import Remainder
 from bigbatch.errors import SettingError
-from bigbatch.log.run_config import PREREQUISITES
 from bigbatch.optim.gsnr_options import Factor, Gamma, RMax
 from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
 from bigbatch.policies.branch_test_policy import DEFAULT_SHARE, TestInterval
@@ -34,6 +33,7 @@ from bigbatch.setting_types import (
 )
 from bigbatch.training.measuring_way import GroupsSetting
 from bigbatch_recipes.lr_schedule import LRSchedule
+from bigbatch_recipes.run_config import PREREQUISITES
 
 Value = bool | int | float | str
 

@@ -11,9 +11,8 @@ from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from statistics import fmean, median
 
-from bigbatch.log.metrics import History, group_seeds, measured_rows
-from bigbatch.log.row_schema import BRANCH_TEST
-from bigbatch.log.run_directory import Row
+from bigbatch.log.history import History, group_seeds, measured_rows
+from bigbatch.log.row_schema import Row
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -335,7 +334,7 @@ def _branch_tests(runs: list[History], x: str) -> list[Point]:
     rows = [row for run in runs for row in run.rows if row.get("branch_test")]
     points = []
     for row in rows:
-        found = {name: row["branch_test"].get(name) for name in BRANCH_TEST}
+        found = {name: row["branch_test"].get(name) for name in ("critical_batch", "low", "high")}
         if found["critical_batch"]:
             low = found["low"] or 0.0
             points.append(Point(row[x], found["critical_batch"], low, _end(found["high"])))

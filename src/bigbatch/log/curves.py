@@ -15,10 +15,10 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import GENERATOR, open_atomically, require_own_file
 from bigbatch.log.chart_axis import number_text
 from bigbatch.log.curve_series import Curve, Panel, label_ends, panels_of, target_text
+from bigbatch.log.history import History, group_seeds
 from bigbatch.log.label_places import spread, text_width
 from bigbatch.log.line_styles import LIGHT, short_names, style_of
-from bigbatch.log.metrics import History, group_seeds
-from bigbatch.log.run_directory import Row
+from bigbatch.log.row_schema import Row
 
 FIGURE_FORMATS = (".png", ".svg")
 

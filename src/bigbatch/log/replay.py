@@ -26,9 +26,9 @@ from bigbatch.log.curves import (
     require_writable,
     write_figure,
 )
+from bigbatch.log.history import History, Table, measured_rows
 from bigbatch.log.line_styles import LIGHT, short_names, style_of
-from bigbatch.log.metrics import History, Table, measured_rows
-from bigbatch.log.run_directory import Row
+from bigbatch.log.row_schema import Row
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.lr_scaling import Scaling, linear, square_root, unscaled

@@ -13,6 +13,7 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rank_consistency import HostCollectives, checksum, facts_of, optimizer_facts
 from bigbatch.errors import LoopError, SettingError
+from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller
@@ -71,6 +72,7 @@ class Update:
     ) -> None:
         self.epoch = self.samples = self.steps = self.skipped = 0
         self.record: StepRecord | None = None  # of the last step
+        self.log: RunLog | None = None  # gets the record of every step
         self.last_measured: StepRecord | None = None  # of the last measured step
         self.weight_per_sample: float | None = None  # in the last step
         self.noise_average = NoiseAverage(_NOISE_STEPS, "steps")  # of measured steps
@@ -280,6 +282,8 @@ class Update:
             gsnr=self.reader.gsnr if self.reader is not None and step.finite else None,
         )
         self._branch_test = None
+        if self.log is not None:
+            self.log.record(self.record)
         if step.statistics is not None:
             self.last_measured = self.record
             self.noise_average.add(step.statistics)

@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from bigbatch.errors import RunError
-from bigbatch.log.run_config import read_trainings
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.build_optimizer import build_controller
 from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.run_config import read_trainings
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.sweep import start_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
 from log_rows import row

@@ -10,11 +10,11 @@ import torch
 pytest.importorskip("matplotlib")
 
 from bigbatch.errors import SettingError
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.process_pool import is_finished, train_sweep
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.sweep import Point, start_sweep
 from bigbatch_recipes.validate import build_on_meta_device
 from studies.results import batch_tables

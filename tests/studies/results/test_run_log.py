@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from bigbatch.errors import RunError
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.sweep import Point, start_sweep, trainings_of
 from log_rows import row
 from made_runs import SCORE, fresh, log_of, tuning
