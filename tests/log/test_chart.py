@@ -169,3 +169,25 @@ def test_colours_are_readable_on_their_page(theme):
     for color in colors[theme * half : (theme + 1) * half]:
         low, high = sorted((page, _luminance(color)))
         assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+@pytest.mark.parametrize(
+    ("xs", "ys"),
+    [
+        ([1], [1.0]),
+        ([1, 2], [1e-9, 1e9]),
+        ([0.5, 0.5], [5.0, 5.0]),
+        (range(1, 2000), range(2, 2001)),
+        ([], []),
+    ],
+)
+@pytest.mark.parametrize("log_x", [None, 10])
+def test_a_chart_stays_within_its_frame(xs, ys, log_x):
+    marks = [Mark("<here>", x=3.0), Mark("present", y=2.0)]
+    panel = Panel("a & b", "x", [Series("a", xs, ys)], x_log=log_x, y_log=10, marks=marks)
+    element = drawn(panel)
+    assert "<here>" in [text.text for text in element.iter("text")]
+    for one in element.iter():
+        assert all(0 <= float(one.get(name, 0)) <= 400 for name in ("x1", "x2", "x"))
+        assert all(0 <= float(one.get(name, 0)) <= 250 for name in ("y1", "y2", "y"))
+    assert len(parts(element, "grid")) <= 7

@@ -13,6 +13,7 @@ from importlib import resources
 from itertools import groupby, pairwise
 from typing import NamedTuple, TypeVar
 
+from bigbatch.log.atomic_files import GENERATOR
 from bigbatch.log.chart import HeatMap, Panel, Series, is_shown
 from bigbatch.log.chart_axis import Axis, number_text
 from bigbatch.log.label_places import Box, place_near_points, spread, text_width
@@ -69,9 +70,12 @@ def svg(
         parts.insert(0, f"<style>{stylesheet()}</style>")
         parts.insert(1, f'<rect class="page" width="{width}" height="{height}"/>')
     title = escape(", ".join(chart.title for chart in charts))
-    namespace = f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+    file = (
+        f'data-generator="{GENERATOR}" xmlns="http://www.w3.org/2000/svg" '
+        f'width="{width:g}" height="{height}" '
+    )
     return (
-        f'<svg {namespace if standalone else ""}viewBox="0 0 {width} {height}" role="img" '
+        f'<svg {file if standalone else ""}viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="{title}">{"".join(parts)}</svg>\n'
     )
 
@@ -221,7 +225,9 @@ class _PanelDrawing:
             if mark.x is not None:
                 x = self.across(mark.x)
                 yield _line("mark", x, top, x, bottom)
-                yield _text(x + 5, top + 12 + 14 * number, mark.name, "start")
+                side = -1 if x > (left + right) / 2 else 1
+                anchor = "start" if side == 1 else "end"
+                yield _text(x + 5 * side, top + 12 + 14 * number, mark.name, anchor)
 
     def _band(self, one: Series) -> str:
         points = zip(one.x, one.low, one.high, strict=True)
@@ -300,28 +306,22 @@ class _PanelDrawing:
 
     def _texts(self) -> Iterator[str]:
         """Texts near points, which cover neither a marker nor another text."""
-        points: list[tuple[float, float, str, str]] = []
-        markers: list[Box] = []
-        lines: list[Box] = []
+        wanted, colors, markers = [], [], []
         for one in self.panel.series:
-            css = style_of(self._number(one)).color
-            for place, point in enumerate(zip(one.x, one.y, strict=True)):
+            texts = one.texts or [""] * len(one.x)
+            for point, text in zip(zip(one.x, one.y, strict=True), texts, strict=True):
                 if self._is_shown(point):
                     x, y = self._inside(*point)
                     markers.append(Box(x - _MARK, y - _MARK, x + _MARK, y + _MARK))
-                    if one.texts and one.texts[place]:
-                        points.append((x, y, one.texts[place], css))
-            bars = (((x, a), (x, b)) for x, a, b in zip(one.x, one.low, one.high, strict=False))
-            for line in (*self._lines(one), *bars):
-                lines += _boxes_along([self._inside(*point) for point in line])
-        wanted = [(x, y, text) for x, y, text, _ in points]
-        boxes = place_near_points(wanted, _TEXT, self._frame, markers, lines)
-        for (x, y, text, css), box in zip(points, boxes, strict=True):
+                    wanted += [(x, y, text)] * bool(text)
+                    colors += [style_of(self._number(one)).color] * bool(text)
+        boxes = place_near_points(wanted, _TEXT, self._frame, markers)
+        for (x, y, text), color, box in zip(wanted, colors, boxes, strict=True):
             if box is not None:
                 near_x, near_y = _clamp(x, box.left, box.right), _clamp(y, box.top, box.bottom)
                 middle, height = (box.left + box.right) / 2, (box.top + box.bottom) / 2
                 yield (
-                    f'<g class="{css}"><path class="leader" d="M{x:.1f} {y:.1f}'
+                    f'<g class="{color}"><path class="leader" d="M{x:.1f} {y:.1f}'
                     f'L{near_x:.1f} {near_y:.1f}"/>'
                     f"{_text(middle, height + 0.35 * _TEXT, text, css='near')}</g>"
                 )
@@ -436,15 +436,6 @@ def _ticks(axis: Axis, names: Sequence[str], most: float) -> list[tuple[float, s
 def _runs(points: Iterable[T], is_shown: Callable[[T], bool]) -> list[list[T]]:
     """Successive points that are shown, without gaps."""
     return [list(part) for shown, part in groupby(points, is_shown) if shown]
-
-
-def _boxes_along(line: Line) -> Iterator[Box]:
-    """Small boxes along a line, for what is to stay beside it."""
-    for start, end in pairwise(line):
-        count = max(1, math.ceil(math.dist(start, end) / 6))
-        for i in range(count + 1):
-            x, y = (a + (b - a) * i / count for a, b in zip(start, end, strict=True))
-            yield Box(x - 1, y - 1, x + 1, y + 1)
 
 
 def _line(css: str, x1: float, y1: float, x2: float, y2: float) -> str:
