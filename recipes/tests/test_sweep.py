@@ -15,16 +15,14 @@ import pytest
 
 from bigbatch.errors import SettingError
 from bigbatch.log.html_report import write_sweep_files
-from bigbatch.log.run_config import read_sweep, read_trainings
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep
+from bigbatch_recipes.run_config import read_sweep, read_trainings
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
-from bigbatch_recipes.sweep_console import RunFollower
 from bigbatch_recipes.sweep_figure import sweep_figure
 from bigbatch_recipes.sweep_results import read_sweep_results
-from log_rows import row
+from log_rows import add_rows, row, write_log
 
 SETTINGS = DIGITS.settings()
 SHORT = ("--set", "epochs=1", "--set", "checkpoint_every=5 steps")
@@ -143,14 +141,6 @@ def test_what_has_no_effect_at_a_point_does_not_vary_there():
     ] == [point.name for point in found]
 
 
-def test_a_branch_test_does_not_vary_where_branches_cannot_train():
-    grid = ("policy=fixed,simigrad", "optimizer=sgd,vr-sgd", "branch_test=none,2 epochs")
-    found = points(*grid)
-    assert 5 == len(found)
-    (tested,) = [point for point in found if point.settings.branch_test is not None]
-    assert ("simigrad", "sgd") == (tested.settings.policy, tested.settings.optimizer)
-
-
 def test_an_arm_brings_its_changes_and_the_grid_changes_them():
     first, second = points("arm=fixed-32,simigrad-vr", "lr=0.5")
     assert ("fixed", "momentum", 0.5) == tuple(
@@ -213,17 +203,16 @@ def test_a_dry_run_needs_no_data(bigbatch, tmp_path, monkeypatch):
 
 
 def test_a_sweep_that_fails_altogether_says_why(bigbatch, tmp_path, monkeypatch):
-    """By directories that cannot be opened, so that no process is started."""
+    """By directories that are no runs, so that nothing is trained."""
     monkeypatch.chdir(tmp_path)
     start_sweep(DIGITS, tmp_path / "sweep", points("lr=0.1,0.2"), (), 1)
     for name in ("lr=0.1-seed0", "lr=0.2-seed0"):
-        RunDirectory.create(tmp_path / "sweep" / name, {})
-        (tmp_path / "sweep" / name / "config.yaml").rename(tmp_path / "sweep" / name / "lost")
-    status, out, _ = bigbatch("sweep", "--resume", "sweep", "--quiet")
+        (tmp_path / "sweep" / name).mkdir()
+    status, out, _ = bigbatch("sweep", "--resume", "sweep", "--quiet", "--jobs", "1")
     assert 1 == status
     assert "no run has logged a step" in out
     for name in ("lr=0.1-seed0", "lr=0.2-seed0"):
-        assert f"{name} failed: sweep/{name}/config.yaml cannot be read as a run" in out
+        assert f"{name} failed: sweep/{name}/settings.json cannot be read as the settings" in out
 
 
 def swept(path, scores, *, higher=True, tuned=("lr",), losses=None, seeds=2, **changes):
@@ -238,14 +227,13 @@ def swept(path, scores, *, higher=True, tuned=("lr",), losses=None, seeds=2, **c
     for name, training in trainings_of(recipe, found, seeds).items():
         score = scores[training.lr, training.target][training.seed]
         if score is not None:
-            run = RunDirectory.create(path / name, training.as_dict())
             batch = round(100 * training.target)
             lost = (losses or {}).get((training.lr, training.target), 1.0)
             one = row(2, batch=batch, accuracy=score, loss=lost)
             if math.isnan(score):  # as a log has what is not a number
                 one["metrics"] = dict.fromkeys(one["metrics"])
-            run.append(row(1, batch=batch, loss=1.0))
-            run.append(one)
+            rows = [row(1, batch=batch, loss=1.0), one]
+            write_log(path / name, rows, training.as_dict())
     return read_sweep_results(path)
 
 
@@ -274,10 +262,8 @@ def test_of_two_tasks_each_is_tuned_on_its_own_score(tmp_path):
     start_sweep(DIGITS, tmp_path / "sweep", found, ("lr",), 1)
     for name, training in trainings_of(DIGITS, found, 1).items():
         score = "F1" if training.target == 0.4 else "accuracy"
-        run = RunDirectory.create(
-            tmp_path / "sweep" / name, training.with_changes({"epochs": 1}).as_dict()
-        )
-        run.append(row(1, metrics={score: training.lr}))
+        settings = training.with_changes({"epochs": 1}).as_dict()
+        write_log(tmp_path / "sweep" / name, [row(1, metrics={score: training.lr})], settings)
     sweep = read_sweep_results(tmp_path / "sweep")
     assert [0.2, 0.2] == [point.values["lr"] for point in sweep.shown]
     assert "chosen on the accuracy or F1" in sweep.title
@@ -326,16 +312,7 @@ def test_runs_that_diverged_are_counted_and_lose_to_all_that_did_not(tmp_path):
     write_sweep_files(sweep, tmp_path)
     runs = list(csv.DictReader((tmp_path / "sweep.csv").open()))
     assert 6 == sum(run["diverged"] == "True" for run in runs)
-    one = RunFollower(sweep.points[0].runs[0].directory)
-    assert "diverged  test accuracy, % 90" == one.outcome()
     assert 1 == sum("diverged" in text.get_text() for text in sweep_figure(sweep).axes[0].texts)
-
-
-def test_a_damaged_log_of_a_run_that_ended_stops_no_sweep(tmp_path):
-    ended = swept(tmp_path / "sweep", SCORES).points[0].runs[0].directory
-    damaged = ended.metrics.read_text().replace('"loss": 1.0', '"loss": "1.0"', 1)
-    ended.metrics.write_text(damaged)
-    assert RunFollower(ended).outcome().startswith("finished")
 
 
 def test_a_sweep_shows_and_is_tuned_by_the_median_where_its_settings_say_so(tmp_path):
@@ -364,7 +341,7 @@ def test_a_point_of_which_a_run_failed_is_not_on_the_front(tmp_path):
 
 def test_a_damaged_run_is_left_out_with_a_note(tmp_path):
     swept(tmp_path / "sweep", SCORES)
-    (tmp_path / "sweep" / "lr=0.1,target=0.2-seed0" / "config.yaml").unlink()
+    (tmp_path / "sweep" / "lr=0.1,target=0.2-seed0" / "settings.json").unlink()
     (tmp_path / "sweep" / "lr=0.2,target=0.2-seed1" / "metrics.jsonl").write_text("{\n{}\n")
     with pytest.warns(UserWarning, match="is left out") as notes:
         sweep = read_sweep_results(tmp_path / "sweep")
@@ -381,29 +358,16 @@ def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
     found = points("target=" + ",".join(f"0.{n}" for n in range(10, 41)), settings=settings)
     start_sweep(DIGITS, tmp_path / "sweep", found, (), 2)
     for name, training in trainings_of(DIGITS, found, 2).items():
-        run = RunDirectory.create(tmp_path / "sweep" / name, training.as_dict())
-        run.append(row(1, batch=100, accuracy=training.target))
+        rows = [row(1, batch=100, accuracy=training.target)]
+        write_log(tmp_path / "sweep" / name, rows, training.as_dict())
     sweep = read_sweep_results(tmp_path / "sweep")
     assert 62 == len(sweep.begun)
     assert ["target=0.4-seed0", "target=0.4-seed1"] == [run.name for run in sweep.drawn]
     for run in sweep.begun[::2]:  # one of each point diverged
-        run.metrics.write_text("")
-        run.append(row(1, batch=100, metrics={"test accuracy, %": None}))
+        run.log.metrics.write_text("")
+        add_rows(run.path, [row(1, batch=100, metrics={"test accuracy, %": None})])
     half = read_sweep_results(tmp_path / "sweep")
     assert ([], 60) == (half.front, len(half.drawn))
-
-
-def test_a_log_that_was_cut_and_grew_again_is_read_again(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", SETTINGS.as_dict())
-    followed = RunFollower(run)
-    run.append(row(1, accuracy=0.5))
-    assert "50" in followed.scores_text()
-    run.metrics.write_text("")  # as a resumption does
-    for step in (1, 2):
-        run.append(row(step, accuracy=0.25, reason="longer than the line before"))
-    followed.scores_text()
-    assert "epoch 1/" in followed.progress()
-    assert "25" in followed.scores_text()
 
 
 def test_a_sweep_leaves_a_figure_a_csv_and_a_json(tmp_path):
@@ -490,24 +454,33 @@ def rows_of(study):
     }
 
 
-def children_of(pid):
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def workers_of(process):
+    """The processes of joblib that train."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+    return [pid for pid, command in commands.items() if "popen_loky" in command]
+
+
+def are_gone(pids):
+    """Whether all processes end within some seconds."""
+    until = time.monotonic() + SECONDS
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
+        time.sleep(0.1)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(sys.platform != "linux", reason="the server of processes is on Linux alone")
-def test_no_training_outlives_a_signal_to_the_whole_group(tmp_path):
-    """The server of the processes gets it first; it stays, so the parent can end the trainings."""
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc lists the processes")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_training_outlives_its_sweep(tmp_path, number):
     process = sweeping(*GRID, "--set", "epochs=400", "--run-dir", tmp_path / "sweep")
     wait_for(process, tmp_path / "sweep")
-    children = children_of(process.pid)
-    trainings = [pid for child in children for pid in children_of(child)]
-    assert 2 == len(trainings)
-    for pid in (*children, process.pid):
-        os.kill(pid, signal.SIGTERM)
-    _, err = process.communicate(timeout=SECONDS)
-    assert "interrupted" in err
-    assert not any(Path(f"/proc/{pid}").exists() for pid in trainings)
+    workers = workers_of(process)
+    assert 2 == len(workers)
+    for pid in (*workers, process.pid) if number == signal.SIGINT else (process.pid,):
+        os.kill(pid, number)  # Ctrl-C reaches all of them
+    process.communicate(timeout=SECONDS)
+    assert are_gone(workers)
 
 
 @pytest.mark.thorough
@@ -526,7 +499,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from bigbatch_recipes.digits import DIGITS
-from bigbatch_recipes.process_pool import train_sweep
+from bigbatch_recipes.parallel_runs import train_sweep
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of
 from bigbatch_recipes.console import LiveView, plain_console
 

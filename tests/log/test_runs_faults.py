@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.log.tensorboard import TensorBoardLog
+from bigbatch_recipes.run_directory import RunDirectory
 from numbered_samples import Shard, build, network, run, steps_of
 from tensors import same
 

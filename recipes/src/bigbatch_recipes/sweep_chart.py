@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from bigbatch.chart_axis import Axis
+from bigbatch.log.chart_axis import Axis
 from bigbatch.log.label_places import Box, place_near_points
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults, value_text
 

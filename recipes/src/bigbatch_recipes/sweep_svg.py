@@ -2,7 +2,7 @@
 
 from html import escape
 
-from bigbatch.chart_axis import Axis
+from bigbatch.log.chart_axis import Axis
 from bigbatch.log.label_places import Box
 from bigbatch.log.line_styles import MARKERS, style_of
 from bigbatch.log.svg_panels import TEXT, dashes, grid, marker_svg

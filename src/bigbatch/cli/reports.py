@@ -7,15 +7,21 @@ import typer
 
 from bigbatch.errors import SettingError
 from bigbatch.log.curves import FIGURE_FORMATS, require_writable
+from bigbatch.log.history import (
+    History,
+    find_runs,
+    group_seeds,
+    history_of,
+    measured_rows,
+    seeds_of,
+    table_of,
+)
 from bigbatch.log.html_report import write_report
-from bigbatch.log.metrics import History, group_seeds, history_of, measured_rows, seeds_of, table_of
 from bigbatch.log.paired_differences import differences_of, require_reference
 from bigbatch.log.replay import replay as replay_policies
 from bigbatch.log.replay import save_figure, table_of_replay, time_in_words
-from bigbatch.log.run_directory import find_runs
 from bigbatch.log.time_to_score import ScoreTargets
 from bigbatch.policies.parse import POLICIES, parse_policy
-from bigbatch_recipes import get_recipe
 from bigbatch_recipes.cli.options import parse_settings, refuse_options, with_settings
 from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.settings import CONTROLLER_SETTINGS
@@ -60,8 +66,7 @@ def _targets(scores: list[float] | None) -> ScoreTargets | None:
 
 
 def _higher_is_better(history: History) -> bool:
-    """Whether a higher main score is better, as the recipe of the run says."""
-    return get_recipe(str(history.settings.get("recipe"))).higher_is_better
+    return history.higher_is_better
 
 
 def report(
@@ -89,7 +94,9 @@ def report(
         of_tables = {"against": against, "to": to}
         refuse_options(f"-o {out}", (name for name, value in of_tables.items() if value))
     results = [(path, read_sweep_results(path)) for path in paths]
-    runs = [run for path, sweep in results for run in (sweep.drawn if sweep else find_runs(path))]
+    runs: list[Path] = []
+    for path, sweep in results:
+        runs += [run.path for run in sweep.drawn] if sweep else find_runs(path)
     sweeps = [sweep for _, sweep in results if sweep is not None]
     title = " and ".join(path.resolve().name for path in paths)
     write_report(runs, out, title, sweeps, against=against, targets=_targets(to))

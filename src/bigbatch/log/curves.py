@@ -11,14 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from bigbatch.chart_axis import number_text
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import GENERATOR, open_atomically, require_own_file
+from bigbatch.log.chart_axis import number_text
 from bigbatch.log.curve_series import Curve, Panel, label_ends, panels_of, target_text
+from bigbatch.log.history import History, group_seeds
 from bigbatch.log.label_places import spread, text_width
 from bigbatch.log.line_styles import LIGHT, short_names, style_of
-from bigbatch.log.metrics import History, group_seeds
-from bigbatch.log.run_directory import Row
+from bigbatch.log.row_schema import Row
 
 FIGURE_FORMATS = (".png", ".svg")
 
@@ -167,14 +167,6 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
     xs = [point.x for point in curve.interval]
     for ends in ([p.low for p in curve.interval], [p.high for p in curve.interval]):
         axes.plot(xs, ends, color=color, linestyle=":", linewidth=0.8)
-    for test in curve.tests:
-        axes.plot([test.x, test.x], [test.low, _finite(test.high)], color=color, linewidth=1.2)
-        axes.plot(test.x, test.center, "D", color=color, markersize=4)
-
-
-def _finite(value: float) -> float:
-    """The value, or one above every panel."""
-    return min(value, 1e30)
 
 
 def _label_curves(axes: Axes, panel: Panel, labels: list[str]) -> None:

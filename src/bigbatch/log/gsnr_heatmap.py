@@ -7,8 +7,8 @@ import numpy
 from matplotlib.figure import Figure
 
 from bigbatch.log.curves import bins_of
-from bigbatch.log.metrics import History
-from bigbatch.log.run_directory import Row
+from bigbatch.log.history import History
+from bigbatch.log.row_schema import Row
 
 _COLUMNS = 80  # most columns; a longer log is averaged
 # title, index in the log's numbers of a layer, upper end of the colours (None: the largest value)

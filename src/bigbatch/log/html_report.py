@@ -21,11 +21,10 @@ from bigbatch.log.curves import (
     write_figure,
 )
 from bigbatch.log.gsnr_heatmap import heat_maps
+from bigbatch.log.history import History, group_seeds, history_of, seeds_of, table_of
 from bigbatch.log.line_styles import DARK, LIGHT, MARKERS, PAGES, short_names, style_of
-from bigbatch.log.metrics import History, group_seeds, history_of, seeds_of, table_of
 from bigbatch.log.paired_differences import differences_of, require_reference
 from bigbatch.log.report_summary import summaries_of, sweep_summary
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.log.svg_panels import panel_svg, swatch_svg
 from bigbatch.log.time_to_score import ScoreTargets
@@ -40,7 +39,7 @@ _HEAT_MAP_BYTES = 400_000  # after so many, no further map is drawn: the page st
 
 
 def write_report(
-    runs: list[RunDirectory],
+    runs: list[Path],
     out: Path,
     title: str,
     sweeps: Sequence[SweepResults] = (),
@@ -51,7 +50,7 @@ def write_report(
     """Writes a report of runs side by side.
 
     Args:
-        runs: one run or more.
+        runs: folders of one run or more.
         out: a `.html` page, or the curves alone as `.png` or `.svg`.
         title: the title of the page.
         sweeps: the sweeps that the runs belong to; each has a figure and a table on the page.
@@ -88,7 +87,9 @@ def write_report(
         times=targets and (targets.title(all_histories), targets.table(all_histories)),
         **_curve_parts(histories),
         heat_maps=_heat_maps(histories),
-        runs=[(run.name, yaml.safe_dump(run.settings, sort_keys=False)) for run in runs],
+        runs=[
+            (run.path.name, yaml.safe_dump(run.settings, sort_keys=False)) for run in all_histories
+        ],
         style=_render(
             "html_report.css", light=LIGHT, dark=DARK, pages=PAGES, figures=AXES.values()
         ),
@@ -119,7 +120,6 @@ def _curve_parts(histories: list[History]) -> dict[str, Any]:
         "points": POINTS,
         "noise_points": NOISE_POINTS,
         "has_intervals": any(curve.interval for panel in drawn for curve in panel.curves),
-        "has_tests": any(curve.tests for panel in drawn for curve in panel.curves),
     }
 
 

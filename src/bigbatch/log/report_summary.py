@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from bigbatch.log.curve_series import chosen_rows
-from bigbatch.log.metrics import History, group_seeds
-from bigbatch.log.run_directory import Row
+from bigbatch.log.history import History, group_seeds
+from bigbatch.log.row_schema import Row
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults
 

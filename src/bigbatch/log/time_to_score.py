@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bigbatch.log.metrics import History, Table, group_seeds
+from bigbatch.log.history import History, Table, group_seeds
 from bigbatch.setting_types import Number, checked
 
 _NEVER = "never"

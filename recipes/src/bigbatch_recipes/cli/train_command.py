@@ -7,17 +7,16 @@ from typing import Annotated, Any
 import typer
 
 from bigbatch.errors import SettingError
-from bigbatch.log.atomic_files import release, reserve
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import EXPERIMENTS
 from bigbatch_recipes.cli import options
-from bigbatch_recipes.cli.dry_run_tables import show_dry_run
 from bigbatch_recipes.cli.options import refuse_options
 from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.dry_run import show_dry_run
+from bigbatch_recipes.output_directory import release, reserve
 from bigbatch_recipes.process_group import run_on_rank_zero, world_size
 from bigbatch_recipes.recipe import SEEDS, Recipe
 from bigbatch_recipes.settings import SETTING_TYPES, Settings
-from bigbatch_recipes.study import build_training, start_study, train_one, train_study
+from bigbatch_recipes.study import build_training, create_run, start_study, train_one, train_study
 from bigbatch_recipes.study import resume as resume_at
 from bigbatch_recipes.torchrun import Launch
 from bigbatch_recipes.validate import unused_by_optimizer, unused_by_policy
@@ -41,7 +40,7 @@ def train(
         Path | None, typer.Option(help="Directory of a run, study or sweep to resume.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show sizes, batches and memory; needs no data.")
+        bool, typer.Option("--dry-run", help="Show settings, sizes and batches; needs no data.")
     ] = False,
     dry_run_ranks: Annotated[
         int | None,
@@ -58,7 +57,7 @@ def train(
     bigbatch train --resume runs/digits-1      continues after an interruption
     bigbatch train linear-regression           figures 1 and 3 of the VRGD paper
     bigbatch train squad --data DIR            another recipe of bigbatch list
-    bigbatch train squad --dry-run             its memory and batches; no data
+    bigbatch train squad --dry-run             its size and batches; no data
     bigbatch train cifar10-resnet18 --paper-scale --data DIR --arm simigrad
     bigbatch train cifar10-resnet56 --paper-scale --result figure-2 --dry-run
     torchrun --nproc_per_node 2 -m bigbatch train digits
@@ -184,7 +183,7 @@ def _train_one(
             resume_at(path, view)
             return
         training = build_training(path, settings)  # before anything is written
-        run = run_on_rank_zero(lambda: RunDirectory.create(path, settings.as_dict(), launch.id))
+        run = run_on_rank_zero(lambda: create_run(path, settings.as_dict(), launch.id))
         train_one(training, run, view)
 
 

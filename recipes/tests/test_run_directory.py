@@ -1,26 +1,24 @@
 """Runs on disk: atomic, truthful after a kill, and never overwritten."""
 
+import fcntl
 import subprocess
 import sys
-import time
-import warnings
+from dataclasses import replace
+from multiprocessing import Pipe, get_context
 from pathlib import Path
 
 import pytest
 import torch
 
 from bigbatch.errors import RunError
-from bigbatch.log.atomic_files import (
-    create_directory_atomically,
-    release,
-    reserve,
-    write_atomically,
-)
-from bigbatch.log.run_config import config_yaml, read_trainings, trainings_as_dict
-from bigbatch.log.run_directory import RunDirectory, find_runs
-from bigbatch.log.tensorboard import TensorBoardLog
+from bigbatch.log.history import history_of
 from bigbatch_recipes import RECIPES
+from bigbatch_recipes.init_from_run import init_from
+from bigbatch_recipes.output_directory import create_directory_atomically, release, reserve
+from bigbatch_recipes.run_config import read_trainings, study_yaml, trainings_as_dict
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.study import start_study
+from made_records import made_record
 
 
 @pytest.fixture
@@ -28,12 +26,20 @@ def run(tmp_path):
     return RunDirectory.create(tmp_path / "run", {"seed": 1})
 
 
-def test_settings_and_versions_are_in_the_config(run):
+def add_step(run, step):
+    run.log.record(replace(made_record(8), step=step, samples=8 * step))
+
+
+def steps_of(run):
+    return [row["step"] for row in history_of(run.path).rows]
+
+
+def test_settings_and_versions_are_in_the_settings_file(run):
     reopened = RunDirectory.open(run.path)
     assert {"seed": 1} == reopened.settings
-    text = (run.path / "config.yaml").read_text()
+    text = (run.path / "settings.json").read_text()
     assert torch.__version__ in text
-    assert "bigbatch:" in text
+    assert '"bigbatch":' in text
 
 
 def test_a_study_has_what_is_common_once_and_gives_all_settings_back(tmp_path):
@@ -44,7 +50,7 @@ def test_a_study_has_what_is_common_once_and_gives_all_settings_back(tmp_path):
     content = trainings_as_dict(trainings)
     assert {"recipe": "digits", "lr": 1.0, "task": {"depth": 2}} == content["common"]
     for written in (content, {"trainings": trainings}):  # the second is of older code
-        (tmp_path / "study.yaml").write_bytes(config_yaml("study", written))
+        (tmp_path / "study.yaml").write_bytes(study_yaml(written))
         assert repr(trainings["two"]) == repr(
             {name: read_trainings(tmp_path)["two"][name] for name in trainings["two"]}
         )
@@ -62,53 +68,20 @@ def test_a_missing_directory_is_named(tmp_path):
         RunDirectory.open(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("content", ["", "kind: [", "just text", "kind: run", "\x00\xff"])
-def test_a_foreign_directory_is_refused(tmp_path, content):
-    (tmp_path / "config.yaml").write_bytes(content.encode("latin-1"))
-    with pytest.raises(RunError, match="cannot be read as a run"):
-        RunDirectory.open(tmp_path)
-
-
-def test_a_newer_schema_is_refused(run):
-    config = run.path / "config.yaml"
-    config.write_text(config.read_text().replace("schema: 3", "schema: 4"))
-    with pytest.raises(RunError, match="schema 3"):
-        RunDirectory.open(run.path)
-
-
-def test_rows_come_back_as_they_were_written(run):
-    run.append({"step": 1, "loss": 0.1 + 0.2})
-    run.append({"step": 2, "loss": None})
-    assert [{"step": 1, "loss": 0.1 + 0.2}, {"step": 2, "loss": None}] == run.rows()
-
-
-def test_a_line_torn_by_a_kill_is_left_out(run):
-    run.append({"step": 1})
-    with run.metrics.open("a") as file:
-        file.write('{"step": 2, "lo')
-    assert [{"step": 1}] == run.rows()
-
-
-def test_a_damaged_line_in_the_middle_is_named(run):
-    run.metrics.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
-    with pytest.raises(RunError, match="line 2 is damaged"):
-        run.rows()
-
-
 def test_loading_a_checkpoint_cuts_off_the_metrics_past_it(run):
-    run.append({"step": 1})
+    add_step(run, 1)
     run.save_checkpoint({"weight": torch.ones(2)})
-    run.append({"step": 2})
-    with run.metrics.open("a") as file:
+    add_step(run, 2)
+    with run.log.metrics.open("a") as file:
         file.write('{"step": 3')
     assert torch.equal(torch.ones(2), run.load_checkpoint()["weight"])
-    assert [{"step": 1}] == run.rows()
+    assert [1] == steps_of(run)
 
 
 def test_without_a_checkpoint_the_run_starts_again(run):
-    run.append({"step": 1})
+    add_step(run, 1)
     assert run.load_checkpoint() is None
-    assert [] == run.rows()
+    assert [] == steps_of(run)
 
 
 def test_a_damaged_checkpoint_is_named(run):
@@ -117,16 +90,9 @@ def test_a_damaged_checkpoint_is_named(run):
         run.load_checkpoint()
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    target = tmp_path / "file"
-    write_atomically(target, b"old")
-    with pytest.raises(TypeError):
-        write_atomically(target, "no bytes")
-    assert b"old" == target.read_bytes()
-
-
 def fill_the_disk(run, file):
     """Every write to this file of the run fails with "no space left on device"."""
+    (run.path / file).unlink(missing_ok=True)
     (run.path / file).symlink_to("/dev/full")
 
 
@@ -134,53 +100,32 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /d
 
 
 @needs_full
-def test_a_full_disk_does_not_stop_training(run):
-    fill_the_disk(run, "metrics.jsonl")
-    with pytest.warns(UserWarning, match="metrics are not being written"):
-        run.append({"step": 1})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
-        run.append({"step": 2})
-
-
-@needs_full
-def test_rows_that_a_full_disk_refused_are_written_in_order_as_soon_as_there_is_room(run):
-    fill_the_disk(run, "metrics.jsonl")
-    with pytest.warns(UserWarning, match="metrics are not being written"):
-        run.append({"step": 1})
-    run.append({"step": 2})
-    run.metrics.unlink()
-    run.append({"step": 3})
-    assert [{"step": 1}, {"step": 2}, {"step": 3}] == run.rows()
-    run.require_all_written()
-
-
-@needs_full
 def test_no_checkpoint_goes_beyond_the_rows_on_disk(run):
     """Else a resumption would leave out the steps between them."""
+    run.log.open()
     run.save_checkpoint({"step": 0})
-    run.metrics.unlink()
     fill_the_disk(run, "metrics.jsonl")
     with pytest.warns(UserWarning, match="metrics are not being written"):
-        run.append({"step": 1})
+        add_step(run, 1)
     with pytest.warns(UserWarning, match="checkpoint could not be written"):
-        run.save_checkpoint({"step": 1})
-    run.metrics.unlink()
-    assert {"step": 0} == run.load_checkpoint()
+        assert not run.save_checkpoint({"step": 1})
+    run.log.metrics.unlink()
     assert run.save_checkpoint({"step": 1})
-    assert [{"step": 1}] == run.rows()
+    assert [1] == steps_of(run)
+    assert {"step": 1} == run.load_checkpoint()
 
 
 def lose(run, what):
     if what == "metrics":
+        run.log.open()
         fill_the_disk(run, "metrics.jsonl")
-        run.append({"step": 1})
+        add_step(run, 1)
     elif what == "checkpoint":
         fill_the_disk(run, ".checkpoint.pt.new")
         run.save_checkpoint({})
     else:
-        run.events.touch()
-        TensorBoardLog(run, 1)
+        (run.path / "events").touch()
+        add_step(run, 1)
 
 
 @needs_full
@@ -191,7 +136,7 @@ def test_what_is_lost_at_the_end_is_an_error_and_what_was_saved_after_all_is_non
         lose(run, lost)
     with pytest.raises(RunError, match=f"trained to its end, but not all of its {lost} could be"):
         run.require_all_written()
-    run.metrics.unlink(missing_ok=True)
+    run.log.metrics.unlink(missing_ok=True)
     run.save_checkpoint({})
     if lost != "events":
         run.require_all_written()
@@ -208,11 +153,11 @@ def test_a_training_that_loses_a_file_at_its_end_has_status_2(bigbatch, tmp_path
     if lost == "checkpoint":
         fill_the_disk(run, ".checkpoint.pt.new")
     else:
-        run.events.touch()
+        (run.path / "events").touch()
     status, _, said = bigbatch("train", "--resume", run.path, "--quiet")
     assert 2 == status
     assert f"{run.path} is trained to its end, but not all of its {lost} could be written" in said
-    assert run.rows()[-1]["metrics"]
+    assert history_of(run.path).rows[-1]["metrics"]
     assert (run.path / "report.html").exists()
     if lost == "checkpoint":  # there is room again
         assert 0 == bigbatch("train", "--resume", run.path, "--quiet")[0]
@@ -221,9 +166,9 @@ def test_a_training_that_loses_a_file_at_its_end_has_status_2(bigbatch, tmp_path
 def test_a_second_process_is_kept_out_and_a_killed_one_lets_go(run):
     hold = (
         "import sys; from pathlib import Path\n"
-        "from bigbatch.log.run_directory import RunDirectory\n"
-        "with RunDirectory.open(Path(sys.argv[1])).lock():\n"
-        "    print('held', flush=True); sys.stdin.read()\n"
+        "from bigbatch_recipes.run_directory import RunDirectory\n"
+        "run = RunDirectory.open(Path(sys.argv[1])); run.load_checkpoint()\n"
+        "print('held', flush=True); sys.stdin.read()\n"
     )
     holder = subprocess.Popen(
         [sys.executable, "-c", hold, str(run.path)],
@@ -232,12 +177,11 @@ def test_a_second_process_is_kept_out_and_a_killed_one_lets_go(run):
         text=True,
     )
     assert "held\n" == holder.stdout.readline()
-    with pytest.raises(RunError, match="in use by another process"), run.lock():
-        pass
+    with pytest.raises(RunError, match="in use by another process"):
+        run.load_checkpoint()
     holder.kill()
     holder.communicate()
-    with run.lock():
-        pass
+    run.load_checkpoint()
 
 
 def test_reserves_count_on(tmp_path):
@@ -251,7 +195,7 @@ def test_an_empty_directory_is_a_free_place(tmp_path):
     RunDirectory.create(reserve(tmp_path, "digits"), {})
     assert {} == RunDirectory.open(tmp_path / "digits-1").settings
     release(tmp_path / "digits-1")
-    assert (tmp_path / "digits-1" / "config.yaml").exists()
+    assert (tmp_path / "digits-1" / "settings.json").exists()
 
 
 def made_while_another_is(path):
@@ -268,25 +212,6 @@ def test_of_two_that_make_the_same_directory_one_is_refused_and_the_other_whole(
     assert ["early"] == [path.name for path in (tmp_path / "run").iterdir()]
 
 
-def test_a_folder_that_is_neither_run_nor_study_is_refused(tmp_path):
-    with pytest.raises(RunError, match="cannot be read as a run"):
-        find_runs(tmp_path)
-
-
-def test_rows_hold_no_number_that_json_lacks(run):
-    with pytest.raises(ValueError, match="JSON compliant"):
-        run.append({"loss": float("nan")})
-
-
-@pytest.mark.parametrize("lost", [1, None], ids=["a byte", "all"])
-def test_a_log_shorter_than_its_checkpoint_is_refused(run, lost):
-    run.append({"step": 1})
-    run.save_checkpoint({})
-    run.metrics.write_bytes(run.metrics.read_bytes()[: -lost if lost else 0])
-    with pytest.raises(RunError, match="shorter than its checkpoint"):
-        run.load_checkpoint()
-
-
 @needs_full
 def test_a_checkpoint_that_does_not_fit_leaves_the_old_one_and_training_continues(run):
     run.save_checkpoint({"step": 1})
@@ -294,19 +219,6 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_old_one_and_training_continue
     with pytest.warns(UserWarning, match="checkpoint could not be written"):
         run.save_checkpoint({"step": 2, "weight": torch.ones(10_000)})
     assert {"step": 1} == run.load_checkpoint()
-
-
-def test_events_of_a_run_that_began_again_show_each_step_once(run, monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    values = dict.fromkeys(("loss", "similarity", "noise_scale", "metrics"))
-    for attempt, steps in ((1, 5), (2, 3)):
-        monkeypatch.setattr(time, "time", lambda second=attempt: second)  # files sort by it
-        with TensorBoardLog(run, 1) as events:
-            for step in range(1, steps + 1):
-                events.append({**values, "step": step, "batch_size": attempt, "lr": [0.1]})
-    logged = EventAccumulator(str(run.events)).Reload().Scalars("batch_size")
-    assert [(1, 2.0), (2, 2.0), (3, 2.0)] == [(event.step, event.value) for event in logged]
 
 
 def begin_run(path):
@@ -333,7 +245,94 @@ def test_a_kill_while_a_directory_is_made_leaves_its_place_free(tmp_path, monkey
     assert [place] == list(tmp_path.iterdir())
 
 
-def test_a_study_in_which_nothing_has_begun_is_said(tmp_path):
-    start_study(RECIPES["digits"], tmp_path / "study", RECIPES["digits"].settings(), 1)
-    with pytest.raises(RunError, match="no run of this study has begun"):
-        find_runs(tmp_path / "study")
+def fill(place, pipe):
+    with create_directory_atomically(place) as directory:
+        (directory / "half").touch()
+        pipe.send(directory)
+        pipe.recv()
+
+
+def filling(place):
+    """A process that fills a directory until it is asked to end; how, and the directory."""
+    parent, child = Pipe()
+    process = get_context("fork").Process(target=fill, args=(place, child))
+    process.start()
+    return process, parent, parent.recv()
+
+
+def test_what_a_killed_process_left_is_taken_away_and_what_another_fills_is_not(tmp_path):
+    (local := tmp_path / ".notes.01234567").mkdir()  # somebody else's
+    killed, _, left = filling(tmp_path / "first")
+    live, pipe, filled = filling(tmp_path / "second")
+    killed.kill()
+    killed.join()
+    assert left.exists()
+    with create_directory_atomically(tmp_path / "third"):
+        pass
+    assert (False, True) == (left.exists(), filled.exists())
+    pipe.send("end")
+    live.join()
+    assert {"second", "third", local.name} == {path.name for path in tmp_path.iterdir()}
+    assert (tmp_path / "second" / "half").exists()
+
+
+def test_where_directories_cannot_be_held_a_run_is_made_and_nothing_taken_away(
+    tmp_path, monkeypatch
+):
+    """As over NFS, where a lock needs a file that is open to be written."""
+
+    def refuse(*_):
+        raise OSError(9, "Bad file descriptor")
+
+    left = tmp_path / ".run.01234567.bigbatch"
+    left.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        RunDirectory.create(tmp_path / "run", {})
+    assert left.exists()
+    assert (tmp_path / "run" / "settings.json").exists()
+
+
+@pytest.fixture
+def saved(run):
+    add_step(run, 1)
+    run.save_checkpoint({"model": {"weight": torch.ones(10_000)}})
+    return run
+
+
+def flip_one_bit(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 64
+    file.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_neither_gone_on_with_nor_begun_from(saved):
+    model = torch.nn.Linear(10_000, 1, bias=False)
+    before = model.weight.clone()
+    flip_one_bit(saved.path / "checkpoint.pt")
+    for read in (saved.load_checkpoint, saved.load_weights, lambda: init_from(saved.path, model)):
+        with pytest.raises(RunError, match=r"checkpoint.pt is damaged: .* restore it from a copy"):
+            read()
+    assert torch.equal(before, model.weight)
+    assert [1] == steps_of(saved)
+
+
+@pytest.mark.parametrize("what", ["damaged", "gone"])
+def test_a_text_that_a_run_needs_is_not_read_where_it_is_another(saved, what):
+    """Another vocabulary would make other numbers of the same text."""
+    saved.save_texts({"vocab.txt": "the\nof\n"})
+    saved.save_checkpoint({"model": {}})
+    assert {} == saved.load_weights()
+    if what == "gone":
+        (saved.path / "vocab.txt").unlink()
+    else:
+        (saved.path / "vocab.txt").write_text("the\nor\n")
+    for read in (saved.load_checkpoint, saved.load_weights):
+        with pytest.raises(RunError, match=f"vocab.txt is {what}.* restore it from a copy"):
+            read()
+
+
+def test_a_checkpoint_without_weights_is_nothing_to_begin_from(saved):
+    saved.save_checkpoint({"optimizer": {}})
+    with pytest.raises(RunError, match="has no weights"):
+        saved.load_weights()
