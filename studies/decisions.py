@@ -7,10 +7,14 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 
+from bigbatch.log.atomic_files import write_atomically
+from bigbatch.log.chart import Mark, Panel, Series
+from bigbatch.log.chart_svg import svg
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.goodput import Goodput
@@ -54,6 +58,7 @@ _WORSE = 2  # candidates worse than the best one, after which the next ones are 
 _TUNING = 1000  # what a tuning seed is larger
 _TRIED = ((1.0, 1.0), (1.0, 1.5), (0.7, 1.0), (0.7, 1.5), (0.5, 1.5), (0.5, 2.5))  # of rate, length
 _TIME_SCATTER, _PAUSES, _PAUSE = 0.05, 0.02, 5.0  # of step times: sd, and rare long steps
+_SHOWN = 1.0, 1000.0  # regrets in the figure, %
 _BEDS: tuple[tuple[str, Optimizer, float, float, float, float], ...] = (
     # spectrum, optimizer, overhead, target, noise with a greedy rate, with another one
     ("1/i", "sgd", 10, 0.1, 4, 4),
@@ -405,6 +410,38 @@ def summary(regrets: Sequence[Regret]) -> Iterator[Row]:
             }
 
 
+def figure(regrets: Sequence[Regret]) -> list[Panel]:
+    """A panel for each rate, with a point for each policy and bed, and their medians."""
+    arms = list(dict.fromkeys(one.arm for one in regrets))
+    panels = []
+    for rate in dict.fromkeys(one.bed.rate for one in regrets):
+        beds: dict[str, list[float]] = {arm: [] for arm in arms}
+        for one in regrets:
+            if one.bed.rate == rate:
+                percent = 100 * median(one.times)
+                beds[one.arm].append(min(max(percent, _SHOWN[0]), _SHOWN[1]))
+        points = [(x, place) for place, arm in enumerate(arms) for x in beds[arm]]
+        medians = [(median(xs), arms.index(arm)) for arm, xs in beds.items() if xs]
+        named = {"a bed": points, "median of the beds": medians}
+        series = [
+            Series(name, [x for x, _ in found], [y for _, y in found], kind="points", style=style)
+            for style, (name, found) in enumerate(named.items())
+        ]
+        title = f"{rate} rate: more time than the best schedule, %"
+        panels.append(
+            Panel(
+                title,
+                f"{_SHOWN[0]:g} or less, {_SHOWN[1]:,.0f} or more",
+                series,
+                x_log=10,
+                y_names=arms,
+                marks=[Mark("", x=10)],
+                size=(560, 60 + 18 * len(arms)),
+            )
+        )
+    return panels
+
+
 def _percent(regret: float) -> str:
     return f"{100 * regret:+.0f} %" if math.isfinite(regret) else "failed"
 
@@ -422,6 +459,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--beds", type=int, help="beds of each rate [10]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=_SEEDS, help="trainings of each policy")
+    parser.add_argument("--figure", type=Path, help="SVG of all regrets")
     parser.add_argument("--tiny", action="store_true", help="one bed, one training")
     given = parser.parse_args(arguments)
     if given.tiny:
@@ -430,6 +468,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = f"over the best schedule; median of {given.seeds} seeds"
     show(title, (one.row() for one in regrets))
     show(f"{title}, and over beds", summary(regrets))
+    if given.figure is not None:
+        drawn = svg(figure(regrets), key=True, standalone=True)
+        write_atomically(given.figure, drawn.encode())
 
 
 if __name__ == "__main__":
