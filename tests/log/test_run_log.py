@@ -209,7 +209,7 @@ def test_runs_are_found_in_a_folder_and_no_deeper(tmp_path):
     assert [tmp_path / "some" / "a"] == find_runs(str(tmp_path / "some" / "a"))
     with pytest.raises(RunError, match=r"has no metrics\.jsonl"):
         find_runs(tmp_path)
-    with pytest.raises(RunError, match="there is no run directory .*none"):
+    with pytest.raises(RunError, match=r"there is no run directory .*none"):
         find_runs(tmp_path / "none")
 
 
