@@ -145,7 +145,8 @@ def test_measured_intervals_are_drawn(tmp_path):
     panels = panels_of([history], "samples")
     for panel, interval in ((SIMILARITY, (-0.2, 0.6)), (NOISE, (30.0, math.inf))):
         _, low, high = panels[panel].series
-        assert low.dotted and high.dotted
+        assert low.dotted
+        assert high.dotted
         assert interval == (*set(low.y), *set(high.y))
     assert 2 == svg([panels[SIMILARITY]]).count('class="line dotted"')
     assert 1 == svg([panels[NOISE]]).count('class="line dotted"')  # the other end is infinite

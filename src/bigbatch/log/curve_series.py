@@ -121,11 +121,11 @@ def chosen_rows(rows: Rows) -> list[Row]:
     The last step of an epoch takes the samples that remain, so it may be smaller or larger. It
     counts where the epoch has no other step.
     """
-    before = [None, *(row["epoch"] for row in rows[:-1])]
-    after = [*(row["epoch"] for row in rows[1:]), None]
+    epochs = [row["epoch"] for row in rows]
+    neighbours = zip(rows, [None, *epochs], [*epochs[1:], None], strict=False)
     return [
         row
-        for row, previous, following in zip(rows, before, after, strict=True)
+        for row, previous, following in neighbours
         if row["epoch"] != previous or row["epoch"] == following
     ]
 
