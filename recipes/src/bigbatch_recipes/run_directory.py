@@ -68,8 +68,6 @@ class RunDirectory:
         Raises:
             RunError: there is none, or bigbatch did not write it.
         """
-        if not path.is_dir():
-            raise RunError(f"there is no run directory {path}; `ls runs` shows what there is")
         return cls(path, read_settings(path))
 
     def save_texts(self, texts: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from bigbatch.errors import RunError
 from bigbatch.log.history import history_of
-from bigbatch.log.row_schema import SCORES, Row, parse_line, require_step
+from bigbatch.log.row_schema import Row, parse_line, require_step
 from bigbatch_recipes.console import LiveView, Scores
 from bigbatch_recipes.run_directory import RunDirectory
 
@@ -89,14 +89,11 @@ class RunFollower:
         for line in complete.splitlines():
             try:
                 row = parse_line(line)
-                if row.keys() == SCORES.keys():
-                    self._scores = row["metrics"]
-                    continue
                 require_step(str(metrics), row, None)
             except (RunError, ValueError):  # the file was truncated, and has grown again
                 self._start_again()
                 return
-            self._last = row
+            self._last, self._scores = row, row["metrics"] or self._scores
 
 
 class SweepConsole:

@@ -104,7 +104,7 @@ class Training:
             # for other dropout and augmentation on each rank
             _seed((settings.seed + rank() * _SEED_STEP) % 2**32)
         engine = DeepSpeed if settings.engine == "deepspeed" else DDP
-        controller = build_controller(settings, self.loss)
+        controller = build_controller(settings)
         self.engine: Engine = engine(self.model, self.optimizer, self.data, settings, controller)
         self.train, self.wrapped_model = self.engine.train, self.engine.wrapped_model
         self.train.scheduler = self._scheduler()
@@ -165,8 +165,7 @@ class Training:
         with view.training(label, total, self.train.samples, target) as progress:
 
             def log(record: StepRecord, scores: Scores | None) -> None:
-                run.log.record(record)
-                run.log.scores(**(scores or {}))
+                run.log.record(record, **(scores or {}))
                 progress.step(record, scores)
 
             yield log

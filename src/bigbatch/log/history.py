@@ -158,6 +158,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
         RunError: the file is missing or damaged, or of another schema.
     """
     file = folder / SETTINGS
+    if not folder.is_dir():
+        raise RunError(
+            f"there is no run directory {folder}; `ls {folder.parent}` shows what is there"
+        )
     try:
         document = json.loads(file.read_bytes())
         schema, settings = document["schema"], document["settings"]

@@ -21,7 +21,7 @@ from bigbatch.log.row_schema import Row
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.lr_scaling import Scaling, linear, square_root, unscaled
-from bigbatch.policies.policy import Policy, TrainingState
+from bigbatch.policies.policy import Policy, TrainingState, needs_of
 from bigbatch.policies.step_time import StepTime, StepTimes, TimedSize
 from bigbatch.setting_types import Count, Kind
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -161,7 +161,7 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
     """
     if not measured_rows(history.rows):
         raise RunError(f"{history.path}: no step was measured, so there is nothing to replay")
-    following = [name for name, p in policies.items() if getattr(p, "needs_lr_decay", False)]
+    following = [name for name, p in policies.items() if needs_of(p).lr_decay]
     decays = lr_decays(history) if following else None
     for name in following:
         if decays is None:
@@ -209,7 +209,7 @@ def _replay_policy(
     name: str, policy: Policy, trace: Trace, times: tuple[TimedSize, ...], options: dict[str, Any]
 ) -> Trajectory:
     first: int = trace.rows[0]["batch_size"]
-    start = getattr(policy, "batch_size", None) or first
+    start = needs_of(policy).batch_size or first
     min_batch: int = min(row["micro_batches"] for row in measured_rows(trace.rows))
     controller = Controller(
         policy, start, min_batch=min_batch, max_batch=trace.longest_epoch(), **options
@@ -227,7 +227,6 @@ def _replay_policy(
         state = TrainingState(
             target_batch_size=0,
             batch_size=batch_size,
-            base_batch=controller.base_batch,
             samples=samples,
             steps=len(trajectory.ends),
             epoch=row["epoch"],

@@ -172,13 +172,13 @@ class RunLog:
         }
         self._append(row)
 
-    def record(self, record: StepRecord) -> None:
-        """Adds a step of an `AdaptiveBatch` that does not write itself.
+    def record(self, record: StepRecord, **scores: Value) -> None:
+        """Adds a step of an `AdaptiveBatch` that does not write itself, with scores after it.
 
         Raises:
             RunError: at the first step, the folder has rows already or is in use.
         """
-        self._append(row_of(record))
+        self._append({**row_of(record), "metrics": _numbers(scores) or None})
 
     def scores(self, **scores: Value) -> None:
         """Adds scores of the model after the last step, by name.
@@ -190,7 +190,7 @@ class RunLog:
         """
         if not self._step:
             raise LoopError("scores belong to a step, and none was logged yet; log them after one")
-        values = {name: finite(float(score)) for name, score in scores.items()}
+        values = _numbers(scores)
         if not values or not self.writes:
             return
         self.open()
@@ -356,6 +356,10 @@ def settings_json(settings: Mapping[str, Any]) -> bytes:
         "machine": platform.platform(),
     }
     return dumps(document, indent=1).encode() + b"\n"
+
+
+def _numbers(scores: Mapping[str, Value]) -> dict[str, float | None]:
+    return {name: finite(float(score)) for name, score in scores.items()}
 
 
 def _rank() -> int:

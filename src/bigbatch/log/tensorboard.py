@@ -28,7 +28,7 @@ class TensorBoardWriter:
     def add_row(self, row: Row) -> None:
         """Adds a step."""
         values = {name: row[name] for name in _SCALARS}
-        self.add_scores(row["step"], {**values, "lr": row["lr"][0]})
+        self.add_scores(row["step"], {**values, "lr": row["lr"][0], **(row["metrics"] or {})})
 
     def add_scores(self, step: int, scores: Mapping[str, float | None]) -> None:
         """Adds values of a step; those that are None are left out."""

@@ -26,7 +26,7 @@ from bigbatch.integrations.transformers.trainer_checks import (
     warn_of_growth,
 )
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.policy import Policy
+from bigbatch.policies.policy import Policy, needs_of
 from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
@@ -176,7 +176,7 @@ class AdaptiveMixin(NextClass):
             return policy.decision.batch_size, policy.base_batch
         assert self._prepared_batches is not None
         size = self._prepared_batches.batch_size or self._train_batch_size
-        batch_size = batch_size or getattr(policy, "batch_size", None)
+        batch_size = batch_size or needs_of(policy).batch_size
         batch_size = batch_size or size * self.args.world_size
         return batch_size, self._settings.get("base_batch") or batch_size
 
