@@ -10,10 +10,9 @@ from bigbatch.errors import RunError
 
 GENERATOR = "bigbatch"  # in the metadata of pages and figures
 
-_GENERATED = (  # marks of our pages, PNG and SVG
+_GENERATED = (  # marks of our pages and figures
     f'<meta name="generator" content="{GENERATOR}">',
-    f"Software\0{GENERATOR}",
-    f"<dc:title>{GENERATOR}</dc:title>",
+    f'<svg data-generator="{GENERATOR}"',
 )
 _HEAD = 4096  # bytes at the start of a file that have the mark
 
