@@ -15,16 +15,16 @@ import pytest
 
 from bigbatch.errors import SettingError
 from bigbatch.log.html_report import write_sweep_files
-from bigbatch.log.run_config import read_sweep, read_trainings
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep
+from bigbatch_recipes.run_config import read_sweep, read_trainings
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
 from bigbatch_recipes.sweep_console import RunFollower
 from bigbatch_recipes.sweep_figure import sweep_figure
 from bigbatch_recipes.sweep_results import read_sweep_results
-from log_rows import row
+from log_rows import add_rows, row, write_log
 
 SETTINGS = DIGITS.settings()
 SHORT = ("--set", "epochs=1", "--set", "checkpoint_every=5 steps")
@@ -143,14 +143,6 @@ def test_what_has_no_effect_at_a_point_does_not_vary_there():
     ] == [point.name for point in found]
 
 
-def test_a_branch_test_does_not_vary_where_branches_cannot_train():
-    grid = ("policy=fixed,simigrad", "optimizer=sgd,vr-sgd", "branch_test=none,2 epochs")
-    found = points(*grid)
-    assert 5 == len(found)
-    (tested,) = [point for point in found if point.settings.branch_test is not None]
-    assert ("simigrad", "sgd") == (tested.settings.policy, tested.settings.optimizer)
-
-
 def test_an_arm_brings_its_changes_and_the_grid_changes_them():
     first, second = points("arm=fixed-32,simigrad-vr", "lr=0.5")
     assert ("fixed", "momentum", 0.5) == tuple(
@@ -218,12 +210,12 @@ def test_a_sweep_that_fails_altogether_says_why(bigbatch, tmp_path, monkeypatch)
     start_sweep(DIGITS, tmp_path / "sweep", points("lr=0.1,0.2"), (), 1)
     for name in ("lr=0.1-seed0", "lr=0.2-seed0"):
         RunDirectory.create(tmp_path / "sweep" / name, {})
-        (tmp_path / "sweep" / name / "config.yaml").rename(tmp_path / "sweep" / name / "lost")
+        (tmp_path / "sweep" / name / "settings.json").rename(tmp_path / "sweep" / name / "lost")
     status, out, _ = bigbatch("sweep", "--resume", "sweep", "--quiet")
     assert 1 == status
     assert "no run has logged a step" in out
     for name in ("lr=0.1-seed0", "lr=0.2-seed0"):
-        assert f"{name} failed: sweep/{name}/config.yaml cannot be read as a run" in out
+        assert f"{name} failed: sweep/{name}/settings.json cannot be read" in out
 
 
 def swept(path, scores, *, higher=True, tuned=("lr",), losses=None, seeds=2, **changes):
@@ -238,14 +230,13 @@ def swept(path, scores, *, higher=True, tuned=("lr",), losses=None, seeds=2, **c
     for name, training in trainings_of(recipe, found, seeds).items():
         score = scores[training.lr, training.target][training.seed]
         if score is not None:
-            run = RunDirectory.create(path / name, training.as_dict())
             batch = round(100 * training.target)
             lost = (losses or {}).get((training.lr, training.target), 1.0)
             one = row(2, batch=batch, accuracy=score, loss=lost)
             if math.isnan(score):  # as a log has what is not a number
                 one["metrics"] = dict.fromkeys(one["metrics"])
-            run.append(row(1, batch=batch, loss=1.0))
-            run.append(one)
+            rows = [row(1, batch=batch, loss=1.0), one]
+            write_log(path / name, rows, training.as_dict())
     return read_sweep_results(path)
 
 
@@ -274,10 +265,8 @@ def test_of_two_tasks_each_is_tuned_on_its_own_score(tmp_path):
     start_sweep(DIGITS, tmp_path / "sweep", found, ("lr",), 1)
     for name, training in trainings_of(DIGITS, found, 1).items():
         score = "F1" if training.target == 0.4 else "accuracy"
-        run = RunDirectory.create(
-            tmp_path / "sweep" / name, training.with_changes({"epochs": 1}).as_dict()
-        )
-        run.append(row(1, metrics={score: training.lr}))
+        settings = training.with_changes({"epochs": 1}).as_dict()
+        write_log(tmp_path / "sweep" / name, [row(1, metrics={score: training.lr})], settings)
     sweep = read_sweep_results(tmp_path / "sweep")
     assert [0.2, 0.2] == [point.values["lr"] for point in sweep.shown]
     assert "chosen on the accuracy or F1" in sweep.title
@@ -333,8 +322,8 @@ def test_runs_that_diverged_are_counted_and_lose_to_all_that_did_not(tmp_path):
 
 def test_a_damaged_log_of_a_run_that_ended_stops_no_sweep(tmp_path):
     ended = swept(tmp_path / "sweep", SCORES).points[0].runs[0].directory
-    damaged = ended.metrics.read_text().replace('"loss": 1.0', '"loss": "1.0"', 1)
-    ended.metrics.write_text(damaged)
+    damaged = ended.log.metrics.read_text().replace('"loss": 1.0', '"loss": "1.0"', 1)
+    ended.log.metrics.write_text(damaged)
     assert RunFollower(ended).outcome().startswith("finished")
 
 
@@ -364,7 +353,7 @@ def test_a_point_of_which_a_run_failed_is_not_on_the_front(tmp_path):
 
 def test_a_damaged_run_is_left_out_with_a_note(tmp_path):
     swept(tmp_path / "sweep", SCORES)
-    (tmp_path / "sweep" / "lr=0.1,target=0.2-seed0" / "config.yaml").unlink()
+    (tmp_path / "sweep" / "lr=0.1,target=0.2-seed0" / "settings.json").unlink()
     (tmp_path / "sweep" / "lr=0.2,target=0.2-seed1" / "metrics.jsonl").write_text("{\n{}\n")
     with pytest.warns(UserWarning, match="is left out") as notes:
         sweep = read_sweep_results(tmp_path / "sweep")
@@ -381,14 +370,14 @@ def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
     found = points("target=" + ",".join(f"0.{n}" for n in range(10, 41)), settings=settings)
     start_sweep(DIGITS, tmp_path / "sweep", found, (), 2)
     for name, training in trainings_of(DIGITS, found, 2).items():
-        run = RunDirectory.create(tmp_path / "sweep" / name, training.as_dict())
-        run.append(row(1, batch=100, accuracy=training.target))
+        rows = [row(1, batch=100, accuracy=training.target)]
+        write_log(tmp_path / "sweep" / name, rows, training.as_dict())
     sweep = read_sweep_results(tmp_path / "sweep")
     assert 62 == len(sweep.begun)
     assert ["target=0.4-seed0", "target=0.4-seed1"] == [run.name for run in sweep.drawn]
     for run in sweep.begun[::2]:  # one of each point diverged
-        run.metrics.write_text("")
-        run.append(row(1, batch=100, metrics={"test accuracy, %": None}))
+        run.log.metrics.write_text("")
+        add_rows(run.path, [row(1, batch=100, metrics={"test accuracy, %": None})])
     half = read_sweep_results(tmp_path / "sweep")
     assert ([], 60) == (half.front, len(half.drawn))
 
@@ -396,11 +385,12 @@ def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
 def test_a_log_that_was_cut_and_grew_again_is_read_again(tmp_path):
     run = RunDirectory.create(tmp_path / "run", SETTINGS.as_dict())
     followed = RunFollower(run)
-    run.append(row(1, accuracy=0.5))
+    add_rows(run.path, [row(1, accuracy=0.5)])
     assert "50" in followed.scores_text()
-    run.metrics.write_text("")  # as a resumption does
+    run.log.metrics.write_text("")  # as a resumption does
     for step in (1, 2):
-        run.append(row(step, accuracy=0.25, reason="longer than the line before"))
+        longer = row(step, accuracy=0.25, reason="longer than the line before")
+        add_rows(run.path, [longer])
     followed.scores_text()
     assert "epoch 1/" in followed.progress()
     assert "25" in followed.scores_text()

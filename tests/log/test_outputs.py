@@ -1,74 +1,22 @@
-"""What the command writes: directories that appear whole, and files that are nobody else's."""
-
-import fcntl
-from multiprocessing import Pipe, get_context
+"""What the command writes: files that are nobody else's."""
 
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
 from bigbatch.errors import RunError
-from bigbatch.log.atomic_files import create_directory_atomically, require_own_file
+from bigbatch.log.atomic_files import require_own_file
 from bigbatch.log.curves import write_figure
-from bigbatch.log.run_directory import RunDirectory
-from log_rows import row
+from log_rows import add_rows, row, write_log
 
 SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
 
 
-def fill(place, pipe):
-    with create_directory_atomically(place) as directory:
-        (directory / "half").touch()
-        pipe.send(directory)
-        pipe.recv()
-
-
-def filling(place):
-    """A process that fills a directory until it is asked to end; how, and the directory."""
-    parent, child = Pipe()
-    process = get_context("fork").Process(target=fill, args=(place, child))
-    process.start()
-    return process, parent, parent.recv()
-
-
-def test_what_a_killed_process_left_is_taken_away_and_what_another_fills_is_not(tmp_path):
-    (local := tmp_path / ".notes.01234567").mkdir()  # somebody else's
-    killed, _, left = filling(tmp_path / "first")
-    live, pipe, filled = filling(tmp_path / "second")
-    killed.kill()
-    killed.join()
-    assert left.exists()
-    with create_directory_atomically(tmp_path / "third"):
-        pass
-    assert (False, True) == (left.exists(), filled.exists())
-    pipe.send("end")
-    live.join()
-    assert {"second", "third", local.name} == {path.name for path in tmp_path.iterdir()}
-    assert (tmp_path / "second" / "half").exists()
-
-
-def test_where_directories_cannot_be_held_a_run_is_made_and_nothing_taken_away(
-    tmp_path, monkeypatch
-):
-    """As over NFS, where a lock needs a file that is open to be written."""
-
-    def refuse(*_):
-        raise OSError(9, "Bad file descriptor")
-
-    left = tmp_path / ".run.01234567.bigbatch"
-    left.mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", refuse)
-        RunDirectory.create(tmp_path / "run", {})
-    assert left.exists()
-    assert (tmp_path / "run" / "config.yaml").exists()
-
-
 @pytest.fixture
 def run(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", SETTINGS)
+    run = write_log(tmp_path / "run", [], SETTINGS)
     for step in range(1, 6):
-        run.append(row(step, accuracy=0.5 if step == 5 else None))
+        add_rows(run, [row(step, accuracy=0.5 if step == 5 else None)])
     return run
 
 
@@ -83,7 +31,7 @@ OUTPUTS = [("report", ".html"), ("report", ".png"), ("report", ".svg"), ("replay
 def test_a_file_that_bigbatch_did_not_write_is_left_alone(bigbatch, run, tmp_path, command, ending):
     out = tmp_path / f"mine{ending}"
     out.write_bytes(b"<html>my page about bigbatch</html>")
-    status, _, said = bigbatch(*WRITERS[command](run.path, out))
+    status, _, said = bigbatch(*WRITERS[command](run, out))
     assert 2 == status
     assert f"{out} was not written by bigbatch and is left as it is" in said
     assert b"<html>my page about bigbatch</html>" == out.read_bytes()
@@ -94,7 +42,7 @@ def test_an_empty_file_and_its_own_are_replaced(bigbatch, run, tmp_path, command
     out = tmp_path / f"ours{ending}"
     out.touch()  # as mktemp makes one
     for _ in range(2):
-        status, _, said = bigbatch(*WRITERS[command](run.path, out))
+        status, _, said = bigbatch(*WRITERS[command](run, out))
         assert (0, "") == (status, said)
     assert out.stat().st_size > 1000
 
@@ -137,7 +85,7 @@ def test_a_figure_that_does_not_fit_leaves_the_old_one(tmp_path):
 
 def test_without_a_place_the_report_of_a_run_is_replaced_whoever_wrote_it(bigbatch, run):
     """An earlier version's has no mark; the place within the run is ours. What is there now has."""
-    page = run.path / "report.html"
+    page = run / "report.html"
     page.write_text("<html>")
-    assert 0 == bigbatch("report", run.path)[0]
+    assert 0 == bigbatch("report", run)[0]
     require_own_file(page)

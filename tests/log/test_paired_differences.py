@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bigbatch.errors import SettingError
+from bigbatch.log.history import history_of
 from bigbatch.log.html_report import write_report, write_sweep_files
-from bigbatch.log.metrics import history_of
 from bigbatch.log.paired_differences import differences_of, paired_difference
-from bigbatch.log.run_config import config_yaml
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.run_config import study_yaml
 from bigbatch_recipes.study import report_study
 from bigbatch_recipes.sweep_results import read_sweep_results
-from log_rows import row
+from log_rows import add_rows, row, write_log
 from property_tests import property_test
 
 ACCURACY = "test accuracy, %"
@@ -151,18 +150,18 @@ def study(path, scores, *, changes=None):
         for seed in range(len(of_arm))
     }
     path.mkdir()
-    (path / "study.yaml").write_bytes(config_yaml("study", {"trainings": settings}))
+    (path / "study.yaml").write_bytes(study_yaml({"trainings": settings}))
     for name, one in settings.items():
-        run = RunDirectory.create(path / name, {**one, "batch_size": len(one["arm"])})
+        run = write_log(path / name, [], {**one, "batch_size": len(one["arm"])})
         score = scores[one["arm"]][one["seed"]]
-        run.append(row(1, loss=1.0))
+        add_rows(run, [row(1, loss=1.0)])
         last = row(2, loss=1.0, metrics={ACCURACY: score, "other": 1.0})
-        run.append({**last, **(changes or {}).get((one["arm"], one["seed"]), {})})
+        add_rows(run, [{**last, **(changes or {}).get((one["arm"], one["seed"]), {})}])
     return path
 
 
 def histories(path):
-    return [history_of(RunDirectory.open(run)) for run in sorted(path.glob("*-seed*"))]
+    return [history_of(run) for run in sorted(path.glob("*-seed*"))]
 
 
 THREE = {"a": [90.0, 91.0, 95.0], "bb": [91.0, 93.0, 98.0], "ccc": [90.5, 90.5, 95.0]}
@@ -225,11 +224,11 @@ def test_arms_with_another_main_score_have_no_difference(tmp_path):
 
 def test_a_log_that_was_cut_and_resumed_counts_its_last_score(tmp_path):
     path = study(tmp_path / "study", {"a": [90.0, 91.0], "bb": [92.0, 94.0]})
-    run = RunDirectory.open(path / "bb-seed0")
-    first = run.metrics.read_text().splitlines(keepends=True)[0]
-    run.metrics.write_text(first)  # as a resumption cuts it to its checkpoint
+    run = path / "bb-seed0"
+    first = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
+    (run / "metrics.jsonl").write_text(first)  # as a resumption cuts it to its checkpoint
     assert {1: 3.0} == differences_of(histories(path)).arms["bb"].by_seed
-    run.append(row(2, loss=1.0, accuracy=0.97))
+    add_rows(run, [row(2, loss=1.0, accuracy=0.97)])
     assert {0: 7.0, 1: 3.0} == differences_of(histories(path)).arms["bb"].by_seed
 
 
@@ -297,12 +296,12 @@ def sweep(path, scores, tuned=()):
     }
     path.mkdir()
     content = {"trainings": trainings, "sweep": description}
-    (path / "study.yaml").write_bytes(config_yaml("study", content))
+    (path / "study.yaml").write_bytes(study_yaml(content))
     for name, settings in trainings.items():
         score = of_point[settings["arm"]][settings["seed"]]
         if score is not None:
-            run = RunDirectory.create(path / name, settings)
-            run.append(row(1, metrics={ACCURACY: score}))
+            run = write_log(path / name, [], settings)
+            add_rows(run, [row(1, metrics={ACCURACY: score})])
     return read_sweep_results(path)
 
 

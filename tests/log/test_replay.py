@@ -14,11 +14,11 @@ from bigbatch import (
     SimiGrad,
 )
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.metrics import history_of
+from bigbatch.log.history import history_of
 from bigbatch.log.replay import Trace, replay, time_steps
 from bigbatch.log.replay import fit_time as fit_to_times
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.policies.parse import parse_policy
+from log_rows import add_rows, write_log
 
 
 def fit_time(rows):
@@ -57,9 +57,9 @@ def logged(tmp_path):
 
     def write(rows, name="run", settings=None):
         settings = {"policy": "fixed", "epochs": 1} | (settings or {})
-        run = RunDirectory.create(tmp_path / name, settings)
+        run = write_log(tmp_path / name, [], settings)
         for row in rows:
-            run.append(row)
+            add_rows(run, [row])
         return history_of(run)
 
     return write

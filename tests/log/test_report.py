@@ -11,21 +11,20 @@ from rich.console import Console
 
 from bigbatch.errors import RunError
 from bigbatch.log.gsnr_heatmap import heat_maps
+from bigbatch.log.history import Table, history_of, seeds_of, table_of
 from bigbatch.log.html_report import write_report
-from bigbatch.log.metrics import Table, history_of, seeds_of, table_of
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch_recipes.console import LiveView
-from log_rows import row
+from log_rows import add_rows, row, write_log
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
 
 
 def run_at(path, rows, **settings):
-    run = RunDirectory.create(path, {**SETTINGS, **settings})
+    run = write_log(path, [], {**SETTINGS, **settings})
     for one in rows:
-        run.append(one)
+        add_rows(run, [one])
     return run
 
 

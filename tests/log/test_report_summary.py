@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigbatch.log.metrics import History
+from bigbatch.log.history import History
 from bigbatch.log.report_summary import summaries_of
 from log_rows import row
 

@@ -17,29 +17,28 @@ from bigbatch.data.external_batches import ExternalBatches, ExternalStep
 from bigbatch.data.micro_batches import StepBatches
 from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.data.rng_state import random_state, restore_random_state
-from bigbatch.errors import LengthError, LoopError, SettingError, StateError
+from bigbatch.errors import LengthError, LoopError, RunError, SettingError, StateError
 from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
+from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
-from bigbatch.policies.branch_test_policy import DEFAULT_REPEATS, DEFAULT_SHARE, BranchTest, Repeats
 from bigbatch.policies.controller import Controller, warn_of_changes
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
-from bigbatch.policies.policy import Policy, stateful_part
+from bigbatch.policies.policy import Policy, SimiGrad, needs_of
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
-from bigbatch.training.branch_plan import BranchRequest, UnaffordableError
+from bigbatch.training.branch_plan import DEFAULT_REPEATS, DEFAULT_SHARE, BranchRequest, Repeats
 from bigbatch.training.branch_result import BranchTestResult
 from bigbatch.training.branch_test import LossOf, branch_test, require_supported
 from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterval
-from bigbatch.training.measuring_way import MeasuringWay
 from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
 from bigbatch.training.step import Step
 from bigbatch.training.update import Update
 
-_STATE_VERSION = 4
+_STATE_VERSION = 5
 
 _NOT_ENDED = (
     "step.update() was not called for the last step; call it at the end of each step, and after an "
@@ -82,12 +81,14 @@ class AdaptiveBatch:
         transport: let betas and decoupled weight decay keep their half-lives in samples, for batch
             sizes within a factor of 4 of the base batch: betas^(B / B_base). See docs/policies.md.
         groups: k, to measure that many groups of samples in every backward, so that a step need
-            not be cut into micro-batches; None to cut it; "auto" to time both and take the faster.
-            No sample may influence another, so BatchNorm is refused. See docs/groups.md.
+            not be cut into micro-batches; None to cut it. No sample may influence another, so
+            BatchNorm is refused. See docs/groups.md.
         budget: largest share of the time that measuring may take, below 1. Only measured steps are
             cut into `min_micro_batches`; one step in n is measured, n timed in this run. 0 measures
             no step, None every step.
         every: n, instead of a budget; the same in every run and on every machine.
+        log: folder, or a `RunLog` with options of its own, that gets a row per step for `bigbatch
+            report`, `compare` and `replay`. See docs/logs.md.
         scheduler: a scheduler that counts steps, advanced once per base batch of samples.
         scaler: a GradScaler, if float16 needs one.
         meter: a GradientMeter of your own.
@@ -116,24 +117,21 @@ class AdaptiveBatch:
         self.optimizer = optimizer
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
-        way = MeasuringWay(options.get("groups") or self.meter.groups)
-        way.require_same_groups(self.meter.groups)
-        self.meter.cut_backwards(way.groups, model)
-        self.meter.source.must_see_groups = not way.is_auto
+        self._cut_backwards(options.get("groups"))
         self._reader = micro_batch_optimizer(optimizer)
         self._replacement_check = ReplacementCheck(model)
         self._bind_source()
         self._collectives = HostCollectives(self.meter.source)
         self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
         self.batches.share(self._collectives, lockstep=self.meter.source.reducer.lockstep)
-        batch_size, has_controller = options.get("batch_size"), isinstance(policy, Controller)
-        if batch_size is None and not has_controller:
+        batch_size = options.get("batch_size")
+        if batch_size is None and not isinstance(policy, Controller):
             of_all_ranks = (self.batches.batch_size or 0) * self._collectives.ranks
-            batch_size = getattr(policy, "batch_size", None) or of_all_ranks or None
-        has_size = has_controller or batch_size is not None
+            batch_size = needs_of(policy).batch_size or of_all_ranks or None
+        has_size = isinstance(policy, Controller) or batch_size is not None
         constraints = self._build_constraints(options, has_size=has_size)
         self.controller = constraints.controller(
-            policy, batch_size, options.get("base_batch"), self.batches.samples, way.min_groups
+            policy, batch_size, options.get("base_batch"), self.batches.samples, self.meter.groups
         )
         lr_scaling = options.get("lr_scaling", "sqrt")
         self._update = Update(
@@ -144,18 +142,13 @@ class AdaptiveBatch:
             constraints,
             lr_scaling,
             self._build_interval(options),
-            way,
             transport=options.get("transport", False),
         )
         hook = model.register_forward_hook(self._update.oom_hints, always_call=True)
         weakref.finalize(self, hook.remove)
         self.scheduler = scheduler
         self._step: Step | None = None
-        tested = stateful_part(self.controller.policy)
-        self._branch_policy = tested if isinstance(tested, BranchTest) else None
-        self._untestable_epoch = -1  # the last pass that had too few samples left for a test
-        if self._branch_policy is not None:
-            require_supported(self._update, self.batches)
+        self._update.log = self._build_log(options)
         self._update.require_equal_ranks("their settings")
 
     @property
@@ -187,6 +180,21 @@ class AdaptiveBatch:
     def last_measured(self) -> StepRecord | None:
         """Record of the last measured step; None before the first."""
         return self._update.last_measured
+
+    @property
+    def run_log(self) -> RunLog | None:
+        """The log that every step is written to; None without one."""
+        return self._update.log
+
+    def log(self, **scores: float | Tensor) -> None:
+        """Adds scores of the model after the last step to the log: `train.log(accuracy=93.1)`.
+
+        Raises:
+            LoopError: there is no log, or no step before.
+        """
+        if self.run_log is None:
+            raise LoopError('there is no log to write to; pass AdaptiveBatch(log="runs/mine")')
+        self.run_log.scores(**scores)
 
     @property
     def every(self) -> int | None:
@@ -304,7 +312,11 @@ class AdaptiveBatch:
         self._require_no_open_step()
         sizes = None if batch_sizes is None else tuple(batch_sizes)
         request = BranchRequest(sizes, samples, repeats, held_aside, share * self.samples)
-        return self._run_branch_test(loss_of, request)
+        require_supported(self._update, self.batches)
+        assert isinstance(self.batches, Batches)
+        self._select_trained()
+        with self._update.outside_steps():
+            return branch_test(self.model, self._update, self.batches, loss_of, request)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The remaining epochs of `total`; a resumed run begins with the one it was in."""
@@ -324,10 +336,11 @@ class AdaptiveBatch:
         """One pass over the loader; after a `break`, the rest of it."""
         self._require_no_open_step()
         self._update.require_equal_ranks("where the run stands")
+        self._open_log()
         empty = not self.batches.open  # so far
         if empty:
             self.batches.start(self.epoch)
-        while (micro_batches := self._next_after_test()) is not None:
+        while (micro_batches := self._next_micro_batches()) is not None:
             self._select_trained()
             self._step = Step(micro_batches, self._update)
             yield self._step
@@ -355,6 +368,8 @@ class AdaptiveBatch:
         """
         if not isinstance(self.batches, ExternalBatches):
             self._require_no_open_step()
+        if self.run_log is not None:
+            self.run_log.flush()  # as its rows up to here are part of the state
         position = self.batches.state_dict()
         return {
             "version": _STATE_VERSION,
@@ -394,6 +409,9 @@ class AdaptiveBatch:
         shared, own = state["shared"], state["own"]
         warn_of_changes(shared["settings"], self._update.settings)
         self._update.load_state_dict(shared, own)
+        if self.run_log is not None:
+            step = self.steps + self.skipped
+            self.run_log.load_state_dict({"step": step, "samples": self.samples})
         self._step = None
         rank, ranks = self._collectives.rank, self._collectives.ranks
         same_rank = (own["rank"], own["ranks"]) == (rank, ranks)
@@ -410,6 +428,14 @@ class AdaptiveBatch:
             )
 
     # construction
+
+    def _cut_backwards(self, groups: int | None) -> None:
+        """Lets every backward measure that many groups; None for the meter's own number, if any."""
+        if groups is not None and self.meter.groups not in (None, groups):
+            raise SettingError(
+                f"groups={groups}, and groups={self.meter.groups} of the meter: pass one"
+            )
+        self.meter.cut_backwards(groups or self.meter.groups, self.model)
 
     def _bind_source(self) -> None:
         """Lets one set of hooks serve the meter and the optimizer, inside step.backward only."""
@@ -474,7 +500,45 @@ class AdaptiveBatch:
             )
         return 8 * ranks if requested is None else requested
 
+    def _build_log(self, options: LoopOptions) -> RunLog | None:
+        """The log with the settings of this loop, which the user's own settings complete."""
+        log = options.get("log")
+        if log is None:
+            return None
+        log = log if isinstance(log, RunLog) else RunLog(log)
+        policy, rule = self.controller.policy, options.get("lr_scaling", "sqrt")
+        every = options.get("every") or (self.meter.every if self.meter.every > 1 else None)
+        log.rank = self._collectives.rank
+        log.settings = {
+            "policy": type(policy).__name__ if " object at 0x" in repr(policy) else repr(policy),
+            **({"target": policy.target} if isinstance(policy, SimiGrad) else {}),
+            "batch_size": self.controller.decision.batch_size,
+            "base_batch": self.controller.base_batch,
+            "micro_batch": self._update.max_micro_batch,
+            "lr_scaling": str(rule).lower() if isinstance(rule, str | None) else "a function",
+            "groups": self.meter.groups,
+            "budget": options.get("budget", DEFAULT_BUDGET) if every is None else None,
+            "every": every,
+            "optimizer": type(self.optimizer).__name__,
+            "world_size": self._collectives.ranks,
+            **log.settings,
+        }
+        return log
+
     # between the steps
+
+    def _open_log(self) -> None:
+        """Opens the log before the first step; a refusal ends all ranks. Collective."""
+        if self.run_log is None:
+            return
+        refusal = None
+        try:
+            self.run_log.open()
+        except RunError as error:
+            refusal = error
+        ((refused,), *_) = self._collectives.all_gather(refusal is not None, subject="the log")
+        if refused:
+            raise refusal or RunError("rank 0 cannot write the log; its own error says why")
 
     def _select_trained(self) -> list[Tensor]:
         """Measures the model's parameters that the optimizer trains now, and only those."""
@@ -483,45 +547,6 @@ class AdaptiveBatch:
         self._replacement_check.require_held(trained)
         self.meter.select(trained)
         return trained
-
-    def _next_after_test(self) -> StepBatches | ExternalStep | None:
-        """Runs the policy's branch test if one is due; then the micro-batches of the next step."""
-        policy, position = self._branch_policy, (self.samples, self.steps, self.epoch)
-        if policy is not None and self.epoch != self._untestable_epoch and policy.is_due(*position):
-            request = BranchRequest(
-                repeats=policy.repeats, allowance=policy.allowance(self.samples)
-            )
-            try:
-                result = self._run_branch_test(policy.loss_of, request)
-            except UnaffordableError as error:
-                if error.ends_with_pass:
-                    self._skip_branch_tests(error)
-            else:
-                policy.take(
-                    result.critical_batch,
-                    result.interval,
-                    noise_scale=result.noise_scale,
-                    spent=result.samples_spent,
-                    position=position,
-                )
-        return self._next_micro_batches()
-
-    def _skip_branch_tests(self, error: UnaffordableError) -> None:
-        """Leaves tests to the next pass; warns if a whole pass is too short for one."""
-        first = self._untestable_epoch < 0
-        self._untestable_epoch = self.epoch
-        whole_pass = isinstance(self.batches, Batches) and not self.batches.consumed
-        if whole_pass and first and self._collectives.rank == 0:
-            warnings.warn(f"no branch test is possible: {error}", stacklevel=4)
-
-    def _run_branch_test(self, loss_of: LossOf, request: BranchRequest) -> BranchTestResult:
-        require_supported(self._update, self.batches)
-        assert isinstance(self.batches, Batches)
-        self._select_trained()
-        with self._update.outside_steps():
-            result = branch_test(self.model, self._update, self.batches, loss_of, request)
-        self._update.note_branch_test(result)
-        return result
 
     def _next_micro_batches(self) -> StepBatches | ExternalStep | None:
         min_rows = 1 if self._reader is None else 2  # r needs two micro-batches

@@ -13,6 +13,7 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rank_consistency import HostCollectives, checksum, facts_of, optimizer_facts
 from bigbatch.errors import LoopError, SettingError
+from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller
@@ -20,15 +21,13 @@ from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
-from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state
+from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state, needs_of
 from bigbatch.policies.step_time import StepTimes
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.branch_result import BranchTestResult
 from bigbatch.training.loss_check import LossCheck
 from bigbatch.training.measuring_interval import MeasuringInterval, Situation
-from bigbatch.training.measuring_way import MeasuringWay
 from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
@@ -49,7 +48,6 @@ class Update:
         constraints: what every plan has to keep.
         lr_scaling: how the learning rate follows the batch.
         interval: chooses the steps that are measured.
-        way: chooses how they get their micro-batches.
         transport: whether betas and weight decay follow the batch.
     Raises:
         SettingError: an unknown rule, or one that counteracts the policy; or no step is measured,
@@ -65,17 +63,16 @@ class Update:
         constraints: PlanConstraints,
         lr_scaling: LRScaling,
         interval: MeasuringInterval,
-        way: MeasuringWay,
         *,
         transport: bool = False,
     ) -> None:
         self.epoch = self.samples = self.steps = self.skipped = 0
         self.record: StepRecord | None = None  # of the last step
+        self.log: RunLog | None = None  # gets the record of every step
         self.last_measured: StepRecord | None = None  # of the last measured step
         self.weight_per_sample: float | None = None  # in the last step
         self.noise_average = NoiseAverage(_NOISE_STEPS, "steps")  # of measured steps
         self.max_micro_batch = constraints.micro_batch  # most samples of a backward of one rank
-        self._branch_test: BranchTestResult | None = None  # since the last step
         self.step_seconds = 0.0  # of the last step, on this rank; 0 before the first
         self.meter, self.scaler, self.optimizer = meter, meter.scaler, optimizer
         self.reader = micro_batch_optimizer(optimizer)  # if it reads each micro-batch's gradient
@@ -86,13 +83,12 @@ class Update:
         self.clock = BaseBatchScheduler(controller.base_batch, optimizer)
         self._step_times, self._loss_trend = StepTimes(collectives.ranks), LossTrend()
         self._timed: tuple[int, bool] | None = None  # the last step: its size, whether measured
-        self._has_history: bool = getattr(controller.policy, "needs_history", False)
         rule = repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function"
         self.settings = {  # as text; must be equal on all ranks
             "micro_batch": repr(constraints.micro_batch),
             "fixed_micro_batch": repr(constraints.fixed_micro_batch),
             "min_micro_batches": repr(constraints.min_micro_batches),
-            "groups": repr("auto" if way.is_auto else way.groups),
+            "groups": repr(meter.groups),
             "remainder": repr(batches.remainder),
             "order": batches.order,
             "virtual_ranks": repr(batches.virtual_ranks),
@@ -100,10 +96,7 @@ class Update:
             "transport": repr(transport),
             **interval.settings,
         }
-        self.interval, self.way = interval, way
-        if self.reader is not None:
-            way.require_no_reader(type(optimizer).__name__)
-        self.by_groups = False  # whether the next step is measured by groups
+        self.interval = interval
         self._scaling: Any = resolve_scaling(lr_scaling, controller.base_batch)
         self._batches, self._controller, self._constraints = batches, controller, constraints
         self._lr_changes = LRChanges(optimizer, warns=warns)
@@ -113,15 +106,14 @@ class Update:
         self._started = self._step_started = time.perf_counter()
         self._plans: dict[bool, BatchPlan] = {}  # of a measured step and another
         self._planned: tuple[int, int, int | None] | None = None  # the size and its bounds
-        self._must_cut = False  # whether such a step has too few micro-batches unless it is cut
         self._plan_step()
         meter.at_step(0, due=interval.due)
-        if controller.needs_statistics:
+        if controller.needs.statistics:
             interval.require_statistics(f"policy={type(controller.policy).__name__}")
         if lr_scaling == "adascale":
             interval.require_statistics('lr_scaling="adascale"')
         _require_lr_scaling(controller.policy, lr_scaling)
-        self.clock.follows_rates = getattr(controller.policy, "needs_lr_decay", False)
+        self.clock.follows_rates = controller.needs.lr_decay
         self._warns_without_scheduler = warns and self.clock.follows_rates
         self._transports = transport
         if transport:
@@ -152,7 +144,7 @@ class Update:
     def fit_plan(self, batch_size: int, *, compared: bool = True) -> BatchPlan:
         """The plan of a step of so many samples; one backward may do if none are compared."""
         bounds = self._controller.min_batch, self._controller.max_batch
-        groups = self.way.groups if self.by_groups and self.way.groups else 1
+        groups = self.meter.groups
         return self._constraints.plan(batch_size, *bounds, compared=compared, groups=groups)
 
     def factor(self, batch_size: int, statistics: GradientStatistics | None) -> float:
@@ -197,10 +189,6 @@ class Update:
             self._step_started += time.perf_counter() - started
             if self.record is not None:
                 self._lr_changes.accept()
-
-    def note_branch_test(self, result: BranchTestResult) -> None:
-        """Puts the result into the record of the next step."""
-        self._branch_test = result
 
     def rank_message(self) -> tuple[float, float]:
         """A rank's message in every step: its elapsed seconds, and a checksum of its state."""
@@ -250,12 +238,12 @@ class Update:
         with scale_lr(self.optimizer, lr_factor) as rates, self._transport(step.samples, scale):
             self._half_done = True
             follows_rates = self.clock.follows_rates  # then it decides by the next step's rate
-            decision = None if follows_rates else self._decide(step, rates, complete=complete)
+            decision = None if follows_rates else self._decide(step, complete=complete)
             yield
         if step.finite:
             self.clock.advance(step.samples)
         if decision is None:
-            decision = self._decide(step, rates, complete=complete)
+            decision = self._decide(step, complete=complete)
         self.samples += step.samples
         self.steps += step.finite
         self.skipped += not step.finite
@@ -275,11 +263,10 @@ class Update:
             decision=decision,
             elapsed_seconds=step.elapsed_seconds,
             every=self.interval.every,
-            way=self.way.describe(target_batch_size),
-            branch_test=self._branch_test,
             gsnr=self.reader.gsnr if self.reader is not None and step.finite else None,
         )
-        self._branch_test = None
+        if self.log is not None:
+            self.log.record(self.record)
         if step.statistics is not None:
             self.last_measured = self.record
             self.noise_average.add(step.statistics)
@@ -293,12 +280,9 @@ class Update:
     def _choose_next(self, step: StepStatistics, *, complete: bool) -> None:
         """Chooses whether the next step is measured, and plans it."""
         measured, situation = self.interval.due, self._situation
-        if self._has_history:
+        if self._controller.needs.history:
             self._note_history(step)
         self.interval.add_seconds(step.previous_seconds)
-        self.way.add_seconds(step.previous_seconds)
-        counts = measured and complete and self._must_cut and step.statistics is not None
-        self.way.end_step(step.samples, by_groups=self.by_groups, counts=counts)
         self._plan_step()
         self.interval.end_step(
             situation,
@@ -317,7 +301,7 @@ class Update:
             self._step_times.add(batch_size, step.previous_seconds, measured=measured)
         self._timed = step.samples, step.statistics is not None
 
-    def _decide(self, step: StepStatistics, rates: list[float], *, complete: bool) -> Decision:
+    def _decide(self, step: StepStatistics, *, complete: bool) -> Decision:
         """The decision on the next batch size; the present one if this step cannot decide."""
         present = self._controller.decision
         if not step.finite:
@@ -326,22 +310,18 @@ class Update:
             reason = "the end of an epoch does not decide"
         elif step.statistics is None and self._controller.needs_measurement:
             reason = f"not measured{'' if self.interval.due else f'; {self.interval.reason}'}"
-        elif self._controller.needs_statistics and self.interval.times_next:
+        elif self._controller.needs.statistics and self.interval.times_next:
             reason = "held: the next step is timed"
         else:
             now = TrainingState(
                 target_batch_size=present.batch_size,
                 batch_size=step.samples,
-                base_batch=self.clock.base_batch,
                 samples=self.samples + step.samples,
                 steps=self.steps + 1,
                 epoch=self.epoch,
-                ranks=self._batches.virtual_ranks,
-                lr=tuple(rates),
-                elapsed_seconds=step.elapsed_seconds,
-                step_times=self._step_times.sizes if self._has_history else (),
-                loss_trend=self._loss_trend.trend,
                 lr_decay=self.clock.lr_decay,
+                step_times=self._step_times.sizes,
+                loss_trend=self._loss_trend.trend,
             )
             return self._controller.next(step.statistics, now)
         return Decision(present.batch_size, reason, present.lr_factor)
@@ -373,14 +353,8 @@ class Update:
         controller, is_vr = self._controller, self.reader is not None
         size = controller.decision.batch_size
         planned = size, controller.min_batch, controller.max_batch
-        is_new = planned != self._planned
-        if is_new:
+        if planned != self._planned:
             self._planned = planned
-            uncut = self.fit_plan(size, compared=False)
-            self._must_cut = uncut.micro_batches < self._constraints.min_micro_batches
-        by_groups = self.way.takes_groups(size, must_cut=self._must_cut)
-        if is_new or by_groups != self.by_groups:
-            self.by_groups = by_groups
             self._plans = {
                 measured: self.fit_plan(size, compared=measured or is_vr)
                 for measured in (True, False)
@@ -413,7 +387,6 @@ class Update:
             "the meter's step": meter.step,
             "the interval of measured steps": self.interval.every,
             "steps before a measured one": self.interval.wait,
-            "measuring by groups": self.by_groups,
             "the meter's confidence": meter.confidence,
         }
         return optimizer_facts(optimizer, kind, waits=waits) | facts_of(facts)
@@ -435,7 +408,6 @@ class Update:
             "batch_size": self.plan.batch_size,
             "weight_per_sample": self.weight_per_sample,
             "interval": self.interval.state_dict(),
-            "way": self.way.state_dict(),
             "step_times": self._step_times.state(),
             "loss_trend": self._loss_trend.state(),
             "noise": self.noise_average.state_dict(),
@@ -462,7 +434,6 @@ class Update:
         self._half_done = False
         self._zero_grad()
         self.interval.load_state_dict(state["interval"])
-        self.way.load_state_dict(state["way"])
         self._step_times.load(state["step_times"])
         self._timed = None
         self._loss_trend.load(state["loss_trend"])
@@ -472,15 +443,9 @@ class Update:
 
 def _require_lr_scaling(policy: Any, lr_scaling: LRScaling) -> None:
     """Raises SettingError if the learning rate would follow the batch against the policy."""
-    if lr_scaling is not None and getattr(policy, "decays", False):
+    needed = needs_of(policy).lr_scaling
+    if needed not in ("any", lr_scaling):
         raise SettingError(
-            "the schedule grows the batch instead of lowering the learning rate, which "
-            f"lr_scaling={lr_scaling!r} would raise with it; pass lr_scaling=None (a command's "
-            "--lr-scaling none)"
-        )
-    needed = getattr(policy, "needs_lr_scaling", None)
-    if needed not in (None, lr_scaling):
-        raise SettingError(
-            f"lr_scaling={lr_scaling!r} with {type(policy).__name__}, whose cuts of the learning "
-            f"rate are right with lr_scaling={needed!r} alone; pass that"
+            f"lr_scaling={lr_scaling!r} with {type(policy).__name__}, which changes the learning "
+            f"rate itself, gives a wrong one; pass lr_scaling={needed!r}"
         )
