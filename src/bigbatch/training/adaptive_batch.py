@@ -22,15 +22,13 @@ from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
-from bigbatch.policies.controller import Controller, warn_of_changes
-from bigbatch.policies.plan import BatchPlan
-from bigbatch.policies.plan_constraints import PlanConstraints
+from bigbatch.policies.controller import Controller, controller_of, warn_of_changes
+from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Policy, needs_of
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.branch_plan import DEFAULT_REPEATS, DEFAULT_SHARE, BranchRequest, Repeats
-from bigbatch.training.branch_result import BranchTestResult
-from bigbatch.training.branch_test import LossOf, branch_test, require_supported
+from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test, require_supported
 from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterval
 from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
@@ -127,8 +125,13 @@ class AdaptiveBatch:
             batch_size = needs_of(policy).batch_size or of_all_ranks or None
         has_size = isinstance(policy, Controller) or batch_size is not None
         constraints = self._build_constraints(options, has_size=has_size)
-        self.controller = constraints.controller(
-            policy, batch_size, options.get("base_batch"), self.batches.samples, self.meter.groups
+        self.controller = controller_of(
+            policy,
+            constraints,
+            batch_size=batch_size,
+            base_batch=options.get("base_batch"),
+            samples=self.batches.samples,
+            groups=self.meter.groups,
         )
         lr_scaling = options.get("lr_scaling", "sqrt")
         self._update = Update(

@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -18,8 +19,7 @@ from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
-from bigbatch.policies.plan import BatchPlan
-from bigbatch.policies.plan_constraints import PlanConstraints
+from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state, needs_of
 from bigbatch.policies.step_time import StepTimes
 from bigbatch.statistics.averages import NoiseAverage
@@ -30,10 +30,38 @@ from bigbatch.training.measuring_interval import MeasuringInterval, Situation
 from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
-from bigbatch.training.step_statistics import StepStatistics
 from bigbatch.training.transport import require_transportable, transported
 
 _NOISE_STEPS = 16  # measured steps over which the noise is averaged for a branch test
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """Everything that a decision rests on, read from the step's gradients; equal on all ranks.
+
+    Args:
+        samples: samples of the step, over all ranks.
+        micro_batches: backwards of the step, over all ranks.
+        statistics: None if it could not be measured.
+        loss: mean loss over the batch.
+        finite: whether every gradient is finite.
+        vanishes: whether every gradient is zero.
+        weight_per_sample: mean weight of a sample.
+        elapsed_seconds: time spent training so far, mean over the ranks.
+        previous_seconds: time of the step before, mean over the ranks; 0 if unknown.
+        checksums: a checksum of each rank's state, which must be equal.
+    """
+
+    samples: int
+    micro_batches: int
+    statistics: GradientStatistics | None
+    loss: float
+    finite: bool
+    vanishes: bool
+    weight_per_sample: float
+    elapsed_seconds: float
+    previous_seconds: float
+    checksums: list[float]
 
 
 class Update:
