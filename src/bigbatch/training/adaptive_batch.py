@@ -43,6 +43,18 @@ _NOT_ENDED = (
 )
 
 
+# [Note: Resuming]
+# A state has two parts. "shared" is equal on all ranks: counts, controller, scheduler, timings of
+# steps, the number of samples that the pass has consumed. "own" is of one rank: its seconds, its
+# position in its loader, its random states. So on as many ranks each loads its own state, and the
+# run is the same to the last bit; on another number of ranks any shared part will do.
+# Nothing is communicated in saving: a rank that saves alone would wait for the others forever.
+# Loading has one order. The settings of both runs are compared before anything changes. `Update`
+# comes before the batches, whose sampler is told the epoch; the batches come before the bounds of
+# the batch size, since only a resumed loader may know its length. Random states come last: reading
+# up to the position draws numbers (shuffling, augmentation), as it did in the run that was saved.
+
+
 class AdaptiveBatch:
     """A training loop whose batch size follows a policy; everything else stays the user's.
 
@@ -342,8 +354,7 @@ class AdaptiveBatch:
     def state_dict(self) -> dict[str, Any]:
         """Everything except model, optimizer and scaler; loads with `weights_only=True`.
 
-        Nothing is communicated: "shared" is the same on all ranks, "own" has this rank's position
-        in its loader and its random states.
+        See [Note: Resuming]. Nothing is communicated.
 
         Raises:
             LoopError: inside a step, between its first micro-batch and `update()`. If another loop
@@ -387,7 +398,7 @@ class AdaptiveBatch:
                 f"state version {state['version']} is not {_STATE_VERSION}, which this release "
                 "reads; resume with the release that wrote it"
             )
-        shared, own = state["shared"], state["own"]
+        shared, own = state["shared"], state["own"]  # the order: see [Note: Resuming]
         warn_of_changes(shared["settings"], self._update.settings)
         self._update.load_state_dict(shared, own)
         self._step = None

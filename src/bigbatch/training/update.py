@@ -64,6 +64,18 @@ class StepStatistics:
     checksums: list[float]
 
 
+# [Note: Agreement of ranks]
+# Every rank decides by itself, and all decide alike by construction: statistics, loss, seconds and
+# `finite` are read from sums over the ranks, so they are the same number on each, and a policy is a
+# function of them. Nothing is sent to agree on a decision. What may still differ is code (another
+# setting, a scheduler that one rank advanced, a policy that reads a clock), and it would end in
+# ranks that wait for each other in vain. So each rank adds a checksum of everything that decides a
+# step, `_facts`, to the sums of that step: the comparison costs no message and no wait. It is of
+# the state *before* the decision, and so tells of a difference one step after it came up, before
+# the optimizer steps. Only if checksums differ are the facts themselves sent, for the error.
+# Seconds differ between ranks; decisions use their mean, which is sent with the checksum.
+
+
 class Update:
     """The objects that all steps share, the state between two steps, and the end of each step.
 
@@ -217,7 +229,7 @@ class Update:
                 self._lr_changes.accept()
 
     def rank_message(self) -> tuple[float, float]:
-        """A rank's message in every step: its elapsed seconds, and a checksum of its state."""
+        """A rank's elapsed seconds and a checksum of its state; [Note: Agreement of ranks]."""
         several = self.collectives.ranks > 1
         return self.elapsed_seconds, self._checksum(waits=False) if several else 0.0
 
@@ -249,7 +261,7 @@ class Update:
                 or an earlier call failed half way.
             RankError: the ranks differ in what decides a step.
         """
-        subject = "what decides a step"
+        subject = "what decides a step"  # see [Note: Agreement of ranks]
         self.collectives.require_equal(step.checksums, subject, self._facts)
         self.clock.require_ready()
         if self.clock.scheduler is None:
@@ -394,7 +406,7 @@ class Update:
     # what must be equal on all ranks
 
     def _facts(self, *, waits: bool = True) -> dict[str, str]:
-        """Everything that must be equal on all ranks, by name, as text."""
+        """What must be equal on all ranks, by name, as text; see [Note: Agreement of ranks]."""
         optimizer, reader, meter = self.optimizer, self.reader, self.meter
         kind = type(optimizer).__name__ if reader is None else reader.describe()
         facts = {
