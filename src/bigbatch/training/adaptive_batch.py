@@ -269,17 +269,10 @@ class AdaptiveBatch:
             S(B) = S_min (1 + B / B_crit)
 
         S(B) is the number of samples in which batch size B reaches a loss, from this state, with
-        the learning rate that `lr_scaling` gives to B (constant over a branch, without clipping).
-        So B_crit belongs to this rule at this rate. If gradients are mostly noise, S(B) follows
-        the formula where the rate is near its best. SGD far below its best rate is another matter:
-        with "sqrt" S grows as sqrt(B), and B_crit only repeats the middle of `batch_sizes`; with
-        "linear" S hardly grows and the interval has no upper end. B_crit also belongs to the length
-        of the branches: a loss that is farther away has a larger one.
-
-        A repeat trains every branch on the same samples, which no other repeat has, and compares
-        losses on other samples again. `critical_batch` of statistics/critical_batch.py has the
-        estimate and its t-interval over repeats. Losses are those of training (dropout and
-        BatchNorm as in training, dropout the same for all branches).
+        the learning rate that `lr_scaling` gives to B. So B_crit belongs to this rule at this rate,
+        and to the length of the branches; docs/policies.md says where it means little. A repeat
+        trains every branch on the same samples, which no other repeat has, and compares losses on
+        other samples again.
 
         Call it between two steps. Afterwards, also after an error, all is as before to the last
         bit: weights, buffers, `.grad`, the optimizer, training modes, random states, the position
