@@ -19,7 +19,6 @@ from bigbatch.policies.policy import (
     has_state,
     layers_of,
     needs_of,
-    require_policy,
 )
 from bigbatch.setting_types import Count, Coverage, Growth, checked
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
@@ -85,9 +84,9 @@ class Controller:
         warmup: WarmupLength | None = None,
     ) -> None:
         base_batch = batch_size if base_batch is None else base_batch
+        self.needs = needs_of(policy)
         self._hysteresis = Hysteresis(dead_band, confidence)
         self._stateful_policy = _stateful(policy, has_hysteresis=bool(dead_band or confidence))
-        self.needs = needs_of(policy)
         largest_change = self.needs.max_change if max_change == "auto" else max_change
         self._average = _average(smoothing, confidence, wants_average=self.needs.average)
         self._warmup = Amount.parse(warmup) if warmup else None
@@ -367,7 +366,6 @@ def warn_of_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> Non
 
 def _stateful(policy: Policy, *, has_hysteresis: bool) -> Any:
     """The part of a policy that has a state to save, if any."""
-    require_policy(policy)
     part = next(filter(has_state, layers_of(policy)), None)
     if part is not None and has_hysteresis:
         raise SettingError(

@@ -347,8 +347,9 @@ def needs_of(policy: Policy) -> Needs:
     """What a policy needs of the loop that asks it.
 
     Raises:
-        SettingError: its attribute `needs` is something else.
+        SettingError: it is not a policy, or its attribute `needs` is something else.
     """
+    require_policy(policy)
     needs = getattr(policy, "needs", Needs())
     if not isinstance(needs, Needs):
         raise SettingError(f"{type(policy).__name__}.needs is {needs!r}; set needs = bb.Needs(...)")
