@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,20 +37,18 @@ def run(seed: int, data: Path | None) -> Iterator[KnownAnswer]:
     yield from _cosines(seed)
     yield from _intervals(seed)
     yield _pure_noise_gsnr(seed)
-    yield from _l1(seed)
     yield from _projections(seed)
     yield from _recorded(seed, data)
 
 
 def _measured(
-    gradients: Sequence[Sequence[float]], sizes: Sequence[int], loss: str = "weighted"
+    gradients: Sequence[Sequence[float]],
+    sizes: Sequence[int],
+    loss: Literal["weighted", "mean"] = "weighted",
 ) -> GradientStatistics:
     """What a meter reads of micro-batches with these mean gradients."""
     weight = nn.Parameter(torch.zeros(len(gradients[0]), dtype=torch.float64))
-    meter = GradientMeter(
-        [weight], loss="mean" if loss == "mean" else "weighted", l1_noise_scale=loss == "l1"
-    )
-    with meter:
+    with GradientMeter([weight], loss=loss) as meter:
         for gradient, size in zip(gradients, sizes, strict=True):
             share = 1.0 if loss == "mean" else size / sum(sizes)
             torch.dot(weight, torch.tensor(gradient).double()).mul(share).backward()  # type: ignore[no-untyped-call]
@@ -138,35 +137,6 @@ def _pure_noise_gsnr(seed: int) -> KnownAnswer:
     what, source_of_number = "mean GSNR of pure noise, k = 8", "E F(1, 7) / 7 = 1 / (k - 3)"
     reason = "4 standard errors of 400,000 elements, .4 each"
     return KnownAnswer(what, source_of_number, 0.2, mean, 0.0025, reason)
-
-
-def _l1(seed: int) -> Iterator[KnownAnswer]:
-    paper = "Naganuma et al. 2026 (2602.03001)"
-    measured = _measured(((1.0, 2.0), (3.0, 2.0)), [4, 4], "l1").l1_noise_scale
-    source = f"{paper}: 8 / 4^2, over c4(2)^2 = 2 / pi"
-    yield KnownAnswer("l1 noise scale by hand", source, math.pi / 4, measured or 0, EXACT, "exact")
-    source, reason = f"{paper}, its definition", "4 standard errors of 20,000 elements"
-    for name, mean, size, expected, tolerance in (
-        ("of pure noise, N = 32: pi N / 2", 0.0, 4, 16 * math.pi, 1.0),
-        ("of mu_j = 1, sigma_j = 3, N = 4096", 1.0, 512, 9.0, 0.1),
-    ):
-        measured = _l1_of_normal(mean, 3 / math.sqrt(size), size, seed)
-        what = f"l1 noise scale {name}"
-        yield KnownAnswer(what, source, expected, measured, tolerance, reason)
-
-
-def _l1_of_normal(mean: float, deviation: float, size: int, seed: int) -> float:
-    """Of eight micro-batches of 20,000 normal elements."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = nn.Parameter(torch.zeros(20_000))
-    with GradientMeter([weight], l1_noise_scale=True) as meter:
-        for _ in range(8):
-            gradient = mean + deviation * torch.randn(20_000, generator=generator)
-            torch.dot(weight, gradient).div(8).backward()  # type: ignore[no-untyped-call]
-        statistics = meter.read([size] * 8)
-    assert statistics is not None
-    assert statistics.l1_noise_scale is not None
-    return statistics.l1_noise_scale
 
 
 def _projections(seed: int) -> Iterator[KnownAnswer]:

@@ -2,11 +2,9 @@
 
 import pytest
 
-from bigbatch import BranchTest, Fixed, GradientStatistics, NoiseScale, NormTest, Schedule, SimiGrad
-from bigbatch.errors import SettingError
+from bigbatch import Fixed, GradientStatistics, NoiseScale, NormTest, Schedule, SimiGrad
 from bigbatch_recipes.build_optimizer import build_controller
 from bigbatch_recipes.digits import DIGITS
-from bigbatch_recipes.validate import require_trainable
 
 
 def controller(**changes):
@@ -43,36 +41,6 @@ def test_smoothing_and_dead_band_reach_the_controller():
     assert "held: inside the dead band of 0.5" in found.next(noise).reason
     smoothed = found.next(GradientStatistics(1.0, 320.0, samples=32, micro_batches=4))
     assert 32 < smoothed.batch_size < 320
-
-
-def test_a_branch_test_is_around_the_policy_and_starts_at_its_batch():
-    found = controller(policy="simigrad", branch_test="2 epochs")
-    assert isinstance(found.policy, BranchTest)
-    assert ("2 epochs", SimiGrad(0.3, 16, 512)) == (found.policy.every, found.policy.policy)
-    assert 32 == found.decision.batch_size
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"policy": "fixed"}, "Fixed decides without statistics"),
-        ({"policy": "schedule", "batch_schedule": "64"}, "Schedule decides without statistics"),
-        ({"policy": "seesaw", "lr_scaling": "sqrt"}, "Seesaw decides without statistics"),
-        ({"optimizer": "vr-sgd"}, "branch_test=20 % with optimizer=vr-sgd, which needs"),
-        ({"precision": "float16"}, "branch_test=20 % with precision=float16, whose GradScaler"),
-    ],
-)
-def test_a_branch_test_that_cannot_work_is_refused_before_data_are_read(changes, message):
-    settings = DIGITS.settings().with_changes({"double": False, **changes})
-    require_trainable(DIGITS, settings)
-    with pytest.raises(SettingError, match=f"{message}.*leave"):
-        require_trainable(DIGITS, settings.with_changes({"branch_test": "20 %"}))
-
-
-@pytest.mark.parametrize("text", ["20", "0 %", "2 tokens", "often"])
-def test_an_interval_of_branch_tests_that_is_none_is_refused(text):
-    with pytest.raises(SettingError, match=r'branch_test=.* must be text "20 %" or "16 steps"'):
-        DIGITS.settings().with_changes({"branch_test": text})
 
 
 def test_the_arms_of_the_digits_can_be_built():

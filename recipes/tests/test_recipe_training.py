@@ -116,41 +116,6 @@ def test_the_log_has_what_more_is_measured_of_a_step_and_of_each_layer():
     assert [row["loss"] for row in plain] == [row["loss"] for row in rows]
 
 
-def training_with_a_branch_test(rank=0, ranks=1):
-    """Its rows, whether each forward had autocast, how many were not the wrapper's, and all."""
-    own = {"batch_size": 4, "min_batch": 4, "max_batch": 4, "micro_batch": 4, "virtual_ranks": 2}
-    own |= {"optimizer": "sgd", "double": False, "precision": "bfloat16", "samples": 700}
-    own |= {"lr_scaling": "none", "branch_test": "9000 %"}
-    training = Training(DIGITS, DIGITS.settings().with_changes(own))
-    policy = training.train.controller.policy
-    policy.share, policy.repeats = 200.0, 2  # else a test is affordable after 13,000 steps
-    of_wrapper, of_model = [], []
-    for model, casts in (training.wrapped_model, of_wrapper), (training.model, of_model):
-        model.register_forward_hook(
-            lambda *_, to=casts: to.append(torch.is_autocast_enabled("cpu"))
-        )
-    records = list(itertools.islice(training.engine.steps(training.loss), 3))
-    rows = [row_of(record, None).get("branch_test") for record in records]
-    return rows, all(of_model), len(of_model) - len(of_wrapper), len(of_model)
-
-
-def test_branches_train_under_the_autocast_of_the_training():
-    rows, casts, _, forwards = training_with_a_branch_test()
-    (found,) = [row for row in rows if row is not None]
-    assert found["samples_spent"] > 0
-    assert casts
-    assert forwards > 100  # those of branches too
-
-
-@pytest.mark.thorough
-def test_branches_on_ranks_train_the_wrapper_of_the_training(ranks):
-    rows, *_ = training_with_a_branch_test()
-    for others, casts, not_wrapped, _ in ranks(2)(training_with_a_branch_test):
-        (expected,), (found,) = ([row for row in one if row is not None] for one in (rows, others))
-        assert expected["samples_spent"] == found["samples_spent"]
-        assert (True, 0) == (casts, not_wrapped)
-
-
 def test_confidence_without_a_window_is_refused_on_deepspeed():
     own = {"confidence": 0.9, "engine": "deepspeed", "double": False}
     with pytest.raises(SettingError, match=r"confidence with engine=deepspeed .*; set smoothing"):

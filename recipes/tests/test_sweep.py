@@ -143,14 +143,6 @@ def test_what_has_no_effect_at_a_point_does_not_vary_there():
     ] == [point.name for point in found]
 
 
-def test_a_branch_test_does_not_vary_where_branches_cannot_train():
-    grid = ("policy=fixed,simigrad", "optimizer=sgd,vr-sgd", "branch_test=none,2 epochs")
-    found = points(*grid)
-    assert 5 == len(found)
-    (tested,) = [point for point in found if point.settings.branch_test is not None]
-    assert ("simigrad", "sgd") == (tested.settings.policy, tested.settings.optimizer)
-
-
 def test_an_arm_brings_its_changes_and_the_grid_changes_them():
     first, second = points("arm=fixed-32,simigrad-vr", "lr=0.5")
     assert ("fixed", "momentum", 0.5) == tuple(

@@ -8,7 +8,6 @@ from bigbatch.data.sampler import ElasticDistributedSampler as ElasticDistribute
 from bigbatch.errors import BigbatchError as BigbatchError
 from bigbatch.log.step_record import StepRecord as StepRecord
 from bigbatch.policies.batch_schedule import Schedule as Schedule
-from bigbatch.policies.branch_test_policy import BranchTest as BranchTest
 from bigbatch.policies.controller import Controller as Controller
 from bigbatch.policies.goodput import Goodput as Goodput
 from bigbatch.policies.late_switch import LateSwitch as LateSwitch

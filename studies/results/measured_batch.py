@@ -58,8 +58,6 @@ def _arms(doubling_samples: int, cost: StepCost) -> Arms:
     single = {"smoothing": None, "max_change": None}  # as in the paper
     arms["SimiGrad .2, single steps"] = {**arms["SimiGrad .2"], **single}
     arms |= noise_scale(MEASURED)
-    tested = {"branch_test": "100 %", "branch_share": 3.0}
-    arms["noise scale, branch tests"] = {**arms[NOISE_SCALE], **tested}
     for devices in DEVICES:
         arms |= goodput(cost, devices, MEASURED)
     return arms

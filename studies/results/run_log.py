@@ -179,9 +179,6 @@ def _logged(point: SweepPoint, run: SweepRun, *, tuning: bool) -> LoggedRun:
         steps=run.steps,
         seconds=round(run.elapsed_seconds, 2),
         scores={name: _rounded(score) for name, score in run.scores.items()},
-        spent=sum(
-            row["branch_test"]["samples_spent"] for row in history.rows if "branch_test" in row
-        ),
         curve=() if tuning else curve,
     )
 

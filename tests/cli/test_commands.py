@@ -67,11 +67,6 @@ WRONG = [
         "--arm fixed-32, whose policy is fixed,",
     ),
     (["train", "--arm", "fixed-32", "--target", ".3"], "--arm fixed-32, whose policy is fixed,"),
-    (
-        ["train", "--arm", "fixed-32", "--branch-test", "20 %"],
-        "--arm fixed-32, whose policy is fix",
-    ),
-    (["train", "--optimizer", "vr-sgd", "--branch-test", "20 %"], "vr-sgd does not go together"),
     (["train", "--optimizer", "sgd", "--factor", "shrinkage"], "--optimizer sgd does not go"),
     (["train", "--set", "policy=fixed", "--target", ".3"], "--set policy=fixed does not go"),
     (["train", "--set", "arm=simigrad"], "--set cannot change 'arm': give --arm"),

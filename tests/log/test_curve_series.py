@@ -136,23 +136,17 @@ def test_an_infinite_noise_scale_leaves_a_gap(tmp_path):
     assert [] == curve.bands  # one run has no range
 
 
-def test_measured_intervals_and_branch_tests_are_drawn(tmp_path):
-    found = {"critical_batch": 90.0, "low": 40.0, "high": None}
+def test_measured_intervals_are_drawn(tmp_path):
     ends = {"similarity_interval": [-0.2, 0.6], "noise_scale_interval": [30.0, None]}
-    rows = [row(s, branch_test=found if s == 5 else None, **ends) for s in range(1, 11)]
-    for one in rows:
-        if one["branch_test"] is None:
-            del one["branch_test"]
+    rows = [row(s, **ends) for s in range(1, 11)]
     history = run(tmp_path, rows)
     assert {(-0.2, 0.6)} == {(p.low, p.high) for p in one_of([history], SIMILARITY).interval}
     noise = one_of([history], NOISE)
     assert {(30.0, math.inf)} == {(p.low, p.high) for p in noise.interval}
-    assert [(160, 90.0, 40.0, math.inf)] == [(t.x, t.center, t.low, t.high) for t in noise.tests]
     panels = panels_of([history], "samples")
     assert 2 == panel_svg(panels[SIMILARITY], ["a"]).count('class="interval"')
     drawn = panel_svg(panels[NOISE], ["a"])
     assert 1 == drawn.count('class="interval"')  # the other end is infinite
-    assert 1 == drawn.count('class="whisker"')
     curves([history], "samples")
 
 

@@ -1,6 +1,5 @@
 """The slow, obvious versions of what `bigbatch.statistics` computes, in float64 and two passes."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -31,19 +30,6 @@ def mean(gradients: Tensor, sizes: list[float]) -> Noise:
     P, S, H = ((g.sum(0) / k) ** 2).sum(), (g**2).sum(), (1 / n).sum()
     noise = (S - k * P) / ((1 - 1 / k) * H)
     return _noise(P - noise * H / k**2, noise, n.sum())
-
-
-def l1_noise_scale(gradients: Tensor, sizes: list[float]) -> float:
-    """(sum sigma_j)^2 / (sum |G_j|)^2, one element after the other; sigma_j over c4(k)."""
-    k, N = len(sizes), sum(sizes)
-    c4 = math.sqrt(2 / (k - 1)) * math.gamma(k / 2) / math.gamma((k - 1) / 2)
-    deviations, means = [], []
-    for column in gradients.double().flatten(1).T.tolist():
-        G = sum(n * g for n, g in zip(sizes, column, strict=True)) / N
-        variance = sum(n * (g - G) ** 2 for n, g in zip(sizes, column, strict=True)) / (k - 1)
-        deviations.append(math.sqrt(variance) / c4)
-        means.append(abs(G))
-    return (math.fsum(deviations) / math.fsum(means)) ** 2
 
 
 def second_moment(gradients: Tensor, sizes: list[float]) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,6 @@ OPTIONS = {
     "interval": {"confidence": 0.9},
     "layers": {"per_layer": True},
     "halves": {"half_batch_cosine": True},
-    "l1": {"l1_noise_scale": True},
     "all": {"confidence": 0.9, "per_layer": True, "half_batch_cosine": True},
 }
 

@@ -4,7 +4,7 @@ import copy
 import math
 import random
 import warnings
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy
 import pytest
@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import bigbatch as bb
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.log.metrics import row_of
-from bigbatch.log.row_schema import require_step
 from bigbatch.optim import VRSGD
 from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
 from bigbatch.training.branch_plan import BranchRequest, averaging_steps
@@ -130,7 +128,7 @@ def everything(train):
         {
             name: value
             for name, value in state["shared"].items()
-            if name not in ("way", "step_times")  # seconds
+            if name != "step_times"  # seconds
         },
         torch.get_rng_state().tolist(),
         random.getstate(),
@@ -620,8 +618,6 @@ def scaled(policy):
 def test_loops_in_which_branches_cannot_train_are_refused_by_name(make, message):
     with pytest.raises(SettingError, match=message):
         make(bb.SimiGrad()).branch_test(len)
-    with pytest.raises(SettingError, match=message):
-        make(bb.BranchTest(bb.SimiGrad(), loss_of=len))
 
 
 def test_persistent_workers_are_refused_between_passes_only():
@@ -643,62 +639,3 @@ def test_a_loss_that_is_no_mean_is_refused(gives):
     taken(train, next(iter(train)))
     with pytest.raises(SettingError, match="return the mean loss of the batch"):
         train.branch_test(gives, SIZES, samples=160, repeats=2, share=1e6)
-
-
-# the policy
-
-
-def corrected():
-    """A loop whose policy tests again after every 60 % more samples."""
-    loop = []
-    policy = bb.BranchTest(
-        bb.SimiGrad(0.3, max_batch=16),
-        lambda batch: loss_of(loop[0].model)(batch),
-        every="60 %",
-        repeats=2,
-        share=8.0,
-    )
-    loop.append(looped("long", "sgd", every=1, policy=policy))
-    return loop[0], policy
-
-
-def test_the_loop_tests_when_a_test_is_due_and_records_it():
-    train, policy = corrected()
-    records = []
-    for step in train:
-        taken(train, step)
-        records.append(train.record)
-    results = [r.branch_test for r in records if r.branch_test is not None]
-    assert 2 <= len(results)
-    assert sum(result.samples_spent for result in results) == policy.spent
-    seen = [r.samples - r.batch_size for r in records if r.branch_test is not None]
-    assert all(later >= 1.6 * earlier for earlier, later in pairwise(seen))
-    assert policy.spent <= 8.0 * seen[-1]
-    reasons = [record.decision.reason for record in records]
-    assert any(
-        f"noise x {policy.ratio:.3g} by the branch test at {seen[-1]} " in r for r in reasons
-    )
-    row = row_of(next(r for r in records if r.branch_test is not None), None)
-    assert results[0].samples_spent == row["branch_test"]["samples_spent"]
-    require_step("a row", row, None)
-    assert "branch_test" not in row_of(records[0], None)
-
-
-def test_a_run_with_tests_resumes_bit_for_bit():
-    whole, policy = corrected()
-    steps = [taken(whole, step) for step in whole]
-    first, _ = corrected()
-    taken_first = []
-    for step in first:
-        taken_first.append(taken(first, step))
-        if len(taken_first) == 60:
-            break
-    state = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict()))
-    saved = first.state_dict()
-    assert saved["shared"]["controller"]["policy"]["tested"] is not None
-    second, resumed = corrected()
-    second.model.load_state_dict(state[0])
-    second.optimizer.load_state_dict(state[1])
-    second.load_state_dict(saved)
-    assert steps == taken_first + [taken(second, step) for step in second]
-    assert policy.state_dict() == resumed.state_dict()

@@ -13,12 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*one step's noise scale")
 
 def trained(rank, ranks, engine, tests, policy=None):
     """Results of branch tests, and what the training did."""
-    loop = []
     policy = bb.SimiGrad(target=0.3, min_batch=16, max_batch=32) if policy is None else policy
-    if tests == "policy":
-        policy = bb.BranchTest(
-            policy, lambda batch: mean_loss(loop[0])(batch), "50 %", repeats=2, share=40.0
-        )
     train = build(
         rank,
         ranks,
@@ -29,14 +24,11 @@ def trained(rank, ranks, engine, tests, policy=None):
         batch_size=24,
         min_micro_batches=2 * ranks,
     )
-    loop.append(train)
     train.optimizer.param_groups[0]["momentum"] = 0.5
     results, seen = [], []
     for number, (numbers, record) in enumerate(each_step(train)):
         seen.append((numbers, record.loss, record.batch_size, record.decision.batch_size))
-        if record.branch_test is not None:
-            results.append(record.branch_test)
-        if tests == "call" and number in (3, 6):
+        if tests and number in (3, 6):
             sizes = [12, 24, 48]
             settings = {"samples": 96, "repeats": 2, "held_aside": 48, "share": 100.0}
             results.append(train.branch_test(mean_loss(train), sizes, **settings))
@@ -50,7 +42,7 @@ def mean_loss(train):
 
 
 def without_times(shared):
-    seconds = ("way", "interval", "step_times")
+    seconds = ("interval", "step_times")
     return {name: value for name, value in shared.items() if name not in seconds}
 
 
@@ -58,8 +50,8 @@ def without_times(shared):
     ("engine", "count"), [("ddp", 2), ("fsdp2", 2), ("ddp", 3), ("ddp-static", 2)]
 )
 def test_every_rank_has_the_result_of_one_process_and_trains_on_as_without(ranks, engine, count):
-    plain = ranks(count)(trained, engine, None)
-    tested = ranks(count)(trained, engine, "call")
+    plain = ranks(count)(trained, engine, False)
+    tested = ranks(count)(trained, engine, True)
     for before, after in zip(plain, tested, strict=True):
         assert before[1] == after[1]
         assert all(map(torch.equal, before[2], after[2]))
@@ -67,22 +59,14 @@ def test_every_rank_has_the_result_of_one_process_and_trains_on_as_without(ranks
     results = tested[0][0]
     assert [results] * count == [answer[0] for answer in tested]
     # min_micro_batches cuts otherwise, but the batches and decisions of three steps are the same
-    expected = trained(0, 1, "plain", "call", bb.Fixed(24))[0]
-    actual = ranks(count)(trained, engine, "call", bb.Fixed(24))[0][0]
+    expected = trained(0, 1, "plain", True, bb.Fixed(24))[0]
+    actual = ranks(count)(trained, engine, True, bb.Fixed(24))[0][0]
     for one, other in zip(expected, actual, strict=True):
         # float64; sums over ranks in another order
         assert pytest.approx(one.first_losses, rel=1e-9) == other.first_losses
         for first, second in zip(one.losses, other.losses, strict=True):
             assert pytest.approx(first, rel=1e-9) == second
         assert one.samples_spent == other.samples_spent
-
-
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_a_policy_tests_on_all_ranks_alike(ranks, engine):
-    answers = ranks(2)(trained, engine, "policy")
-    assert 1 <= len(answers[0][0])
-    assert answers[0][0] == answers[1][0]
-    assert answers[0][3]["controller"]["policy"] == answers[1][3]["controller"]["policy"]
 
 
 def refused(rank, ranks):

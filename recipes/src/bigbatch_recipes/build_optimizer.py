@@ -7,13 +7,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from bigbatch.data.collate import Batch
 from bigbatch.errors import SettingError
 from bigbatch.log.open_loop import Replay
 from bigbatch.log.run_directory import RunDirectory
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions
-from bigbatch.policies.branch_test_policy import BranchTest
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.parse import build_policy
 from bigbatch.policies.policy import Policy
@@ -22,27 +20,14 @@ from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_sett
 Named = tuple[str, Tensor]
 
 
-def _no_loss(_: Batch) -> Tensor:
-    raise AssertionError("a controller that trains needs the loss of its training")
-
-
-def build_controller(
-    settings: Settings, loss_of: Callable[[Batch], Tensor] = _no_loss
-) -> Controller:
+def build_controller(settings: Settings) -> Controller:
     """The controller with the policy of the settings.
 
-    Args:
-        settings: the policy and its options.
-        loss_of: mean loss of a batch, for branch tests; left out, the controller cannot train.
     Raises:
-        SettingError: a value is out of range, a schedule has no text, or a branch test cannot
-            correct the policy.
+        SettingError: a value is out of range, or a schedule has no text.
     """
     policy = _build_policy(settings)
     batch_size = getattr(policy, "batch_size", None) or settings.batch_size
-    if settings.branch_test is not None:
-        share = settings.branch_share
-        policy = BranchTest(policy, loss_of, every=settings.branch_test, share=share)
     return Controller(
         policy,
         batch_size,

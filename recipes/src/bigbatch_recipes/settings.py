@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from bigbatch.data.micro_batches import Remainder
 from bigbatch.errors import SettingError
+from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.log.run_config import PREREQUISITES
 from bigbatch.optim.gsnr_options import Factor, Gamma, RMax
 from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
-from bigbatch.policies.branch_test_policy import DEFAULT_SHARE, TestInterval
 from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.late_switch import SwitchMoment
 from bigbatch.policies.parse import arguments_of
@@ -32,7 +32,6 @@ from bigbatch.setting_types import (
     checked,
     parse_setting,
 )
-from bigbatch.training.measuring_way import GroupsSetting
 from bigbatch_recipes.lr_schedule import LRSchedule
 
 Value = bool | int | float | str
@@ -73,9 +72,6 @@ class Settings:
         late_from: moment from which late-switch lets late_policy decide: "60 epochs", or 0.3 for
             the learning rate at 0.3 of its peak.
         late_policy: policy of late-switch after that: simigrad:target=0.2 for example.
-        branch_test: time between branch tests, which correct the noise that the policy sees: "20 %"
-            for so many more samples than at the last test, or "2 epochs"; None for no test.
-        branch_share: largest share of the samples so far that branch tests may spend.
         decide_every: steps between two decisions.
         smoothing: window that noise is averaged over: "16 steps", "4K samples", or "auto" for one
             that adapts; None for none.
@@ -97,8 +93,7 @@ class Settings:
         virtual_ranks: ranks to group samples for; a run is the same on any number that divides it.
         every: interval between measured steps; None for one that follows from budget.
         budget: largest share of the time that measuring may take, if every is None.
-        groups: groups of samples that each backward measures; None to compare micro-batches, "auto"
-            to take the faster.
+        groups: groups of samples that each backward measures; None to compare micro-batches.
         half_batch_cosine: whether the log has SimiGrad's own cosine of two half-batch gradients; it
             keeps one more copy of the gradient.
         per_layer: whether the log has noise scale and similarity of each layer.
@@ -160,8 +155,6 @@ class Settings:
     cap: str = ""
     late_from: SwitchMoment = 0.3
     late_policy: str = "simigrad"
-    branch_test: TestInterval | None = None
-    branch_share: Positive = DEFAULT_SHARE
     decide_every: Count = field(default=1, metadata={"section": "Decisions"})
     smoothing: Smoothing = None
     dead_band: DeadBand = 0.0
@@ -179,7 +172,7 @@ class Settings:
     virtual_ranks: Count = 1
     every: Count | None = field(default=1, metadata={"section": "Measuring"})
     budget: Share | None = None
-    groups: GroupsSetting = None
+    groups: Groups | None = None
     half_batch_cosine: bool = False
     per_layer: bool = False
     optimizer: str = field(default="momentum", metadata={"section": "Optimizer"})
@@ -330,7 +323,6 @@ CONTROLLER_SETTINGS = (
     "warmup",
 )
 _NOT_ON_DEEPSPEED = {  # settings that the engine lacks, and why
-    "branch_test": "which steps the optimizer itself",
     "fixed_micro_batch": "whose micro-batches shrink and grow with the batch",
     "groups": "which compares micro-batches",
     "transport": "whose optimizers were not tried with it",

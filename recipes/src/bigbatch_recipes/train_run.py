@@ -105,7 +105,7 @@ class Training:
             # for other dropout and augmentation on each rank
             _seed((settings.seed + rank() * _SEED_STEP) % 2**32)
         engine = DeepSpeed if settings.engine == "deepspeed" else DDP
-        controller = build_controller(settings, self.loss)
+        controller = build_controller(settings)
         self.engine: Engine = engine(self.model, self.optimizer, self.data, settings, controller)
         self.train, self.wrapped_model = self.engine.train, self.engine.wrapped_model
         self.train.scheduler = self._scheduler()

@@ -10,7 +10,6 @@ from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_settings
 
 CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # precisions of autocast
-_BRANCH_SETTINGS = ("branch_test", "branch_share")
 _VR_SETTINGS = {"gamma", "r_max", "factor", "beta3"}
 
 
@@ -33,7 +32,6 @@ def require_trainable(recipe: Recipe, *settings_list: Settings) -> None:
                 "confidence with engine=deepspeed is that of a window; set smoothing"
             )
         build_optimizer(settings, [("weight", nn.Parameter(torch.zeros(1)))])
-        _require_branches(settings)
     different = {repr((s.task, s.precision, s.engine)): s for s in settings_list}
     for settings in different.values():
         dtypes = {p.dtype for p in _build(recipe, settings).parameters()}
@@ -44,23 +42,6 @@ def require_trainable(recipe: Recipe, *settings_list: Settings) -> None:
             )
         if settings.engine == "deepspeed":
             _require_for_deepspeed(dtypes, settings.precision)
-
-
-def _require_branches(settings: Settings) -> None:
-    """Raises SettingError for branch tests of a training in which branches cannot train.
-
-    Source:
-        training/branch_test.py, `require_supported`.
-    """
-    problem = ""
-    if settings.optimizer.startswith("vr-"):
-        problem = f"optimizer={settings.optimizer}, which needs the gradient of each micro-batch"
-    elif settings.precision == "float16":
-        problem = "precision=float16, whose GradScaler may skip steps of a branch"
-    if problem and settings.branch_test is not None:
-        raise SettingError(
-            f"branch_test={settings.branch_test} with {problem}; leave branch_test out"
-        )
 
 
 def _build(recipe: Recipe, settings: Settings) -> nn.Module:
@@ -107,15 +88,15 @@ def unused_by_policy(policy: str) -> set[str]:
     unused = {name for each in POLICIES for name in policy_settings(each).values()}
     unused -= {"batch_size", *policy_settings(policy).values()}
     if policy == "schedule":  # decides without measurements
-        unused |= {"smoothing", "dead_band", "confidence", "batch_size", *_BRANCH_SETTINGS}
+        unused |= {"smoothing", "dead_band", "confidence", "batch_size"}
     else:
         unused.add("replay_from")
-    return unused | ({*CONTROLLER_SETTINGS, *_BRANCH_SETTINGS} if policy == "fixed" else set())
+    return unused | (set(CONTROLLER_SETTINGS) if policy == "fixed" else set())
 
 
 def unused_by_optimizer(optimizer: str) -> set[str]:
     """Settings that the optimizer of this name lacks, or cannot train with."""
     base = optimizer.removeprefix("vr-")
-    unused = {*_BRANCH_SETTINGS} if optimizer.startswith("vr-") else {*_VR_SETTINGS}
+    unused = set() if optimizer.startswith("vr-") else {*_VR_SETTINGS}
     unused |= set() if base in ("momentum", "lars") else {"momentum"}
     return unused | ({"decay_all"} if base in ("lars", "lamb") else set())

@@ -73,8 +73,6 @@ class GradientSource:
         self._end_callback: weakref.ref[Callable[[], None]] | None = None  # alive in a backward
         self._closed = False
         self.group_tap: GroupTap | None = None  # if a backward is cut into groups
-        self.must_see_groups = True  # whether groups that cannot be seen are an error
-        self.groups_refusal = ""  # why those of the step could not, if that is no error
         # of the groups of each micro-batch of the step; None if it has none
         self.group_norms: list[GroupNorms | None] = []
         self._report = weak_method(self._on_gradient)
@@ -210,7 +208,7 @@ class GradientSource:
     def _restart(self) -> None:
         """The same in a backward, which keeps what it prepared."""
         self.micro_batches = 0
-        self.group_norms, self.groups_refusal = [], ""
+        self.group_norms = []
         self._step_begun = self.foreign_backward = False
         self._in_micro_batch = self._implicit = self.failed = False
         self._end_callback = None
@@ -367,15 +365,10 @@ class GradientSource:
             self.refuse_groups(refusal_message(unseen, gradients, tap.model))
 
     def refuse_groups(self, reason: str) -> None:
-        """The groups of the step cannot be used, which may be an error; not if there is no reason.
-
-        Raises:
-            GradientError: groups have to be seen.
-        """
-        if reason and self.must_see_groups:
+        """Raises GradientError if there is a reason why the groups of the step cannot be used."""
+        if reason:
             self.restart()
             raise GradientError(f"{reason}; measure by micro-batches instead, groups=None")
-        self.groups_refusal = reason or self.groups_refusal
 
     def _require_seen(self, written_parameters: list[Tensor]) -> None:
         """An engine may write to the gradient of a parameter that this rank did not reach."""

@@ -12,7 +12,6 @@ from operator import itemgetter
 from statistics import fmean, median
 
 from bigbatch.log.metrics import History, group_seeds, measured_rows
-from bigbatch.log.row_schema import BRANCH_TEST
 from bigbatch.log.run_directory import Row
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -57,7 +56,6 @@ class Curve:
         points: the line and its band.
         interval: places and ends of the confidence interval that single steps measured: the median
             over the steps of a bin.
-        tests: branch tests of all runs, each with its interval.
     """
 
     arm: int
@@ -65,7 +63,6 @@ class Curve:
     runs: int
     points: list[Point]
     interval: list[Point]
-    tests: list[Point]
 
     @property
     def segments(self) -> list[list[Point]]:
@@ -119,7 +116,6 @@ class Panel:
         ranges = [p for curve in self.curves for part in curve.bands for p in part]
         ranges += [p for curve in self.curves for p in curve.interval]
         ends = [end for p in ranges for end in (p.low, p.high) if math.isfinite(end)]
-        ends += [p.center for curve in self.curves for p in curve.tests]
         low, high = min(centers), max(centers)
         if self.log_base is None:
             low, high = min([low, *ends]), max([high, *ends])
@@ -155,7 +151,7 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
                 quantity.title or scores,
                 AXES[x],
                 quantity.log_base,
-                [curve for curve in curves if curve.segments or curve.tests],
+                [curve for curve in curves if curve.segments],
                 targets if quantity.title == _SIMILARITY else [],
             )
         )
@@ -165,7 +161,7 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
 def label_ends(panel: Panel) -> list[tuple[float, float]]:
     """Where each curve, then each target, ends."""
     x = panel.x_range[1]
-    last = [curve.segments[-1][-1] if curve.segments else curve.tests[-1] for curve in panel.curves]
+    last = [curve.segments[-1][-1] for curve in panel.curves]
     return [*((p.x, p.center) for p in last), *((x, target) for target in panel.targets)]
 
 
@@ -242,7 +238,6 @@ def _curve(
         len(runs),
         _ordered(points),
         _interval_points(quantity.interval, binned, x, count),
-        _branch_tests(runs, x) if quantity.title == _NOISE_SCALE else [],
     )
 
 
@@ -328,17 +323,6 @@ def _interval_points(
         if rows:
             low, high = (median(_end(row[name][side]) for row in rows) for side in (0, 1))
             points.append(Point(fmean(row[x] for row in rows), low, low, high))
-    return points
-
-
-def _branch_tests(runs: list[History], x: str) -> list[Point]:
-    rows = [row for run in runs for row in run.rows if row.get("branch_test")]
-    points = []
-    for row in rows:
-        found = {name: row["branch_test"].get(name) for name in BRANCH_TEST}
-        if found["critical_batch"]:
-            low = found["low"] or 0.0
-            points.append(Point(row[x], found["critical_batch"], low, _end(found["high"])))
     return points
 
 

@@ -167,14 +167,6 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
     xs = [point.x for point in curve.interval]
     for ends in ([p.low for p in curve.interval], [p.high for p in curve.interval]):
         axes.plot(xs, ends, color=color, linestyle=":", linewidth=0.8)
-    for test in curve.tests:
-        axes.plot([test.x, test.x], [test.low, _finite(test.high)], color=color, linewidth=1.2)
-        axes.plot(test.x, test.center, "D", color=color, markersize=4)
-
-
-def _finite(value: float) -> float:
-    """The value, or one above every panel."""
-    return min(value, 1e30)
 
 
 def _label_curves(axes: Axes, panel: Panel, labels: list[str]) -> None:

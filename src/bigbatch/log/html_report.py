@@ -119,7 +119,6 @@ def _curve_parts(histories: list[History]) -> dict[str, Any]:
         "points": POINTS,
         "noise_points": NOISE_POINTS,
         "has_intervals": any(curve.interval for panel in drawn for curve in panel.curves),
-        "has_tests": any(curve.tests for panel in drawn for curve in panel.curves),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.divergence import divergence_of
-from bigbatch.log.row_schema import BRANCH_TEST, SCHEMA, require_step
+from bigbatch.log.row_schema import SCHEMA, require_step
 from bigbatch.log.run_config import PREREQUISITES
 from bigbatch.log.run_directory import Row, RunDirectory
 from bigbatch.log.seed_summary import SeedSummary
@@ -51,11 +51,6 @@ def row_of(record: StepRecord, scores: Scores | None) -> Row:
         "every": record.every,
         "elapsed_seconds": record.elapsed_seconds,
     }
-    if record.way:
-        row["way"] = record.way
-    if (test := record.branch_test) is not None:
-        found = (test.critical_batch, *test.interval, test.noise_scale, test.samples_spent)
-        row["branch_test"] = dict(zip(BRANCH_TEST, map(finite, found), strict=True))
     if record.gsnr is not None:
         row["gsnr"] = _rounded(record.gsnr.by_layer())
     if statistics is not None and statistics.half_batch_cosine is not None:

@@ -51,15 +51,12 @@ OPTIONAL_STEP = {  # values that a line may lack
     "next_lr_factor": Kind(_OptionalNumber),
     "decision_reason": Kind(str),
     "every": Kind(_Count | None),
-    "way": Kind(str),
-    "branch_test": Kind(dict[str, _OptionalNumber]),
     "gsnr": Kind(dict[str, _LayerNumbers]),
     "half_batch_cosine": Kind(_OptionalNumber),
     "similarity_interval": Kind(tuple[_OptionalNumber, _OptionalNumber]),
     "noise_scale_interval": Kind(tuple[_OptionalNumber, _OptionalNumber]),
     "layers": Kind(dict[str, tuple[_OptionalNumber, _OptionalNumber]]),  # noise scale, similarity
 }
-BRANCH_TEST = ("critical_batch", "low", "high", "noise_scale", "samples_spent")
 SETTINGS = {  # settings of config.yaml that are read with a log
     "arm": Kind(str),
     "seed": Kind(_Whole),

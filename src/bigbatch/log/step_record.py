@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from bigbatch.optim.layer_gsnr import LayerGsnr
 from bigbatch.policies.policy import Decision
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.branch_result import BranchTestResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +26,6 @@ class StepRecord:
         decision: the decision on the next step.
         elapsed_seconds: time spent training so far.
         every: interval from one measured step to the next, in steps; None if none is measured.
-        way: with groups="auto", how measured steps are measured and why.
-        branch_test: result of a branch test before this step; None without one.
         gsnr: GSNR of each layer if a `VarianceReduced` optimizer watches them; else None.
     """
 
@@ -45,8 +42,6 @@ class StepRecord:
     decision: Decision
     elapsed_seconds: float
     every: int | None = 1
-    way: str = ""
-    branch_test: BranchTestResult | None = None
     gsnr: LayerGsnr | None = None
 
     @property

@@ -6,7 +6,7 @@ from html import escape
 from itertools import groupby
 
 from bigbatch.chart_axis import Axis, number_text
-from bigbatch.log.curve_series import Curve, Panel, Point, label_ends, target_text
+from bigbatch.log.curve_series import Curve, Panel, label_ends, target_text
 from bigbatch.log.label_places import spread, text_width
 from bigbatch.log.line_styles import LineStyle, style_of
 
@@ -109,7 +109,6 @@ def _lines(curve: Curve, across: Axis, up: Axis) -> Iterator[str]:
         if len(segment) == 1:
             line += f" {line}"  # a round dot
         parts.append(f'<polyline class="line" points="{line}"{dashes(style_of(curve.arm))}/>')
-    parts += (_whisker(point, across, up) for point in curve.tests)
     yield "".join([*parts, "</g>"])
 
 
@@ -118,12 +117,6 @@ def _interval(ends: list[tuple[float, float]], across: Axis, up: Axis) -> Iterat
     for inside, part in groupby(ends, lambda end: up.low <= end[1] <= up.high):
         if inside:
             yield f'<polyline class="interval" points="{_path(part, across, up)}"/>'
-
-
-def _whisker(test: Point, across: Axis, up: Axis) -> str:
-    x, low, high = across(test.x), _inside(up, test.low), _inside(up, test.high)
-    line = f'<line class="whisker" x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>'
-    return line + marker_svg("D", x, _inside(up, test.center))
 
 
 def _targets(targets: Iterable[float], across: Axis, up: Axis) -> Iterator[str]:

@@ -36,7 +36,7 @@ class PlanConstraints:
         max_batch: int | None,
         *,
         compared: bool = True,
-        groups: int = 1,
+        groups: int | None = None,
     ) -> BatchPlan:
         """The plan for a batch size.
 
@@ -47,6 +47,7 @@ class PlanConstraints:
             compared: whether micro-batches are compared; otherwise a single backward may do.
             groups: groups of samples in a backward, of which each counts as a micro-batch.
         """
+        groups = groups or 1
         backwards = -(-self.min_micro_batches // groups) if compared else 1
         if groups > 1 and compared:
             min_batch = max(min_batch, self.min_micro_batches)  # samples, one of each group
@@ -66,7 +67,7 @@ class PlanConstraints:
         batch_size: int | None,
         base_batch: int | None,
         samples: int | None,
-        groups: int = 1,
+        groups: int | None = None,
     ) -> Controller:
         """The controller of a training, with bounds that the data set and these plans can keep.
 

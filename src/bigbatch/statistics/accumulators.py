@@ -12,7 +12,6 @@ from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
 from bigbatch.statistics.confidence import leave_one_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
-from bigbatch.statistics.l1_noise_scale import L1Moments
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
 from bigbatch.statistics.step_totals import RANK_COUNTS, pack, unpack
@@ -26,7 +25,6 @@ class StepAccumulators:
         layers: the number of each parameter's layer; empty if all parameters are one layer.
         sketches: whether to accumulate the projections that an interval needs.
         half_batch_cosine: whether to accumulate SimiGrad's cosine.
-        l1_noise_scale: whether to accumulate the moments of the l1 noise scale.
     """
 
     def __init__(
@@ -36,11 +34,9 @@ class StepAccumulators:
         *,
         sketches: bool,
         half_batch_cosine: bool,
-        l1_noise_scale: bool = False,
     ) -> None:
         self.norms = MicroBatchNorms(layers)
         self.half_batch_cosine = HalfBatchCosine(source) if half_batch_cosine else None
-        self._l1_moments = L1Moments(source) if l1_noise_scale else None
         self.lengths: dict[str, int] = {}  # length of each part of the last packed vector
         self._source = source
         self._probe = ProjectionProbe(source)
@@ -49,7 +45,7 @@ class StepAccumulators:
     @property
     def subscribers(self) -> list[Subscriber]:
         """The subscribers that read the gradients."""
-        optional = (self._sketches, self.half_batch_cosine, self._l1_moments)
+        optional = (self._sketches, self.half_batch_cosine)
         return [self.norms, self._probe, *(s for s in optional if s is not None)]
 
     @property
@@ -169,8 +165,6 @@ class StepAccumulators:
             parts["group_error"] = self._group_error(scale)
         if self.half_batch_cosine is not None:
             parts["half_batch"] = self.half_batch_cosine.dots()
-        if self._l1_moments is not None:
-            parts["l1"] = self._l1_moments.sums(sizes)
         replicas = self._source.reducer.replicas
         if replicas > 1:
             of_grad = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}

@@ -51,16 +51,12 @@ class GradientMeter:
         per_layer: also measures each layer (module with parameters) by itself.
         half_batch_cosine: also measures SimiGrad's own cosine of two half-batch gradients. Keeps
             one more copy of the gradient, which is all-reduced if there are several ranks.
-        l1_noise_scale: also measures the noise scale in the l1 norm, for Adam, Lion and signSGD.
-            Keeps two more copies of the gradient, which are all-reduced if there are several ranks.
-            Micro-batches must have equal sizes, except in `AdaptiveBatch`.
         every: n, to measure every n-th step; no hook runs in the other steps.
         groups: k, to measure that many groups of samples in each backward, for loops with one
             backward per step: `read(samples=[B])`. Needs the model; the samples are in dimension 0
             of its first tensor argument, and no sample influences another. Similarity and noise
             scale are unbiased estimates by random projections, or exact where `per_layer`,
-            `confidence`, `half_batch_cosine` or `l1_noise_scale` need the groups' gradients.
-            docs/groups.md.
+            `confidence` or `half_batch_cosine` need the groups' gradients. docs/groups.md.
         scaler: the GradScaler of the losses; signal and noise are without its scale.
         source: the source of the gradients, if the model's wrappers do not determine it.
     Raises:
@@ -88,7 +84,6 @@ class GradientMeter:
         confidence: Coverage | None = None,
         per_layer: bool = False,
         half_batch_cosine: bool = False,
-        l1_noise_scale: bool = False,
         every: Count = 1,
         groups: Groups | None = None,
         scaler: GradScaler | None = None,
@@ -121,7 +116,6 @@ class GradientMeter:
             self._layer_numbers,
             sketches=confidence is not None,
             half_batch_cosine=half_batch_cosine,
-            l1_noise_scale=l1_noise_scale,
         )
         self._sanity_checks = SanityChecks(loss, warns=self.source.rank == 0)
         self._subscribed = False
@@ -320,9 +314,6 @@ class GradientMeter:
             interval=self._interval(statistics, totals),
             layers=layers,
             half_batch_cosine=self._cosine(totals, c),
-            l1_noise_scale=None
-            if totals.l1 is None
-            else totals.l1.noise_scale(totals.micro_batches, totals.samples),
         )
 
     def _update_subscriptions(self) -> None:

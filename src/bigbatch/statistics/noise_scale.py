@@ -29,7 +29,6 @@ class GradientStatistics:
         interval: confidence interval for ln(1 + N signal / noise); None if not measured.
         layers: layer name -> the statistics of the layer; empty if not measured.
         half_batch_cosine: SimiGrad's own cosine of two half-batch gradients; None if not measured.
-        l1_noise_scale: the noise scale in the l1 norm, of this step alone; None if not measured.
     Source:
         docs/theory.md; McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
     Example:
@@ -47,7 +46,6 @@ class GradientStatistics:
         default_factory=dict, kw_only=True, hash=False
     )
     half_batch_cosine: float | None = field(default=None, kw_only=True)
-    l1_noise_scale: float | None = field(default=None, kw_only=True)
 
     @property
     def similarity(self) -> float:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.statistics.l1_noise_scale import L1Sums
 
 Vector = TypeVar("Vector", Tensor, list[float])
 
@@ -60,7 +59,6 @@ class StepTotals:
         scale: the scale of a GradScaler.
         leave_one_out: sums of x_d and of x_d^2 (confidence.py); nan if not accumulated.
         half_batch_cosine: |Z|^2 and .grad . Z (half_batch_cosine.py); nan if not accumulated.
-        l1: sums over elements (l1_noise_scale.py); None if not accumulated.
         ranks: the totals of each rank.
         micro_batches, samples: k and N.
     """
@@ -73,7 +71,6 @@ class StepTotals:
         (self.group_error,) = parts.get("group_error", [0.0])
         self.leave_one_out = _pair(parts.get("leave_one_out"))
         self.half_batch_cosine = _pair(parts.get("half_batch"))
-        self.l1 = L1Sums(*parts["l1"]) if "l1" in parts else None
         self._micro_batch_projections = parts["micro_batch_projections"]
         self._grad_projections = parts["grad_projections"]
         (self._projection_sqnorm,) = parts["projection_sqnorm"]

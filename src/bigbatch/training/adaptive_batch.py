@@ -22,24 +22,22 @@ from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
-from bigbatch.policies.branch_test_policy import DEFAULT_REPEATS, DEFAULT_SHARE, BranchTest, Repeats
 from bigbatch.policies.controller import Controller, warn_of_changes
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
-from bigbatch.policies.policy import Policy, stateful_part
+from bigbatch.policies.policy import Policy
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
-from bigbatch.training.branch_plan import BranchRequest, UnaffordableError
+from bigbatch.training.branch_plan import DEFAULT_REPEATS, DEFAULT_SHARE, BranchRequest, Repeats
 from bigbatch.training.branch_result import BranchTestResult
 from bigbatch.training.branch_test import LossOf, branch_test, require_supported
 from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterval
-from bigbatch.training.measuring_way import MeasuringWay
 from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
 from bigbatch.training.step import Step
 from bigbatch.training.update import Update
 
-_STATE_VERSION = 4
+_STATE_VERSION = 5
 
 _NOT_ENDED = (
     "step.update() was not called for the last step; call it at the end of each step, and after an "
@@ -82,8 +80,8 @@ class AdaptiveBatch:
         transport: let betas and decoupled weight decay keep their half-lives in samples, for batch
             sizes within a factor of 4 of the base batch: betas^(B / B_base). See docs/policies.md.
         groups: k, to measure that many groups of samples in every backward, so that a step need
-            not be cut into micro-batches; None to cut it; "auto" to time both and take the faster.
-            No sample may influence another, so BatchNorm is refused. See docs/groups.md.
+            not be cut into micro-batches; None to cut it. No sample may influence another, so
+            BatchNorm is refused. See docs/groups.md.
         budget: largest share of the time that measuring may take, below 1. Only measured steps are
             cut into `min_micro_batches`; one step in n is measured, n timed in this run. 0 measures
             no step, None every step.
@@ -116,10 +114,7 @@ class AdaptiveBatch:
         self.optimizer = optimizer
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
-        way = MeasuringWay(options.get("groups") or self.meter.groups)
-        way.require_same_groups(self.meter.groups)
-        self.meter.cut_backwards(way.groups, model)
-        self.meter.source.must_see_groups = not way.is_auto
+        self._cut_backwards(options.get("groups"))
         self._reader = micro_batch_optimizer(optimizer)
         self._replacement_check = ReplacementCheck(model)
         self._bind_source()
@@ -133,7 +128,7 @@ class AdaptiveBatch:
         has_size = has_controller or batch_size is not None
         constraints = self._build_constraints(options, has_size=has_size)
         self.controller = constraints.controller(
-            policy, batch_size, options.get("base_batch"), self.batches.samples, way.min_groups
+            policy, batch_size, options.get("base_batch"), self.batches.samples, self.meter.groups
         )
         lr_scaling = options.get("lr_scaling", "sqrt")
         self._update = Update(
@@ -144,18 +139,12 @@ class AdaptiveBatch:
             constraints,
             lr_scaling,
             self._build_interval(options),
-            way,
             transport=options.get("transport", False),
         )
         hook = model.register_forward_hook(self._update.oom_hints, always_call=True)
         weakref.finalize(self, hook.remove)
         self.scheduler = scheduler
         self._step: Step | None = None
-        tested = stateful_part(self.controller.policy)
-        self._branch_policy = tested if isinstance(tested, BranchTest) else None
-        self._untestable_epoch = -1  # the last pass that had too few samples left for a test
-        if self._branch_policy is not None:
-            require_supported(self._update, self.batches)
         self._update.require_equal_ranks("their settings")
 
     @property
@@ -304,7 +293,11 @@ class AdaptiveBatch:
         self._require_no_open_step()
         sizes = None if batch_sizes is None else tuple(batch_sizes)
         request = BranchRequest(sizes, samples, repeats, held_aside, share * self.samples)
-        return self._run_branch_test(loss_of, request)
+        require_supported(self._update, self.batches)
+        assert isinstance(self.batches, Batches)
+        self._select_trained()
+        with self._update.outside_steps():
+            return branch_test(self.model, self._update, self.batches, loss_of, request)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The remaining epochs of `total`; a resumed run begins with the one it was in."""
@@ -327,7 +320,7 @@ class AdaptiveBatch:
         empty = not self.batches.open  # so far
         if empty:
             self.batches.start(self.epoch)
-        while (micro_batches := self._next_after_test()) is not None:
+        while (micro_batches := self._next_micro_batches()) is not None:
             self._select_trained()
             self._step = Step(micro_batches, self._update)
             yield self._step
@@ -411,6 +404,14 @@ class AdaptiveBatch:
 
     # construction
 
+    def _cut_backwards(self, groups: int | None) -> None:
+        """Lets every backward measure that many groups; None for the meter's own number, if any."""
+        if groups is not None and self.meter.groups not in (None, groups):
+            raise SettingError(
+                f"groups={groups}, and groups={self.meter.groups} of the meter: pass one"
+            )
+        self.meter.cut_backwards(groups or self.meter.groups, self.model)
+
     def _bind_source(self) -> None:
         """Lets one set of hooks serve the meter and the optimizer, inside step.backward only."""
         if self.meter.loss != "weighted":
@@ -483,45 +484,6 @@ class AdaptiveBatch:
         self._replacement_check.require_held(trained)
         self.meter.select(trained)
         return trained
-
-    def _next_after_test(self) -> StepBatches | ExternalStep | None:
-        """Runs the policy's branch test if one is due; then the micro-batches of the next step."""
-        policy, position = self._branch_policy, (self.samples, self.steps, self.epoch)
-        if policy is not None and self.epoch != self._untestable_epoch and policy.is_due(*position):
-            request = BranchRequest(
-                repeats=policy.repeats, allowance=policy.allowance(self.samples)
-            )
-            try:
-                result = self._run_branch_test(policy.loss_of, request)
-            except UnaffordableError as error:
-                if error.ends_with_pass:
-                    self._skip_branch_tests(error)
-            else:
-                policy.take(
-                    result.critical_batch,
-                    result.interval,
-                    noise_scale=result.noise_scale,
-                    spent=result.samples_spent,
-                    position=position,
-                )
-        return self._next_micro_batches()
-
-    def _skip_branch_tests(self, error: UnaffordableError) -> None:
-        """Leaves tests to the next pass; warns if a whole pass is too short for one."""
-        first = self._untestable_epoch < 0
-        self._untestable_epoch = self.epoch
-        whole_pass = isinstance(self.batches, Batches) and not self.batches.consumed
-        if whole_pass and first and self._collectives.rank == 0:
-            warnings.warn(f"no branch test is possible: {error}", stacklevel=4)
-
-    def _run_branch_test(self, loss_of: LossOf, request: BranchRequest) -> BranchTestResult:
-        require_supported(self._update, self.batches)
-        assert isinstance(self.batches, Batches)
-        self._select_trained()
-        with self._update.outside_steps():
-            result = branch_test(self.model, self._update, self.batches, loss_of, request)
-        self._update.note_branch_test(result)
-        return result
 
     def _next_micro_batches(self) -> StepBatches | ExternalStep | None:
         min_rows = 1 if self._reader is None else 2  # r needs two micro-batches

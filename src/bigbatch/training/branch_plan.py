@@ -2,30 +2,23 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.policies.branch_test_policy import DEFAULT_REPEATS
+from bigbatch.setting_types import In
 from bigbatch.statistics.critical_batch import curve_points
+
+DEFAULT_SHARE = 0.05
+DEFAULT_REPEATS = 6
+
+Repeats = Annotated[int, In("[2, inf)", "since an interval needs a scatter")]
 
 _MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of the present batch size, by default
 _FORWARD = 1 / 3  # cost of a forward alone, as a share of forward and backward
 _FEWEST_STEPS = 4  # of the largest batch, by default
 _MOST_STEPS = 16
-
-
-class UnaffordableError(SettingError):
-    """A branch test does not fit into what may be spent, or into the rest of the pass.
-
-    Args:
-        message: the message.
-        ends_with_pass: whether it is the pass that has too few samples.
-    """
-
-    def __init__(self, message: str, *, ends_with_pass: bool = False) -> None:
-        super().__init__(message)
-        self.ends_with_pass = ends_with_pass
 
 
 @dataclass(frozen=True)
@@ -87,8 +80,7 @@ class BranchRequest:
             memory: steps over which the optimizer averages, and the setting that says so.
             available: samples left in the pass; None if unknown.
         Raises:
-            UnaffordableError: nothing fits.
-            SettingError: sizes that cannot work.
+            SettingError: nothing fits, or sizes that cannot work.
         """
         sizes = self._sizes(batch_size, ranks)
         fewest = max(_FEWEST_STEPS, math.ceil(memory[0]))
@@ -145,15 +137,14 @@ class BranchRequest:
             f"repeats={plan.repeats} and held_aside={plan.held_aside}"
         )
         if plan.cost > self.allowance:
-            raise UnaffordableError(
+            raise SettingError(
                 f"{sizes} costs {plan.cost} samples, and {max(0, int(self.allowance))} may be "
                 "spent; call it later, pass fewer or smaller batch_sizes, or raise share="
             )
         if available is not None and plan.read > available:
-            raise UnaffordableError(
+            raise SettingError(
                 f"{sizes} reads {plan.read} samples, and {available} are left in this pass; "
-                "call it earlier in a pass, or pass smaller sizes",
-                ends_with_pass=True,
+                "call it earlier in a pass, or pass smaller sizes"
             )
 
 

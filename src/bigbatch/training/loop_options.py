@@ -3,11 +3,11 @@
 import copy
 from typing import Any, TypedDict, Unpack
 
+from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.plan_constraints import MinMicroBatches
 from bigbatch.policies.policy import has_state
 from bigbatch.setting_types import Count, Share, checked
-from bigbatch.training.measuring_way import GroupsSetting
 
 
 class LoopOptions(TypedDict, total=False):
@@ -20,7 +20,7 @@ class LoopOptions(TypedDict, total=False):
     min_micro_batches: MinMicroBatches | None
     lr_scaling: LRScaling
     transport: bool
-    groups: GroupsSetting
+    groups: Groups | None
     budget: Share | None
     every: Count | None
 

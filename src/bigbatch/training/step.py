@@ -194,17 +194,13 @@ class Step:
 
     def _prepare_groups(self, root: Tensor, samples: int, weight: float | Tensor | None) -> None:
         """Tells the source whose groups the backward is of."""
-        if not self._update.by_groups or root.grad_fn is None:  # torch refuses its backward
+        if self._meter.groups is None or root.grad_fn is None:  # torch refuses its backward
             return
         if weight is not None and (not isinstance(weight, Tensor) or weight.shape != (samples,)):
-            message = (
+            raise SettingError(
                 f"groups={self._meter.groups} needs the weight of each sample: pass weight= as a "
                 f"tensor of {samples} numbers, (labels != -100).sum(1) for example"
             )
-            if self._source.must_see_groups:
-                raise SettingError(message)
-            self._source.groups_refusal = message
-            return
         self._source.prepare_groups([root], samples, weight)
 
     def advise(self, error: BaseException) -> None:
@@ -326,7 +322,6 @@ class Step:
             self._samples,
             has_gradient(self._source),
             self._update.step_seconds,
-            bool(self._source.groups_refusal),
             *self._update.rank_message(),
         ]
         # one process knows its counts, and weighs the losses once it has read them
@@ -391,7 +386,7 @@ class Step:
         """The step's statistics, the same on all ranks."""
         values, ranks = self._values, self._source.ranks
         loss, weight, micro_batches, weighs_samples, samples, has_grad, *rest = self._host_totals
-        seconds, refused, *messages = rest
+        seconds, *messages = rest
         if weighs_samples not in (0, ranks):
             raise LoopError("weight= is given on some ranks and not on others")
         statistics = None
@@ -402,10 +397,7 @@ class Step:
         else:
             totals = self._meter.totals(values)
             finite, vanishes = totals.is_finite, not any(totals.grad_sqnorms)
-            if refused or self._source.groups_refusal:
-                reason = self._source.groups_refusal or "another rank cannot see its groups"
-                self._update.way.refuse(reason)
-            elif finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
+            if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._expected_weight / weight) ** 2
                 statistics = self._meter.statistics(totals, unit, of_all_ranks=True)
                 statistics = _in_samples(statistics, round(samples))

@@ -25,10 +25,8 @@ from bigbatch.policies.step_time import StepTimes
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.branch_result import BranchTestResult
 from bigbatch.training.loss_check import LossCheck
 from bigbatch.training.measuring_interval import MeasuringInterval, Situation
-from bigbatch.training.measuring_way import MeasuringWay
 from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
@@ -49,7 +47,6 @@ class Update:
         constraints: what every plan has to keep.
         lr_scaling: how the learning rate follows the batch.
         interval: chooses the steps that are measured.
-        way: chooses how they get their micro-batches.
         transport: whether betas and weight decay follow the batch.
     Raises:
         SettingError: an unknown rule, or one that counteracts the policy; or no step is measured,
@@ -65,7 +62,6 @@ class Update:
         constraints: PlanConstraints,
         lr_scaling: LRScaling,
         interval: MeasuringInterval,
-        way: MeasuringWay,
         *,
         transport: bool = False,
     ) -> None:
@@ -75,7 +71,6 @@ class Update:
         self.weight_per_sample: float | None = None  # in the last step
         self.noise_average = NoiseAverage(_NOISE_STEPS, "steps")  # of measured steps
         self.max_micro_batch = constraints.micro_batch  # most samples of a backward of one rank
-        self._branch_test: BranchTestResult | None = None  # since the last step
         self.step_seconds = 0.0  # of the last step, on this rank; 0 before the first
         self.meter, self.scaler, self.optimizer = meter, meter.scaler, optimizer
         self.reader = micro_batch_optimizer(optimizer)  # if it reads each micro-batch's gradient
@@ -92,7 +87,7 @@ class Update:
             "micro_batch": repr(constraints.micro_batch),
             "fixed_micro_batch": repr(constraints.fixed_micro_batch),
             "min_micro_batches": repr(constraints.min_micro_batches),
-            "groups": repr("auto" if way.is_auto else way.groups),
+            "groups": repr(meter.groups),
             "remainder": repr(batches.remainder),
             "order": batches.order,
             "virtual_ranks": repr(batches.virtual_ranks),
@@ -100,10 +95,7 @@ class Update:
             "transport": repr(transport),
             **interval.settings,
         }
-        self.interval, self.way = interval, way
-        if self.reader is not None:
-            way.require_no_reader(type(optimizer).__name__)
-        self.by_groups = False  # whether the next step is measured by groups
+        self.interval = interval
         self._scaling: Any = resolve_scaling(lr_scaling, controller.base_batch)
         self._batches, self._controller, self._constraints = batches, controller, constraints
         self._lr_changes = LRChanges(optimizer, warns=warns)
@@ -113,7 +105,6 @@ class Update:
         self._started = self._step_started = time.perf_counter()
         self._plans: dict[bool, BatchPlan] = {}  # of a measured step and another
         self._planned: tuple[int, int, int | None] | None = None  # the size and its bounds
-        self._must_cut = False  # whether such a step has too few micro-batches unless it is cut
         self._plan_step()
         meter.at_step(0, due=interval.due)
         if controller.needs_statistics:
@@ -152,7 +143,7 @@ class Update:
     def fit_plan(self, batch_size: int, *, compared: bool = True) -> BatchPlan:
         """The plan of a step of so many samples; one backward may do if none are compared."""
         bounds = self._controller.min_batch, self._controller.max_batch
-        groups = self.way.groups if self.by_groups and self.way.groups else 1
+        groups = self.meter.groups
         return self._constraints.plan(batch_size, *bounds, compared=compared, groups=groups)
 
     def factor(self, batch_size: int, statistics: GradientStatistics | None) -> float:
@@ -197,10 +188,6 @@ class Update:
             self._step_started += time.perf_counter() - started
             if self.record is not None:
                 self._lr_changes.accept()
-
-    def note_branch_test(self, result: BranchTestResult) -> None:
-        """Puts the result into the record of the next step."""
-        self._branch_test = result
 
     def rank_message(self) -> tuple[float, float]:
         """A rank's message in every step: its elapsed seconds, and a checksum of its state."""
@@ -275,11 +262,8 @@ class Update:
             decision=decision,
             elapsed_seconds=step.elapsed_seconds,
             every=self.interval.every,
-            way=self.way.describe(target_batch_size),
-            branch_test=self._branch_test,
             gsnr=self.reader.gsnr if self.reader is not None and step.finite else None,
         )
-        self._branch_test = None
         if step.statistics is not None:
             self.last_measured = self.record
             self.noise_average.add(step.statistics)
@@ -296,9 +280,6 @@ class Update:
         if self._has_history:
             self._note_history(step)
         self.interval.add_seconds(step.previous_seconds)
-        self.way.add_seconds(step.previous_seconds)
-        counts = measured and complete and self._must_cut and step.statistics is not None
-        self.way.end_step(step.samples, by_groups=self.by_groups, counts=counts)
         self._plan_step()
         self.interval.end_step(
             situation,
@@ -373,14 +354,8 @@ class Update:
         controller, is_vr = self._controller, self.reader is not None
         size = controller.decision.batch_size
         planned = size, controller.min_batch, controller.max_batch
-        is_new = planned != self._planned
-        if is_new:
+        if planned != self._planned:
             self._planned = planned
-            uncut = self.fit_plan(size, compared=False)
-            self._must_cut = uncut.micro_batches < self._constraints.min_micro_batches
-        by_groups = self.way.takes_groups(size, must_cut=self._must_cut)
-        if is_new or by_groups != self.by_groups:
-            self.by_groups = by_groups
             self._plans = {
                 measured: self.fit_plan(size, compared=measured or is_vr)
                 for measured in (True, False)
@@ -413,7 +388,6 @@ class Update:
             "the meter's step": meter.step,
             "the interval of measured steps": self.interval.every,
             "steps before a measured one": self.interval.wait,
-            "measuring by groups": self.by_groups,
             "the meter's confidence": meter.confidence,
         }
         return optimizer_facts(optimizer, kind, waits=waits) | facts_of(facts)
@@ -435,7 +409,6 @@ class Update:
             "batch_size": self.plan.batch_size,
             "weight_per_sample": self.weight_per_sample,
             "interval": self.interval.state_dict(),
-            "way": self.way.state_dict(),
             "step_times": self._step_times.state(),
             "loss_trend": self._loss_trend.state(),
             "noise": self.noise_average.state_dict(),
@@ -462,7 +435,6 @@ class Update:
         self._half_done = False
         self._zero_grad()
         self.interval.load_state_dict(state["interval"])
-        self.way.load_state_dict(state["way"])
         self._step_times.load(state["step_times"])
         self._timed = None
         self._loss_trend.load(state["loss_trend"])
