@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype, to_device
+from bigbatch.gradients.dtypes import to_device
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.projection import Projection
 
@@ -21,7 +21,7 @@ class Rows:
     """A factor of a use by the rows of the batch, (B n, a), which several parameters may share."""
 
     def __init__(self, values: Tensor, grouping: Grouping) -> None:
-        self.values, self.grouping = _full_precision(values), grouping
+        self.values, self.grouping = values, grouping
         self._projection: tuple[Tensor, Tensor] | None = None  # signs, and what they gave
 
     def projected(self, signs: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Convolutions(Contribution):
 
     def exact(self) -> Tensor:
         """(k, out, in, ...)."""
-        return self._by_group(_full_precision(self.output_gradient), _full_precision(self.inputs))
+        return self._by_group(self.output_gradient, self.inputs)
 
     def projected(self, projection: Projection) -> Tensor:
         """(k, m of S, m of R, ...)."""
@@ -146,8 +146,7 @@ class Convolutions(Contribution):
 
 def group_sums(values: Tensor, grouping: Grouping, shape: torch.Size) -> Tensor:
     """Sums over the samples of each group, and over what was broadcast: (B, ...) -> (k, *shape)."""
-    dtype = sum_dtype(values.dtype)
-    sums = _joined([part.sum(1, dtype=dtype) for part in grouping.split(values)])
+    sums = _joined([part.sum(1) for part in grouping.split(values)])
     missing = sums.dim() - 1 - len(shape)
     if missing > 0:
         sums = sums.sum(tuple(range(1, 1 + missing)))
@@ -166,7 +165,6 @@ def _grouped_product(projection: Tensor, right: Rows) -> Tensor:
 
 def _of_channels(signs: Tensor | None, images: Tensor) -> Tensor:
     """Signs (m, C) times (B, C, ...) -> (B, m, ...)."""
-    images = _full_precision(images)
     if signs is None:
         return images
     return (signs @ images.flatten(2)).reshape(len(images), -1, *images.shape[2:])
@@ -174,7 +172,3 @@ def _of_channels(signs: Tensor | None, images: Tensor) -> Tensor:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _full_precision(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in FULL_PRECISION else tensor.float()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import sum_dtype, without_autocast
+from bigbatch.gradients.dtypes import full_precision, without_autocast
 from bigbatch.gradients.gradient_hooks import hands_errors_over
 from bigbatch.gradients.groups.backward_graph import Node, edges_of, gradients_of_operands
 from bigbatch.gradients.groups.backward_plan import BackwardPlan, CoveredUse
@@ -87,7 +87,7 @@ class GroupTap:
         self._backward = -1  # torch's number of the backward that they are of
         self._norms: NormsOfGroups | None = None  # of the prepared backward
         self._signs = SignPool()
-        self._projections: dict[tuple[int, torch.Size], Projection] = {}  # likewise
+        self._projections: dict[tuple[int, torch.Size, torch.dtype], Projection] = {}  # likewise
 
     # a backward
 
@@ -181,9 +181,9 @@ class GroupTap:
             self._backward = backward
         node = self._nodes[use.number]
         with without_autocast(gradient.device):
-            call = Call(node, gradient, use.place, grouping, use.operands)
+            call = Call(node, full_precision(gradient), use.place, grouping, use.operands)
             for operand, contribution in use.rule(call).items():
-                self._add(use.routes[operand], contribution, gradient)
+                self._add(use.routes[operand], contribution, call.gradient)
 
     def _add(self, route: Route, contribution: Contribution, like: Tensor) -> None:
         if not route.is_matrix:
@@ -200,6 +200,7 @@ class GroupTap:
         self._add_images(parameter, images)
 
     def _add_images(self, parameter: Tensor, images: Tensor) -> None:
+        images = full_precision(images)
         if parameter in self._images:
             images = images.add_(self._images[parameter])
         self._images[parameter] = images
@@ -224,11 +225,11 @@ class GroupTap:
     def _projection_of(self, parameter: Tensor, like: Tensor) -> Projection:
         """The projection of a parameter in this backward, for factors like this tensor."""
         number, shape = self._projected[parameter], parameter.shape
-        key = number, shape[:2] if parameter.dim() > 2 else shape[:1]
+        key = number, shape[:2] if parameter.dim() > 2 else shape[:1], like.dtype
         projection = self._projections.get(key)
         if projection is None:
             seed = 7919 * number + 1009 * self.step + 131 * self._backwards
-            kind = like.device, sum_dtype(like.dtype)
+            kind = like.device, like.dtype
             is_wide = parameter.dim() > 2 and shape[1] > SIGNS
             columns = self._signs.signs(shape[1], seed + _COLUMNS, *kind) if is_wide else None
             projection = Projection(self._signs.signs(shape[0], seed, *kind), columns)
