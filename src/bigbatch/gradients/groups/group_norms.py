@@ -1,4 +1,7 @@
-"""Squared norms of the groups' gradients in one backward, and whether they add up to it."""
+"""Squared norms of the groups' gradients in one backward, and whether they add up to it.
+
+See [Note: Groups of one backward] in `group_tap.py`.
+"""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -76,7 +76,7 @@ class Call(NamedTuple):
     gradient: Tensor
     place: Place
     grouping: Grouping
-    operands: tuple[int, ...]
+    operands: Collection[int]
 
     def saved(self, name: str) -> Tensor:
         """What the forward saved, in full precision."""
