@@ -24,45 +24,30 @@ Shapes = tuple[tuple[object, ...], ...]
 
 
 class CoveredUse(NamedTuple):
-    """A use whose groups are computed.
+    """A use whose groups are computed."""
 
-    Args:
-        number: the number of its node.
-        rule: computes what it adds to the groups' gradients.
-        place: where the samples are in its output.
-        routes: the route to the parameters, by the number of the operand that comes from them.
-    """
-
-    number: int
-    rule: Rule
-    place: Place
+    number: int  # of its node
+    rule: Rule  # computes what it adds to the groups' gradients
+    place: Place  # where the samples are in its output
+    # the route to the parameters, by the number of the operand that comes from them
     routes: dict[int, Route]
 
 
 @dataclass
 class BackwardPlan:
-    """What is known of all graphs of one structure.
+    """What is known of all graphs of one structure."""
 
-    Args:
-        uses: the uses that are covered, with the place of the samples.
-        refusals: parameters that are not covered, and why.
-        projected: parameters whose gradients may be projected, with the number of their random
-            signs, which those of one use share.
-        eps: relative rounding of the coarsest dtype between a use and its parameter.
-        refusal: why no parameter is covered.
-        is_conclusive: whether the check of the samples shows where those of other batches are.
-        numbers: the numbers of the nodes of all uses.
-        backwards: how many it was used for.
-    """
-
-    uses: list[CoveredUse]
-    refusals: dict[Tensor, str]
+    uses: list[CoveredUse]  # the uses that are covered, with the place of the samples
+    refusals: dict[Tensor, str]  # parameters that are not covered, and why
+    # parameters whose gradients may be projected, with the number of their random signs, which
+    # those of one use share
     projected: dict[Tensor, int]
-    eps: float = 0.0
-    refusal: str = ""
+    eps: float = 0.0  # relative rounding of the coarsest dtype between a use and its parameter
+    refusal: str = ""  # why no parameter is covered
+    # whether the check of the samples shows where those of other batches are
     is_conclusive: bool = True
-    numbers: tuple[int, ...] = ()
-    backwards: int = 0
+    numbers: tuple[int, ...] = ()  # the numbers of the nodes of all uses
+    backwards: int = 0  # how many it was used for
 
 
 class RememberedPlans:

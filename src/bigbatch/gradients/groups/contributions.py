@@ -24,15 +24,11 @@ _SHIFTS = 4093  # prime: positions in the pool of random signs
 class Projection:
     """S g, or S g R^T for the channels of a convolution, with matrices of random signs.
 
-        E |S g R^T|^2 = c |g|^2,    c = m of S times m of R
-
-    Args:
-        rows: S, (m, rows of the gradient).
-        columns: R, (m, its columns); None for none.
+    E |S g R^T|^2 = c |g|^2,    c = m of S times m of R
     """
 
-    rows: Tensor
-    columns: Tensor | None = None
+    rows: Tensor  # S, (m, rows of the gradient)
+    columns: Tensor | None = None  # R, (m, its columns); None for none
 
     @property
     def scale(self) -> int:

@@ -27,15 +27,10 @@ _NAMED = 3  # parameters that a refusal names
 
 @dataclass(frozen=True)
 class GroupGradients:
-    """What the groups of one backward add to a parameter's gradient.
+    """What the groups of one backward add to a parameter's gradient."""
 
-    Args:
-        gradients: h_d, (k, *shape).
-        weights: n_d of each group.
-    """
-
-    gradients: Tensor
-    weights: tuple[float, ...]
+    gradients: Tensor  # h_d, (k, *shape)
+    weights: tuple[float, ...]  # n_d of each group
 
 
 # [Note: Groups of one backward]

@@ -31,17 +31,11 @@ from bigbatch.gradients.groups.grouping import Grouping, RowOrder
 
 @dataclass(frozen=True)
 class Place:
-    """Where the samples are in the gradient of a function's output.
+    """Where the samples are in the gradient of a function's output."""
 
-    Args:
-        dim: the dimension of size B; None if samples are flattened with others into rows.
-        order: the order of those rows.
-        is_certain: whether a shape shows it; otherwise it is the usual order.
-    """
-
-    dim: int | None
-    order: RowOrder = "sample-major"
-    is_certain: bool = True
+    dim: int | None  # the dimension of size B; None if samples are flattened with others into rows
+    order: RowOrder = "sample-major"  # the order of those rows
+    is_certain: bool = True  # whether a shape shows it; otherwise it is the usual order
 
     def by_sample(self, tensor: Tensor, grouping: Grouping) -> Tensor:
         """The tensor with the samples first, (B, ...)."""
@@ -62,21 +56,13 @@ class Place:
 
 
 class Call(NamedTuple):
-    """A function's node in a backward, and the gradient of its output.
-
-    Args:
-        node: the node.
-        gradient: D, in full precision.
-        place: where the samples are in D.
-        grouping: the groups of samples.
-        operands: the numbers of the operands whose gradients are wanted.
-    """
+    """A function's node in a backward, and the gradient of its output."""
 
     node: Node
-    gradient: Tensor
-    place: Place
+    gradient: Tensor  # D, in full precision
+    place: Place  # where the samples are in D
     grouping: Grouping
-    operands: Collection[int]
+    operands: Collection[int]  # the numbers of the operands whose gradients are wanted
 
     def saved(self, name: str) -> Tensor:
         """What the forward saved, in full precision."""

@@ -55,21 +55,17 @@ _INDEXED = {
 
 @dataclass
 class SampleCheck:
-    """What was found.
+    """What was found."""
 
-    Args:
-        places: by the number of each use: where its samples are; None if they are not as those of a
-            group are.
-        is_conclusive: whether another batch gives the same: no function got a gradient of zeros,
-            which shows nothing, or one that is not finite, and none moves samples by indices.
-        overwriting: the name of a function whose backward changed what its forward had saved, which
-            was put back; empty if there is none.
-        unlocated: the uses that no output shows the samples of, which have no place.
-    """
-
+    # by the number of each use: where its samples are; None if they are not as those of a group are
     places: dict[int, Place | None]
+    # whether another batch gives the same: no function got a gradient of zeros, which shows
+    # nothing, or one that is not finite, and none moves samples by indices
     is_conclusive: bool = True
+    # the name of a function whose backward changed what its forward had saved, which was put back;
+    # empty if there is none
     overwriting: str = ""
+    # the uses that no output shows the samples of, which have no place
     unlocated: frozenset[int] = frozenset()
 
 
@@ -98,17 +94,11 @@ def check_samples(
 
 
 class _Output(NamedTuple):
-    """An output with samples from which a backward of some samples can start.
+    """An output with samples from which a backward of some samples can start."""
 
-    Args:
-        number: the number of its node.
-        output: the number of the output.
-        places: where the samples may be in it, the likeliest first.
-    """
-
-    number: int
-    output: int
-    places: list[Place]
+    number: int  # of its node
+    output: int  # its number
+    places: list[Place]  # where the samples may be in it, the likeliest first
 
 
 class _Frontier:
