@@ -76,7 +76,7 @@ def train(
     if recipe in EXPERIMENTS:
         allowed = {"recipe", "seeds", "runs_dir", "run_dir"}
         refuse_options(f"recipe {recipe}, which is one fixed experiment,", option_names - allowed)
-        _run_experiment(recipe, folder, run_dir, seeds or SEEDS, quiet=quiet)
+        _run_experiment(recipe, run_dir or reserve(folder, recipe), seeds or SEEDS, view)
         return
     chosen = options.select_recipe(recipe, result, paper_scale=paper_scale)
     changes = options.parse_settings(texts)
@@ -115,13 +115,11 @@ def train(
         train_study(path, view)
 
 
-def _run_experiment(
-    name: str, runs_dir: Path, run_dir: Path | None, seeds: int, *, quiet: bool
-) -> None:
-    _require_one_rank(name)
-    path = run_dir or reserve(runs_dir, name)
+def _run_experiment(name: str, path: Path, seeds: int, view: LiveView) -> None:
     try:
-        EXPERIMENTS[name].run(path, seeds, quiet)
+        _require_one_rank(name)
+        view.print(EXPERIMENTS[name].run(path, seeds))
+        view.print(f"table and figures: {path}")
     finally:
         release(path)
 
