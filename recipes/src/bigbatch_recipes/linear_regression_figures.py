@@ -93,7 +93,7 @@ def figure3(findings: Sequence[Findings]) -> str:
             [_relative_losses(finding, parameter, clip, lr) for lr in finding.inputs.lrs],
             x_log=_BASES[parameter],
             y_log=10,
-            marks=(Mark("SGD", y=1.0), *_COMPARED[parameter]),
+            marks=(Mark("", y=1.0), *_COMPARED[parameter]),
             end_labels=False,
             size=_SIZE,
         )
