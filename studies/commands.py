@@ -8,11 +8,11 @@ from typing import Annotated
 
 import torch
 import typer
+from bigbatch.log.curves import FIGURE_FORMATS, require_writable
 from rich import box
 from rich.progress import track
 from rich.table import Table
 
-from bigbatch.log.curves import FIGURE_FORMATS, require_writable
 from bigbatch_recipes.console import plain_console
 from studies import (
     advice_overhead,

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+from bigbatch.log.curves import add_grid, write_figure
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from bigbatch.log.curves import add_grid, write_figure
 from bigbatch.statistics.meter import GradientMeter
 from studies.synthetic_gradients import SIMILARITIES, Population, measure_step, populations
 from studies.timing import Row

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from bigbatch.log.curves import COLORS, add_grid
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from bigbatch.errors import RunError
-from bigbatch.log.curves import COLORS, add_grid
 from studies.results.markdown import markdown_table, table_of
 
 _NUMBER = r"(-?\d+(?:\.\d+)?)"

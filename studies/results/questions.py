@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bigbatch.log.curves import write_figure
 from matplotlib.figure import Figure
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import write_atomically
-from bigbatch.log.curves import write_figure
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView
 from studies.results import (

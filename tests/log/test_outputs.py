@@ -1,12 +1,12 @@
 """What the command writes: files that are nobody else's."""
 
 import pytest
+from bigbatch.log.curves import write_figure
 from matplotlib.figure import Figure
 from PIL import Image
 
 from bigbatch.errors import RunError
 from bigbatch.log.atomic_files import require_own_file
-from bigbatch.log.curves import write_figure
 from log_rows import add_rows, row, write_log
 
 SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}

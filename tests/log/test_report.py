@@ -7,10 +7,10 @@ import shutil
 import subprocess
 
 import pytest
+from bigbatch.log.gsnr_heatmap import heat_maps
 from rich.console import Console
 
 from bigbatch.errors import RunError
-from bigbatch.log.gsnr_heatmap import heat_maps
 from bigbatch.log.history import Table, history_of, seeds_of, table_of
 from bigbatch.log.html_report import write_report
 from bigbatch.log.seed_summary import SeedSummary

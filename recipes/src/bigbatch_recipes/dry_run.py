@@ -14,8 +14,7 @@ from rich.table import Table
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import resolve_scaling
-from bigbatch.policies.plan import BatchPlan
-from bigbatch.policies.plan_constraints import PlanConstraints
+from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Fixed, TrainingState
 from bigbatch.setting_types import Count, check_setting
 from bigbatch.statistics.noise_scale import GradientStatistics
