@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 else:
     NextClass = object  # the class after the mixin
 
+_SPEED = ("_runtime", "_per_second", "_time")  # ends of the names of an evaluation's times
+
 
 class AdaptiveMixin(NextClass):
     """Makes a Trainer, or a subclass of it, choose its batch size.
@@ -56,7 +58,7 @@ class AdaptiveMixin(NextClass):
             policy, or `per_device_train_batch_size` times the number of processes.
         base_batch: batch size that `learning_rate` was tuned for; default `batch_size`.
         micro_batch: maximum samples in one backward; default `per_device_train_batch_size`.
-        fixed_micro_batch, min_micro_batches, lr_scaling, transport, budget, every: as for
+        fixed_micro_batch, min_micro_batches, lr_scaling, transport, budget, every, log: as for
             `AdaptiveBatch`.
         groups: as for `AdaptiveBatch`; the labels of each sample are its weight.
         meter: function that makes a GradientMeter of the prepared model, if it needs options:
@@ -260,7 +262,15 @@ class AdaptiveMixin(NextClass):
                 metrics["similarity"] = measured.similarity
                 metrics["noise_scale"] = measured.noise_scale
             logs |= {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._log_scores(logs)
         super().log(logs, *args, **kwargs)
+
+    def _log_scores(self, logs: dict[str, float]) -> None:
+        """Adds what an evaluation measured, without its speed, to the log of the training."""
+        train = self.adaptive
+        if train is not None and train.run_log is not None and train.record is not None:
+            scores = {name: logs[name] for name in logs if name.startswith("eval_")}
+            train.log(**{name: scores[name] for name in scores if not name.endswith(_SPEED)})
 
     # checkpoints
 
