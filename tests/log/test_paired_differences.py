@@ -1,9 +1,7 @@
 """Differences between arms, paired by seed: the interval, what is counted, where it is shown."""
 
-import json
 import math
 import random
-from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -268,20 +266,3 @@ def test_the_page_has_them_and_a_figure_refuses_the_option(bigbatch, tmp_path):
     assert 2 == status
     assert f"-o {figure} does not go together with --against" in err
     assert not figure.exists()
-
-
-@pytest.mark.thorough
-def test_trainings_of_the_command_are_paired_by_their_seeds(bigbatch, tmp_path):
-    runs, last = [], {}
-    for arm in ("fixed-32", "simigrad"):
-        for seed in (0, 1):
-            run = tmp_path / f"{arm}-{seed}"
-            arguments = ("--arm", arm, "--seed", seed, "--samples", 300, "--epochs", 1)
-            assert 0 == bigbatch("train", "digits", *arguments, "--run-dir", run, "--quiet")[0]
-            rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-            last[arm, seed] = rows[-1]["metrics"][ACCURACY]
-            runs.append(run)
-    status, out, _ = bigbatch("compare", *runs)
-    assert 0 == status
-    expected = fmean(last["simigrad", seed] - last["fixed-32", seed] for seed in (0, 1))
-    assert f"{expected:+.2f} " in out.partition("difference from")[2]
