@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from bigbatch.errors import SettingError
-from bigbatch.log.html_report import write_sweep_files
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep
@@ -22,7 +21,7 @@ from bigbatch_recipes.run_config import read_sweep, read_trainings
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
 from bigbatch_recipes.sweep_console import RunFollower
-from bigbatch_recipes.sweep_figure import sweep_figure
+from bigbatch_recipes.sweep_page import sweep_panel, write_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
 from log_rows import add_rows, row, write_log
 
@@ -312,12 +311,13 @@ def test_runs_that_diverged_are_counted_and_lose_to_all_that_did_not(tmp_path):
     assert [worse, (0.2, 0.4)] == [(p.values["lr"], p.values["target"]) for p in sweep.shown]
     assert ["2", "2, 2 diverged"] == [cells[-1] for cells in sweep.table().rows]
     assert [0.2] == [point.values["target"] for point in sweep.front]
-    write_sweep_files(sweep, tmp_path)
+    write_sweep(sweep, tmp_path)
     runs = list(csv.DictReader((tmp_path / "sweep.csv").open()))
     assert 6 == sum(run["diverged"] == "True" for run in runs)
     one = RunFollower(sweep.points[0].runs[0].directory)
     assert "diverged  test accuracy, % 90" == one.outcome()
-    assert 1 == sum("diverged" in text.get_text() for text in sweep_figure(sweep).axes[0].texts)
+    texts = [text for one in sweep_panel(sweep, (400, 300)).series for text in one.texts]
+    assert 1 == sum("diverged" in text for text in texts)
 
 
 def test_a_damaged_log_of_a_run_that_ended_stops_no_sweep(tmp_path):
@@ -333,9 +333,8 @@ def test_a_sweep_shows_and_is_tuned_by_the_median_where_its_settings_say_so(tmp_
     sweep = swept(tmp_path / "sweep", scores, seeds=3, over_seeds="median")
     assert "median [least, most] over 3 seeds" in sweep.title
     assert ("0.2", "0.2", "61.00 [10.00, 62.00]") == sweep.table().rows[0][:3]
-    (bars,) = sweep_figure(sweep).axes[0].containers
-    low, high = bars.lines[2][0].get_segments()[0]
-    assert (10, 62) == pytest.approx((low[1], high[1]))
+    _, group = sweep_panel(sweep, (400, 300)).series
+    assert (10, 62) == pytest.approx((group.low[0], group.high[0]))
     assert "0.1" == swept(tmp_path / "mean", scores, seeds=3).table().rows[0][0]
 
 
@@ -398,8 +397,8 @@ def test_a_log_that_was_cut_and_grew_again_is_read_again(tmp_path):
 
 def test_a_sweep_leaves_a_figure_a_csv_and_a_json(tmp_path):
     sweep = swept(tmp_path / "sweep", SCORES)
-    write_sweep_files(sweep, tmp_path)
-    assert b"\x89PNG" == (tmp_path / "sweep.png").read_bytes()[:4]
+    write_sweep(sweep, tmp_path)
+    assert (tmp_path / "sweep.svg").read_text().startswith("<svg")
     runs = list(csv.DictReader((tmp_path / "sweep.csv").open()))
     assert 8 == len(runs)
     assert ("0.1", "0.2", "1", "92.0") == tuple(
@@ -410,10 +409,10 @@ def test_a_sweep_leaves_a_figure_a_csv_and_a_json(tmp_path):
     assert [True, False, False, True] == [point["on_front"] for point in points]
 
 
-@pytest.mark.thorough
-def test_report_and_compare_know_a_sweep(bigbatch, tmp_path):
-    swept(tmp_path / "sweep", SCORES)
-    assert 0 == bigbatch("report", tmp_path / "sweep")[0]
+def test_the_page_of_a_sweep_says_how_values_were_chosen_and_compare_knows_its_runs(
+    bigbatch, tmp_path
+):
+    write_sweep(swept(tmp_path / "sweep", SCORES), tmp_path / "sweep")
     page = (tmp_path / "sweep" / "report.html").read_text()
     assert "chosen on the test accuracy, %" in page
     assert "<td>91.00 ± 1.41</td>" in page
@@ -441,7 +440,7 @@ def test_a_failing_point_stops_no_other_and_is_named_with_its_reason(bigbatch, t
     assert "samples=3-seed0 failed: 3 samples of an epoch are too few for 4 (virtual) ranks" in out
     assert f"`bigbatch sweep --resume {place}` tries the 1 failed again" in out
     assert (place / "samples=300-seed0" / "report.html").exists()
-    assert {"sweep.png", "sweep.csv", "sweep.json", "report.html"} <= {
+    assert {"sweep.svg", "sweep.csv", "sweep.json", "report.html"} <= {
         path.name for path in place.iterdir()
     }
     before = (place / "samples=300-seed0" / "metrics.jsonl").stat().st_mtime_ns
