@@ -6,10 +6,10 @@
 
 [Note: Rows on disk]
 Every line is written in one call and flushed, so that a kill loses at most the line that was being
-written. Nothing in the folder changes before the first row: a log may be built, and a checkpoint
-loaded, without a training. Before the first row the folder is locked, and the rows after the
-position of the loaded state are removed, with a last line that has no end. Without a loaded state a
-folder that has rows is refused. So the rows of a file are always those of one training, in order.
+written. Nothing in the folder changes before the first row (`open`): a log may be built, and a
+checkpoint loaded, without a training. Before the first row the folder is locked, and rows after the
+position of the loaded state are removed, with a last line that has no end (`_cut_rows`). Without a
+loaded state a folder that has rows is refused. So a file has the rows of one training, in order.
 """
 
 import os
@@ -24,7 +24,6 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -146,7 +145,8 @@ class RunLog:
         """Adds the next step of a loop that only measures; steps and samples are counted here.
 
         Args:
-            statistics: as the meter returned them; None for a step that was not measured.
+            statistics: as the meter returned them, not averaged; None for a step that was not
+                measured.
             optimizer: has the learning rates of the step: call this before `scheduler.step()`.
             loss: mean loss over the batch.
             epoch: complete passes over the data.
@@ -227,27 +227,30 @@ class RunLog:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            unlock = weakref.finalize(self, os.close, lock_folder(self.path))
-        except OSError as error:
-            raise self._not_written(error) from None
-        try:
+            self._unlock = weakref.finalize(self, os.close, lock_folder(self.path))
             self._length = self._cut_rows()
             settings = {**self.loop_settings, **self.settings}
             write_atomically(self.path / SETTINGS, settings_json(settings))
         except BaseException as error:
-            unlock()
-            raise self._not_written(error) if isinstance(error, OSError) else error from None
-        self._unlock = unlock
+            self._release()
+            if isinstance(error, OSError):
+                raise RunError(f"{self.path} cannot be written: {error.strerror}") from None
+            raise
 
     def close(self) -> None:
         """Writes what could not be written before, and releases the folder."""
         if self._unlock is not None:
             self.flush()
-            self._unlock()
-            self._unlock, self._continues = None, True
+            self._release()
+            self._continues = True
         if self._events is not None:
             self._events.close()
             self._events = None
+
+    def _release(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
 
     def flush(self) -> bool:
         """Writes rows that could not be written before, to the disk itself; returns whether."""
@@ -323,9 +326,6 @@ class RunLog:
             self.write_errors.pop("metrics", None)
         return not self._unwritten
 
-    def _not_written(self, error: OSError) -> RunError:
-        return RunError(f"{self.path} cannot be written: {error.strerror}")
-
     def _add_events(self, row: Row) -> None:
         """Adds a row to the TensorBoard events; any error gives one warning, and ends them."""
         if not self._tensorboard:
@@ -377,7 +377,6 @@ def settings_json(settings: Mapping[str, Any]) -> bytes:
             "bigbatch": __version__,
             "python": platform.python_version(),
             "torch": str(torch.__version__),
-            "numpy": numpy.__version__,
         },
         "machine": platform.platform(),
     }
