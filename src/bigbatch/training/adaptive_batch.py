@@ -516,7 +516,7 @@ class AdaptiveBatch:
         policy, rule = self.controller.policy, options.get("lr_scaling", "sqrt")
         every = options.get("every") or (self.meter.every if self.meter.every > 1 else None)
         log.rank = self._collectives.rank
-        log.settings = {
+        log.loop_settings = {
             "policy": type(policy).__name__ if " object at 0x" in repr(policy) else repr(policy),
             **({"target": policy.target} if isinstance(policy, SimiGrad) else {}),
             "batch_size": self.controller.decision.batch_size,
@@ -528,7 +528,6 @@ class AdaptiveBatch:
             "every": every,
             "optimizer": type(self.optimizer).__name__,
             "world_size": self._collectives.ranks,
-            **log.settings,
         }
         return log
 

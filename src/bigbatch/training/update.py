@@ -423,6 +423,7 @@ class Update:
             "scheduler": type(self.clock.scheduler).__name__,
             "scaler": None if self.scaler is None else type(self.scaler).__name__,
             "learning rates of the last step": None if self.record is None else self.record.lr,
+            "the log": "given" if self.log is not None else None,
             "the plan": self.plan,
             "the meter's step": meter.step,
             "the interval of measured steps": self.interval.every,
