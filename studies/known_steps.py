@@ -15,8 +15,14 @@ from bigbatch.policies.policy import Fixed
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch_recipes.linear_regression.experiment import Findings, sgd, train, vr_sgd, vr_sgd_wide
-from bigbatch_recipes.linear_regression.input_distributions import DISTRIBUTIONS
+from bigbatch_recipes.linear_regression import (
+    DISTRIBUTIONS,
+    Findings,
+    sgd,
+    train,
+    vr_sgd,
+    vr_sgd_wide,
+)
 from studies.known_answer import EXACT, KnownAnswer
 
 _VRGD = "VRGD (Jiang et al. 2023, 2309.13681)"

@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.optim import LAMB, LARS, VarianceReduced
-from bigbatch.optim.gsnr_options import VROptions
+from bigbatch.optim.gsnr_options import VROptions, require_valid
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.parse import build_policy
 from bigbatch.policies.policy import Policy, needs_of
@@ -78,7 +78,7 @@ def build_optimizer(
     Raises:
         SettingError: the name is unknown, or a value is out of range.
     """
-    require_choice("optimizer", settings.optimizer, OPTIMIZERS)
+    require_optimizer(settings)
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in parameters:
         decays = settings.decay_all or parameter.ndim > 1
@@ -93,6 +93,17 @@ def build_optimizer(
     if not is_vr:
         return base
     return VarianceReduced(base, **_vr_options(settings, base))
+
+
+def require_optimizer(settings: Settings) -> None:
+    """Raises SettingError for an optimizer that cannot be built.
+
+    Builds none, for which torch would import its compiler.
+    """
+    require_choice("optimizer", settings.optimizer, OPTIMIZERS)
+    if settings.optimizer.startswith("vr-"):
+        group = {"params": [], "vr": True, "gamma": settings.gamma, "r_max": settings.r_max}
+        require_valid(group, VarianceReduced, settings.factor)
 
 
 def _vr_options(settings: Settings, base: Optimizer) -> VROptions:

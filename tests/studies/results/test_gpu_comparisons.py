@@ -15,7 +15,7 @@ from bigbatch.log.atomic_files import lock_folder
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.digits import DIGITS
-from bigbatch_recipes.process_pool import is_finished, train_sweep
+from bigbatch_recipes.parallel_runs import is_finished, train_sweep
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.sweep import Point, start_sweep
 from bigbatch_recipes.validate import build_on_meta_device

@@ -9,12 +9,11 @@ from rich.table import Table
 
 from bigbatch.errors import MissingPackageError, RunError
 from bigbatch_recipes import EXPERIMENTS, RECIPES, get_recipe
-from bigbatch_recipes.cli.dry_run_tables import format_amount
 from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.datasets.location import DEFAULT_FOLDER, DatasetLocation
-from bigbatch_recipes.memory_estimate import count_parameters
 from bigbatch_recipes.recipe import Changes, Recipe, Result
 from bigbatch_recipes.sweep import points_of
+from bigbatch_recipes.validate import count_parameters
 
 _COLUMNS = ("recipe", "paper", "data", "weights", "minutes")
 _NO_WRAP = {"recipe", "weights", "minutes"}
@@ -114,4 +113,12 @@ def _weight_counts(recipe: Recipe) -> list[str]:
         ]
     except MissingPackageError:
         return ["?", "?"]  # `bigbatch train` names the package
-    return [format_amount(count, ("", " K", " M", " B")) for count in counts]
+    return [_rounded(count) for count in counts]
+
+
+def _rounded(count: int) -> str:
+    """A number of weights with three digits."""
+    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)

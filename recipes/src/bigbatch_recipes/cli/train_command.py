@@ -9,9 +9,9 @@ import typer
 from bigbatch.errors import SettingError
 from bigbatch_recipes import EXPERIMENTS
 from bigbatch_recipes.cli import options
-from bigbatch_recipes.cli.dry_run_tables import show_dry_run
 from bigbatch_recipes.cli.options import refuse_options
 from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.dry_run import show_dry_run
 from bigbatch_recipes.output_directory import release, reserve
 from bigbatch_recipes.process_group import run_on_rank_zero, world_size
 from bigbatch_recipes.recipe import SEEDS, Recipe
@@ -40,7 +40,7 @@ def train(
         Path | None, typer.Option(help="Directory of a run, study or sweep to resume.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show sizes, batches and memory; needs no data.")
+        bool, typer.Option("--dry-run", help="Show settings, sizes and batches; needs no data.")
     ] = False,
     dry_run_ranks: Annotated[
         int | None,
@@ -57,7 +57,7 @@ def train(
     bigbatch train --resume runs/digits-1      continues after an interruption
     bigbatch train linear-regression           figures 1 and 3 of the VRGD paper
     bigbatch train squad --data DIR            another recipe of bigbatch list
-    bigbatch train squad --dry-run             its memory and batches; no data
+    bigbatch train squad --dry-run             its size and batches; no data
     bigbatch train cifar10-resnet18 --paper-scale --data DIR --arm simigrad
     bigbatch train cifar10-resnet56 --paper-scale --result figure-2 --dry-run
     torchrun --nproc_per_node 2 -m bigbatch train digits
@@ -76,7 +76,7 @@ def train(
     if recipe in EXPERIMENTS:
         allowed = {"recipe", "seeds", "runs_dir", "run_dir"}
         refuse_options(f"recipe {recipe}, which is one fixed experiment,", option_names - allowed)
-        _run_experiment(recipe, folder, run_dir, seeds or SEEDS, quiet=quiet)
+        _run_experiment(recipe, run_dir or reserve(folder, recipe), seeds or SEEDS, view)
         return
     chosen = options.select_recipe(recipe, result, paper_scale=paper_scale)
     changes = options.parse_settings(texts)
@@ -115,13 +115,11 @@ def train(
         train_study(path, view)
 
 
-def _run_experiment(
-    name: str, runs_dir: Path, run_dir: Path | None, seeds: int, *, quiet: bool
-) -> None:
-    _require_one_rank(name)
-    path = run_dir or reserve(runs_dir, name)
+def _run_experiment(name: str, path: Path, seeds: int, view: LiveView) -> None:
     try:
-        EXPERIMENTS[name].run(path, seeds, quiet)
+        _require_one_rank(name)
+        view.print(EXPERIMENTS[name].run(path, seeds))
+        view.print(f"table and figures: {path}")
     finally:
         release(path)
 
