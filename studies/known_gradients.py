@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from bigbatch.gradients import SingleProcessSource
-from bigbatch.gradients.groups.projection import SIGNS, Projection, SignPool
+from bigbatch.gradients.groups.contributions import SIGNS, Projection, SignPool
 from bigbatch.optim.functional import ratio
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.history import history_of, row_of
-from bigbatch.log.row_schema import require_step
+from bigbatch.log.history import history_of
+from bigbatch.log.row_schema import require_step, row_of
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.location import DatasetLocation
@@ -55,7 +55,7 @@ def rows_of_one_epoch(**changes):
     """The log of one epoch of 200 samples."""
     own = {"samples": 200, "every": 1, "micro_batch": 8, "target": 0.9, "optimizer": "sgd"}
     training = Training(DIGITS, DIGITS.settings().with_changes({**own, **changes}))
-    return [row_of(record, None) for record in training.engine.steps(training.loss)]
+    return [row_of(record) for record in training.engine.steps(training.loss)]
 
 
 @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ class Doubling:
         self.every = every
 
     def decide(self, statistics, now):
-        return bb.Decision(batch_size=32 << now.samples // self.every)
+        return bb.Decision(batch_size=32 << now.samples // self.every, reason="more")
 """
 
 

@@ -207,9 +207,10 @@ def test_runs_are_found_in_a_folder_and_no_deeper(tmp_path):
     write_log(tmp_path / "some" / "deep" / "c", [row(1)])
     assert ["a", "b"] == [run.name for run in find_runs(tmp_path / "some")]
     assert [tmp_path / "some" / "a"] == find_runs(str(tmp_path / "some" / "a"))
-    for nothing in (tmp_path, tmp_path / "none"):
-        with pytest.raises(RunError, match=r"has no metrics\.jsonl"):
-            find_runs(nothing)
+    with pytest.raises(RunError, match=r"has no metrics\.jsonl"):
+        find_runs(tmp_path)
+    with pytest.raises(RunError, match=r"there is no run directory .*none"):
+        find_runs(tmp_path / "none")
 
 
 # the folder

@@ -21,7 +21,7 @@ class HoldUntil:
     word: str = ""
 
     def decide(self, statistics, now):
-        return bb.Decision(batch_size=32 if now.samples < self.samples else LARGEST)
+        return bb.Decision(batch_size=32 if now.samples < self.samples else LARGEST, reason="held")
 
 
 class NoPolicy:

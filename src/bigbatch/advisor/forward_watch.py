@@ -17,22 +17,15 @@ from bigbatch.errors import GradientError
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a module, without graphs.
-
-    Args:
-        module: the module.
-        args, kwargs: what it was called with.
-        samples: length of dimension 0 of the first tensor in these.
-        lengths: those of all tensors, each once.
-        autocast_dtype: of autocast; None without it.
-    """
+    """A call of a module, without graphs."""
 
     module: nn.Module
+    # args, kwargs: what it was called with
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    samples: int
-    lengths: tuple[int, ...]
-    autocast_dtype: torch.dtype | None
+    samples: int  # length of dimension 0 of the first tensor in these
+    lengths: tuple[int, ...]  # those of all tensors, each once
+    autocast_dtype: torch.dtype | None  # of autocast; None without it
 
     def autocast(self, device: str) -> torch.autocast:
         """The call's autocast."""

@@ -15,15 +15,10 @@ _REMEDY = "state the samples of a backward and rank by --micro-batch (bb.advise:
 
 @dataclass(frozen=True)
 class SampleCount:
-    """What speaks against the number of samples that was taken.
+    """What speaks against the number of samples that was taken."""
 
-    Args:
-        refusal: why it is not used; empty if it is.
-        doubt: what does not fit; empty if everything does.
-    """
-
-    refusal: str = ""
-    doubt: str = ""
+    refusal: str = ""  # why it is not used; empty if it is
+    doubt: str = ""  # what does not fit; empty if everything does
 
 
 def check_sample_count(call: ModuleCall, model: nn.Module) -> SampleCount:

@@ -33,23 +33,14 @@ _UNSEEN = "the last backward of the step was not seen"
 
 @dataclass(frozen=True)
 class StepReading:
-    """What a step showed.
+    """What a step showed."""
 
-    Args:
-        statistics: its signal and noise; None if they could not be read.
-        failure: why; empty if there is no reason.
-        backwards: how many it had on this rank.
-        sizes: samples of these.
-        features: |h_d|^2 and 8 projections of each of these.
-        shared: sums over the ranks of the values that each has passed.
-    """
-
-    statistics: GradientStatistics | None
-    failure: str
-    backwards: int
-    sizes: tuple[float, ...]
-    features: tuple[tuple[float, ...], ...]
-    shared: tuple[float, ...]
+    statistics: GradientStatistics | None  # its signal and noise; None if they could not be read
+    failure: str  # why; empty if there is no reason
+    backwards: int  # how many it had on this rank
+    sizes: tuple[float, ...]  # samples of these
+    features: tuple[tuple[float, ...], ...]  # |h_d|^2 and 8 projections of each of these
+    shared: tuple[float, ...]  # sums over the ranks of the values that each has passed
 
 
 class StepReader(Subscriber):

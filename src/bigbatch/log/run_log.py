@@ -198,10 +198,11 @@ class RunLog:
         self._show(lambda events: events.add_scores(self._step, values))
 
     def _append(self, row: Row) -> None:
+        row = {name: finite(value) for name, value in row.items()}
         if self.writes:
             self.open()
             self._write(row)
-            self._show(lambda events: events.add_row({k: finite(v) for k, v in row.items()}))
+            self._show(lambda events: events.add_row(row))
         self._step, self._samples = row["step"], row["samples"]
 
     # the folder

@@ -23,17 +23,11 @@ M2Of = Callable[[Tensor], Tensor | None]
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive elements of a parameter, in the order of its memory.
+    """Consecutive elements of a parameter, in the order of its memory."""
 
-    Args:
-        parameter: the parameter.
-        parameter_slice: its elements.
-        shard_slice: the same elements in the shard, or in the chunk.
-    """
-
-    parameter: Tensor
-    parameter_slice: slice
-    shard_slice: slice
+    parameter: Tensor  # the parameter
+    parameter_slice: slice  # its elements
+    shard_slice: slice  # the same elements in the shard, or in the chunk
 
 
 class Shard:

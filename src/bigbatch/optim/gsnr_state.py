@@ -15,21 +15,16 @@ from bigbatch.statistics.second_moment import GradientMoments
 
 @dataclass(eq=False)
 class GsnrState:
-    """The state of one variance-reduced optimizer.
+    """The state of one variance-reduced optimizer."""
 
-    Args:
-        base: the base optimizer, whose groups have gamma, r_max, beta3 and vr.
-        name: the name of the optimizer, for messages.
-        factor, watch, fused, compiled: see `VarianceReduced`.
-        vr_parameters: the parameters of the groups with vr, in order.
-    """
-
-    base: Optimizer
-    name: str
+    base: Optimizer  # the base optimizer, whose groups have gamma, r_max, beta3 and vr
+    name: str  # the name of the optimizer, for messages
+    # factor, watch, fused, compiled: see `VarianceReduced`
     factor: str
     watch: bool
     fused: bool | None
     compiled: bool
+    # the parameters of the groups with vr, in order
     vr_parameters: dict[Tensor, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

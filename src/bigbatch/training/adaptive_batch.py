@@ -196,15 +196,20 @@ class AdaptiveBatch:
         """Record of the last measured step; None before the first."""
         return self._update.last_measured
 
+    @property
+    def run_log(self) -> RunLog | None:
+        """The log that every step is written to; None without one."""
+        return self._update.log
+
     def log(self, **scores: float | Tensor) -> None:
         """Adds scores of the model after the last step to the log: `train.log(accuracy=93.1)`.
 
         Raises:
             LoopError: there is no log, or no step before.
         """
-        if self._update.log is None:
+        if self.run_log is None:
             raise LoopError('there is no log to write to; pass AdaptiveBatch(log="runs/mine")')
-        self._update.log.scores(**scores)
+        self.run_log.scores(**scores)
 
     @property
     def every(self) -> int | None:
@@ -370,8 +375,8 @@ class AdaptiveBatch:
         """
         if not isinstance(self.batches, ExternalBatches):
             self._require_no_open_step()
-        if self._update.log is not None:
-            self._update.log.flush()  # as its rows up to here are part of the state
+        if self.run_log is not None:
+            self.run_log.flush()  # as its rows up to here are part of the state
         position = self.batches.state_dict()
         return {
             "version": _STATE_VERSION,
@@ -411,9 +416,9 @@ class AdaptiveBatch:
         shared, own = state["shared"], state["own"]  # the order: see [Note: Resuming]
         warn_of_changes(shared["settings"], self._update.settings)
         self._update.load_state_dict(shared, own)
-        if self._update.log is not None:
+        if self.run_log is not None:
             step = self.steps + self.skipped
-            self._update.log.load_state_dict({"step": step, "samples": self.samples})
+            self.run_log.load_state_dict({"step": step, "samples": self.samples})
         self._step = None
         rank, ranks = self._collectives.rank, self._collectives.ranks
         same_rank = (own["rank"], own["ranks"]) == (rank, ranks)
@@ -531,11 +536,11 @@ class AdaptiveBatch:
 
     def _open_log(self) -> None:
         """Opens the log before the first step; a refusal ends all ranks. Collective."""
-        if self._update.log is None:
+        if self.run_log is None:
             return
         refusal = None
         try:
-            self._update.log.open()
+            self.run_log.open()
         except RunError as error:
             refusal = error
         ((refused,), *_) = self._collectives.all_gather(refusal is not None, subject="the log")
