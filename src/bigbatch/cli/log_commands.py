@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from bigbatch.errors import SettingError
+from bigbatch.log.atomic_files import require_own_file
 from bigbatch.log.history import (
     History,
     Table,
@@ -19,7 +20,7 @@ from bigbatch.log.history import (
     seeds_of,
     table_of,
 )
-from bigbatch.log.html_report import require_writable, write_report, write_text
+from bigbatch.log.html_report import require_ending, write_report, write_text
 from bigbatch.log.paired_differences import differences_of, require_reference
 from bigbatch.log.replay import chart_of_replays, table_of_replay, time_in_words
 from bigbatch.log.replay import replay as replay_policies
@@ -149,8 +150,10 @@ def report(arguments: Sequence[str]) -> None:
     _require_rank_zero()
     if options.out is None and len(options.runs) > 1:
         raise SettingError("several runs have no common place for their report; name it with -o")
-    out: Path = options.out or options.runs[0] / "report.html"
-    require_writable(out)
+    out: Path = options.out or options.runs[0] / "report.html"  # which is ours, whoever wrote it
+    require_ending(out)
+    if options.out is not None:
+        require_own_file(out)
     if out.suffix == ".svg" and (options.against or options.to):
         name = "--against" if options.against else "--to"
         raise SettingError(f"-o {out} does not go together with {name}; leave it out")
@@ -174,7 +177,8 @@ def replay(arguments: Sequence[str]) -> None:
         if (text := getattr(options, name)) is not None
     }
     if options.out is not None:
-        require_writable(options.out, (".svg",))
+        require_ending(options.out, (".svg",))
+        require_own_file(options.out)
     histories = _histories(options.runs)
     measured = [history for history in histories if measured_rows(history.rows)]
     for history in histories if measured else []:

@@ -193,7 +193,7 @@ class _PanelDrawing:
         ]
         attributes = (
             f'role="img" aria-label="{escape(panel.title)} by {escape(panel.x_label)}" '
-            f'data-x="{self.across.low:.6g} {self.across.high:.6g} {left:.1f} {right:.1f}" '
+            f'data-x="{self.across.low:.6g} {self.across.high:.6g} {left:.6g} {right:.6g}" '
             f'data-y="{self.up.low:.6g} {self.up.high:.6g} {bottom} {top}" '
             f'data-log="{"x" * bool(panel.x_log)}{"y" * bool(panel.y_log)}"'
         )

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.atomic_files import require_own_file, write_atomically
+from bigbatch.log.atomic_files import write_atomically
 from bigbatch.log.chart import Panel
 from bigbatch.log.chart_svg import svg, swatch
 from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, key_names, panels_of
@@ -23,17 +23,11 @@ _MOST_SUMMARIES = 8  # sentences that are shown at once
 _HEAT_MAP_BYTES = 400_000  # after so many, no further map is drawn: the page stays small
 
 
-def require_writable(out: Path, endings: Sequence[str] = _ENDINGS) -> None:
-    """Checks before any work that a file may be written.
-
-    Raises:
-        SettingError: another ending.
-        RunError: there is a file already that bigbatch did not write.
-    """
+def require_ending(out: Path, endings: Sequence[str] = _ENDINGS) -> None:
+    """Raises SettingError where the file would be of another kind."""
     if out.suffix not in endings:
-        advice = f"; figures are SVG now: {out.with_suffix('.svg').name}" * (out.suffix == ".png")
+        advice = f"; figures are SVG: {out.with_suffix('.svg').name}" * (out.suffix == ".png")
         raise SettingError(f"-o {out}: the ending must be {' or '.join(endings)}{advice}")
-    require_own_file(out)
 
 
 def write_report(
@@ -57,7 +51,7 @@ def write_report(
         SettingError: another ending.
         RunError: no run has a step yet, or the file cannot be written.
     """
-    require_writable(out)
+    require_ending(out)
     started = [history for history in histories if history.rows]
     if not started:
         raise RunError(f"{title}: no step is logged yet, so there is nothing to report")
