@@ -8,13 +8,14 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from bigbatch.optional_packages import import_optional
 from bigbatch_recipes.datasets.characters import CHARACTERS, split_codes
 from bigbatch_recipes.datasets.criteo_tsv import CATEGORIES, NUMBERS
 from bigbatch_recipes.datasets.stdlib_text import stdlib_text
@@ -80,7 +81,7 @@ class Workload:
 @cache
 def _noisy_digits() -> tuple[Samples, Samples]:
     """Copies of each image, each with other noise, so that no network learns them by heart."""
-    datasets = import_optional("sklearn.datasets", "experiments")
+    datasets: Any = import_module("sklearn.datasets")
     images, labels = datasets.load_digits(return_X_y=True)
     generator = torch.Generator().manual_seed(_DATA_SEED)
     order = torch.randperm(len(labels), generator=generator)

@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Iterator
+from importlib import import_module
 from statistics import fmean, stdev
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from bigbatch.optional_packages import import_optional
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch_recipes.digits import network
@@ -36,7 +37,7 @@ def run(seeds: int, steps: int) -> Iterator[Row]:
 
 def _measurements(seed: int, steps: int) -> Iterator[tuple[GradientStatistics, GradientStatistics]]:
     """Both statistics of each step of a training."""
-    datasets = import_optional("sklearn.datasets", "experiments")
+    datasets: Any = import_module("sklearn.datasets")
     images, labels = map(torch.tensor, datasets.load_digits(return_X_y=True))
     images = images.float().view(-1, 1, 8, 8) / 16
     torch.manual_seed(seed)
