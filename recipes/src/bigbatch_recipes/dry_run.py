@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from bigbatch.policies.plan_constraints import PlanConstraints
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from bigbatch.policies.batch_schedule import Schedule
-from bigbatch.policies.controller import Controller
+from bigbatch.policies.controller import Controller, controller_of
 from bigbatch.policies.lr_scaling import resolve_scaling
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Fixed, TrainingState
@@ -95,12 +96,19 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
     check_setting("ranks", ranks, Count)
     require_trainable(recipe, settings)
     samples = min(settings.samples or recipe.paper_samples, recipe.paper_samples)
-    constraints, groups = _constraints(settings, ranks), settings.groups or 1
-    controller = constraints.controller(build_controller(settings), None, None, samples, groups)
+    constraints = _constraints(settings, ranks)
+    controller = controller_of(
+        build_controller(settings),
+        constraints,
+        batch_size=None,
+        base_batch=None,
+        samples=samples,
+        groups=settings.groups,
+    )
     bounds = controller.min_batch, controller.max_batch
     plans = {}
     for name, size in _sizes(controller, settings, samples).items():
-        plan = constraints.plan(size, *bounds, groups=groups)
+        plan = constraints.plan(size, *bounds, groups=settings.groups)
         accumulation = plan.accumulation * plan.ranks // ranks
         steps = settings.epochs * math.ceil(samples / plan.batch_size)
         rates = _rates(settings, plan.batch_size, samples)

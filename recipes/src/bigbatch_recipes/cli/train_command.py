@@ -15,7 +15,7 @@ from bigbatch_recipes.dry_run import show_dry_run
 from bigbatch_recipes.output_directory import release, reserve
 from bigbatch_recipes.process_group import run_on_rank_zero, world_size
 from bigbatch_recipes.recipe import SEEDS, Recipe
-from bigbatch_recipes.settings import SETTING_TYPES, Settings
+from bigbatch_recipes.settings import SETTING_TYPES, Settings, policy_name
 from bigbatch_recipes.study import build_training, create_run, start_study, train_one, train_study
 from bigbatch_recipes.study import resume as resume_at
 from bigbatch_recipes.torchrun import Launch
@@ -173,7 +173,7 @@ def _train_one(
     name = "-".join(
         [settings.recipe, settings.arm]
         if settings.arm
-        else [settings.recipe, settings.policy, settings.optimizer]
+        else [settings.recipe, policy_name(settings.policy), settings.optimizer]
     )
     path, has_begun = _choose_path(launch, run_dir, runs_dir, name)
     with launch.resumable(path):
