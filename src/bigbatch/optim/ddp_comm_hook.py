@@ -233,12 +233,6 @@ class DDPCommHook(ReducedShards, Subscriber):
         count, total = self._count_and_weight
         self._count_and_weight = [count + groups, total + weight]
 
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Nothing to do: the bucket will have it."""
-
-    def end(self) -> None:
-        """Nothing to do."""
-
     # reduction
 
     @torch.no_grad()

@@ -21,11 +21,7 @@ _CHECK_INTERVAL = 16  # steps; on a GPU a check waits for the device
 
 
 class LocalStep:
-    """Multiplies `.grad` by r, from the moments of the source's micro-batches.
-
-    Args:
-        state: the optimizer's moments, momentum and options.
-    """
+    """Multiplies `.grad` by r, from the moments of the source's micro-batches."""
 
     def __init__(self, state: GsnrState) -> None:
         self._state = state
