@@ -245,8 +245,7 @@ class SampleBuffer:
             return False
         size, length = self._stated_sizes
         stated = min(size, length - self.counted) if size and length is not None else None
-        samples = stated if self._count is None else self._count(batch)
-        assert samples is not None  # by construction, where nothing counts them
+        samples = self._count_by_length() if self._count is None else self._count(batch)
         if self._fetched == 0 and not self._count_is_known:
             self.loader.require_samples(samples, self.counted)
         if stated not in (None, samples):
@@ -256,6 +255,13 @@ class SampleBuffer:
         self.counted += samples
         self.waiting += samples
         return True
+
+    def _count_by_length(self) -> int:
+        """Samples of the next batch, by the loader's sizes now, which may differ from the stated."""
+        size, length = self.loader.batch_size, self.loader.length
+        assert size is not None
+        assert length is not None
+        return min(size, length - self.counted)
 
     def _cut(self, chunk: "_Chunk", samples: int) -> tuple["_Chunk", "_Chunk"]:
         head = self._split(chunk.batch, 0, samples)
