@@ -113,5 +113,5 @@ def _trial(
         moments = _BED.start(1)
         moments *= _BED.grad_variance / (scale * _BED.grad_sqnorm(moments))
         statistics = _BED.measure(moments, batch_size, micro_batches, generator)
-        controller.next(statistics, TrainingState(0, batch_size, batch_size, steps=step + 1))
+        controller.next(statistics, TrainingState(0, batch_size, steps=step + 1))
     return errors, _STEPS

@@ -23,6 +23,7 @@ from bigbatch.policies.policy import (
     Policy,
     SimiGrad,
     TrainingState,
+    needs_of,
 )
 from bigbatch.policies.seesaw import Seesaw
 from bigbatch.policies.step_time import StepTimes
@@ -88,9 +89,8 @@ class Candidate:
     @property
     def max_change(self) -> float:
         """Largest factor of one change; that of SimiGrad too."""
-        if not getattr(self.policy, "needs_statistics", True):
-            return math.inf
-        return float(getattr(self.policy, "max_change", MAX_CHANGE))
+        needs = needs_of(self.policy)
+        return (needs.max_change or MAX_CHANGE) if needs.statistics else math.inf
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def compare(bed: Bed, seed: int = 0, seeds: int = SEEDS) -> list[Regret]:
     regrets = []
     for arm, candidate, outcome in arms:
         runs = [outcome]  # of a policy that measures nothing
-        if getattr(candidate.policy, "needs_statistics", True):
+        if needs_of(candidate.policy).statistics:
             rates = _tuned(bed, arm, candidate, start, outcome, seed + _TUNING)
             runs = [
                 simulate(bed, arm, candidate, start, rates, s) for s in range(seed, seed + seeds)
@@ -325,7 +325,6 @@ def simulate(
         now = TrainingState(
             target_batch_size=0,
             batch_size=batch_size,
-            base_batch=BASE_BATCH,
             samples=samples,
             steps=steps + 1,
             lr_decay=float(decay[0]),

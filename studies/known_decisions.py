@@ -102,7 +102,7 @@ def _costs() -> Iterator[KnownAnswer]:
         yield KnownAnswer(what, source, steps, seen / batch_size, 1e-6, reason)
         what = f"samples over the least possible, at {multiple:g} B_n"
         yield KnownAnswer(what, source, samples, seen / _SCALE, 1e-6, reason)
-    decision = Goodput(overhead=400).decide(_statistics(64), TrainingState(64, 64, 64))
+    decision = Goodput(overhead=400).decide(_statistics(64), TrainingState(64, 64))
     what = "batch of most progress per second, B_0 = 400, B_n = 1000"
     source = "sqrt(B_0 B_n): the best goodput of Pollux (OSDI 2021)"
     yield KnownAnswer(what, source, 400000**0.5, decision.batch_size, 0.5, "whole samples")
@@ -122,7 +122,7 @@ def _progress(batch_size: int) -> float:
 
 def _plans_and_averages() -> Iterator[KnownAnswer]:
     controller = Controller(Schedule("32, x2 every 8K samples up to 512"), 32)
-    now = TrainingState(32, 32, 32, samples=20_000)
+    now = TrainingState(32, 32, samples=20_000)
     measured = controller.next(None, now).batch_size
     source = "arithmetic: 32 x 2 x 2"
     yield KnownAnswer("32, x2 every 8K samples, after 20K", source, 128, measured, 0, "exact")

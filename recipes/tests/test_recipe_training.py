@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.metrics import row_of
-from bigbatch.log.row_schema import require_step
+from bigbatch.log.row_schema import require_step, row_of
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.location import DatasetLocation
@@ -55,7 +54,7 @@ def rows_of_one_epoch(**changes):
     """The log of one epoch of 200 samples."""
     own = {"samples": 200, "every": 1, "micro_batch": 8, "target": 0.9, "optimizer": "sgd"}
     training = Training(DIGITS, DIGITS.settings().with_changes({**own, **changes}))
-    return [row_of(record, None) for record in training.engine.steps(training.loss)]
+    return [row_of(record) for record in training.engine.steps(training.loss)]
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import torch
 from rich.console import Console
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log.history import history_of
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.dry_run import dry_run
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.train_run import Training, train_run
 from deepspeed_training import quiet
 from tensors import same
@@ -96,7 +97,9 @@ def test_a_run_that_was_left_continues_where_it_was(deepspeed_ranks, tmp_path, s
     expected, _, weights = deepspeed_ranks(2)(curve, asked)[0]
     rows, resumed = deepspeed_ranks(2)(left_and_resumed, tmp_path, asked)[0]
     assert expected[:CUT] == rows
-    written = [(row["batch_size"], row["samples"], row["loss"]) for row in run.rows()]
+    written = [
+        (row["batch_size"], row["samples"], row["loss"]) for row in history_of(run.path).rows
+    ]
     assert [row[:3] for row in expected[CUT:]] == written
     assert same(weights, resumed)
     assert [f"epoch{asked.epochs}-step{len(expected)}"] == folders_of(run)
@@ -279,4 +282,4 @@ def test_the_command_trains_and_resumes_on_deepspeed(tmp_path, ranks):
     assert 0 == made.returncode, made.stderr
     again = start(*command, "--resume", tmp_path / "run")
     assert 0 == again.returncode, again.stderr
-    assert 1347 == RunDirectory.open(tmp_path / "run").rows()[-1]["samples"]
+    assert 1347 == history_of(tmp_path / "run").rows[-1]["samples"]

@@ -6,6 +6,7 @@ from bigbatch.advisor.cluster_time import Network as Network
 from bigbatch.data.batches import Batches as Batches
 from bigbatch.data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
 from bigbatch.errors import BigbatchError as BigbatchError
+from bigbatch.log.run_log import RunLog as RunLog
 from bigbatch.log.step_record import StepRecord as StepRecord
 from bigbatch.policies.batch_schedule import Schedule as Schedule
 from bigbatch.policies.controller import Controller as Controller
@@ -14,6 +15,7 @@ from bigbatch.policies.late_switch import LateSwitch as LateSwitch
 from bigbatch.policies.plan import BatchPlan as BatchPlan
 from bigbatch.policies.policy import Decision as Decision
 from bigbatch.policies.policy import Fixed as Fixed
+from bigbatch.policies.policy import Needs as Needs
 from bigbatch.policies.policy import NoiseScale as NoiseScale
 from bigbatch.policies.policy import NormTest as NormTest
 from bigbatch.policies.policy import Policy as Policy

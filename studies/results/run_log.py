@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunError
-from bigbatch.log.metrics import history_of
-from bigbatch.log.run_config import read_trainings
+from bigbatch.log.history import history_of
 from bigbatch.log.time_to_score import evaluations
+from bigbatch_recipes.run_config import read_trainings
 from bigbatch_recipes.sweep_results import SweepPoint, SweepRun, read_sweep_results
 from studies.results.step_cost import StepCost
 
@@ -165,7 +165,7 @@ def logged_runs(path: Path, failures: Mapping[str, str]) -> list[LoggedRun]:
 
 
 def _logged(point: SweepPoint, run: SweepRun, *, tuning: bool) -> LoggedRun:
-    history = history_of(run.directory)
+    history = history_of(run.directory.path)
     curve = tuple(
         (time.samples, time.steps, round(time.seconds, 2), _rounded(score))
         for time, score in evaluations(history)

@@ -265,7 +265,7 @@ class Tracked:
             sizes.append(size)
             samples += size
             now = TrainingState(
-                size, size, _FIRST_BATCH, samples, number + 1, loss_trend=trend.trend
+                size, size, samples=samples, steps=number + 1, loss_trend=trend.trend
             )
             controller.next(replace(one, samples=size), now)
             trend.add(record.batch_size, record.loss)

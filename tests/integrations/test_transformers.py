@@ -29,7 +29,7 @@ GROWING = bb.Schedule("8, 16 from 48 samples, 24 from 80 samples")
 class Falling:
     """Ever smaller batches."""
 
-    batch_size = 32
+    needs = bb.Needs(batch_size=32)
 
     def decide(self, noise, now):
         return bb.Decision(16 if now.samples < 64 else 8, "falling")

@@ -74,7 +74,7 @@ def walk(steps=40, **options):
     noise = [_noise(10.0 if step == 0 else 1000.0) for step in range(steps)]
     decided = []
     for step, one in enumerate(noise, start=1):
-        now = TrainingState(64, 64, 64, samples=64 * step, steps=step, epoch=step // 4)
+        now = TrainingState(64, 64, samples=64 * step, steps=step, epoch=step // 4)
         decided.append(controller.next(one, now).batch_size)
     return decided
 

@@ -16,7 +16,7 @@ M = 1_000_000
 
 
 def decide(text, tokens_per_sample=None, **done):
-    return Schedule(text, tokens_per_sample).decide(NOISE, TrainingState(7, 7, 7, **done))
+    return Schedule(text, tokens_per_sample).decide(NOISE, TrainingState(7, 7, **done))
 
 
 def sizes(text, moments, tokens_per_sample=None, of="samples"):
@@ -148,7 +148,7 @@ def test_case_and_blanks_do_not_matter():
     expected = Schedule("64, x2 every 2K samples up to 512, then decay")
     odd = Schedule("  64 ,X2  EVERY 2k Samples  up TO 512,THEN decay ")
     for samples in (0, 2000, 4321, 10**6):
-        moment = TrainingState(1, 1, 1, samples=samples)
+        moment = TrainingState(1, 1, samples=samples)
         one, other = expected.decide(NOISE, moment), odd.decide(NOISE, moment)
         assert (one.batch_size, one.lr_factor) == (other.batch_size, other.lr_factor)
 
@@ -171,7 +171,7 @@ def test_a_resumed_schedule_needs_no_state():
     for done in range(1, 40):
         expected = unbroken.next(GradientStatistics(1.0, 9.0, 100, 8)).batch_size
         fresh = Controller(schedule, schedule.batch_size)
-        now = TrainingState(0, 100, 64, samples=100 * done, steps=done)
+        now = TrainingState(0, 100, samples=100 * done, steps=done)
         assert expected == fresh.next(NOISE, now).batch_size
 
 

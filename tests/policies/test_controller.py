@@ -23,6 +23,7 @@ from bigbatch import (
     Fixed,
     GradientStatistics,
     LateSwitch,
+    Needs,
     NoiseAverage,
     NoiseScale,
     NormTest,
@@ -128,54 +129,17 @@ def test_a_policy_hears_the_target_and_the_counts():
     assert Decision(129, "one more", lr_factor=0.5) == controller.next(noise)
     controller.next(noise)
     expected = TrainingState(
-        target_batch_size=129,
-        batch_size=96,
-        base_batch=32,
-        samples=192,
-        steps=2,
-        first_batch_size=128,
+        target_batch_size=129, batch_size=96, samples=192, steps=2, first_batch_size=128
     )
     assert [(noise, expected)] == policy.heard[1:]
 
 
 def test_a_policy_hears_the_progress_that_a_loop_states_with_the_target_filled_in():
     policy = Listens()
-    stated = TrainingState(
-        7, 96, 32, samples=10**6, steps=5, epoch=3, ranks=2, lr=(0.1,), elapsed_seconds=1.5
-    )
+    stated = TrainingState(7, 96, samples=10**6, steps=5, epoch=3, lr_decay=0.5)
     Controller(policy, batch_size=128).next(low(), stated)
-    state = policy.heard[0][1]
-    assert (128, 10**6, 5, 3, 2) == (
-        state.target_batch_size,
-        state.samples,
-        state.steps,
-        state.epoch,
-        state.ranks,
-    )
-    assert (96, 32, (0.1,), 1.5) == (
-        state.batch_size,
-        state.base_batch,
-        state.lr,
-        state.elapsed_seconds,
-    )
-
-
-def test_a_policy_hears_how_many_virtual_ranks_share_a_step():
-    model, policy = torch.nn.Linear(3, 1), Listens()
-    loader = torch.utils.data.DataLoader(torch.randn(96, 3), 16)
-    train = bb.AdaptiveBatch(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        bb.Batches(loader, virtual_ranks=4),
-        policy=policy,
-        batch_size=32,
-        every=1,
-    )
-    for step in train:
-        for x in step:
-            step.backward(model(x).square().mean())
-        step.update()
-    assert {4} == {now.ranks for _, now in policy.heard}
+    expected = replace(stated, target_batch_size=128, first_batch_size=128)
+    assert expected == policy.heard[0][1]
 
 
 def test_the_base_batch_is_where_it_starts_unless_stated():
@@ -445,13 +409,13 @@ def test_a_start_without_noise_runs_away_no_farther_than_it_may():
 
 def after(steps, batch_size=128):
     """Where a training stands after so many steps of one size."""
-    return TrainingState(0, batch_size, 128, samples=batch_size * steps, steps=steps)
+    return TrainingState(0, batch_size, samples=batch_size * steps, steps=steps)
 
 
 class WantsAverage(Listens):
     """The same, for one that wants averages."""
 
-    wants_average = True
+    needs = Needs(average=True)
 
 
 def noisy(seed, steps, samples=128):
@@ -1023,13 +987,23 @@ def test_an_average_in_another_unit_is_not_taken_over(before, after):
 
 @pytest.mark.parametrize("wrong", ["2", 0.5, 1.0])
 def test_a_largest_change_of_a_policy_is_checked_as_the_controllers_own(wrong):
+    with pytest.raises(SettingError, match="max_change="):
+        Needs(max_change=wrong)
+
+
+def test_crossed_bounds_of_a_policy_are_refused():
+    with pytest.raises(SettingError, match="min_batch=32 exceeds max_batch=16"):
+        Needs(min_batch=32, max_batch=16)
+
+
+def test_needs_of_another_type_are_refused():
     class Own:
-        max_change = wrong
+        needs = ("average",)
 
         def decide(self, noise, now):
             return Decision(8, "own")
 
-    with pytest.raises(SettingError, match="the policy's max_change="):
+    with pytest.raises(SettingError, match=r"Own.needs is .*; set needs = bb.Needs\(...\)"):
         Controller(Own(), 64)
 
 

@@ -26,7 +26,7 @@ def timed(*sizes, fixed=1.0, per_sample=0.001):
 
 
 def now(present=64, **options):
-    return TrainingState(present, present, 64, **options)
+    return TrainingState(present, present, **options)
 
 
 @property_test(50)

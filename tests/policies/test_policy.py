@@ -13,6 +13,7 @@ from bigbatch import (
     Fixed,
     GradientStatistics,
     LateSwitch,
+    Needs,
     NoiseScale,
     NormTest,
     Schedule,
@@ -25,7 +26,7 @@ from bigbatch.errors import SettingError
 
 
 def now(target, batch_size=None):
-    return TrainingState(target_batch_size=target, batch_size=batch_size or target, base_batch=128)
+    return TrainingState(target_batch_size=target, batch_size=batch_size or target)
 
 
 def step(similarity, samples=128):
@@ -274,16 +275,15 @@ def test_advice_is_reported_and_not_followed():
     assert "similarity 0.100 < 0.2" in decision.reason
     assert SimiGrad(target=0.2).decide(step(0.1), now(128)).advice is None
     decays = Schedule("64, x4 at 1 epoch up to 128, then decay")
-    late = TrainingState(64, 64, 64, epoch=1)
+    late = TrainingState(64, 64, epoch=1)
     assert 0.5 == decays.decide(LOUD, late).lr_factor
     assert 1.0 == Shadow(decays).decide(LOUD, late).lr_factor
 
 
 def test_advice_keeps_the_bounds_of_the_policy_that_gives_it():
-    advise = Shadow(NoiseScale(min_batch=64, max_batch=256))
-    assert (64, 256, True) == (advise.min_batch, advise.max_batch, advise.wants_average)
-    free = Shadow(Fixed(96))
-    assert not any(hasattr(free, name) for name in ("min_batch", "max_batch", "wants_average"))
+    bounded = NoiseScale(min_batch=64, max_batch=256)
+    assert bounded.needs == Shadow(bounded).needs
+    assert Needs(statistics=False) == Shadow(Fixed(96)).needs
 
 
 def test_advice_keeps_the_controllers_bounds_too():
@@ -325,7 +325,6 @@ moments = st.builds(
     TrainingState,
     target_batch_size=st.integers(20, 3000),
     batch_size=st.integers(1, 10**6),
-    base_batch=st.integers(1, 10**6),
     samples=st.integers(0, 10**12),
     steps=st.integers(0, 10**9),
     epoch=st.integers(0, 10**4),
@@ -340,7 +339,7 @@ def test_every_policy_keeps_the_contract(policy, noise, moment):
     decision = policy.decide(noise, moment)
     assert isinstance(decision.batch_size, int)
     assert decision.reason.strip()
-    low, high = getattr(policy, "min_batch", 1), getattr(policy, "max_batch", None)
+    low, high = policy.needs.min_batch, policy.needs.max_batch
     assert low <= decision.batch_size <= (high or math.inf)
     # pure: asked again, and asked of a copy
     assert decision == policy.decide(noise, moment)

@@ -1,6 +1,7 @@
 """Policies that follow the scheduled learning rate: Seesaw, and a late switch."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from bigbatch import (
     Goodput,
     GradientStatistics,
     LateSwitch,
+    Needs,
     NoiseScale,
     Schedule,
     Seesaw,
@@ -28,13 +30,13 @@ NOISE = GradientStatistics(1.0, 300.0, samples=64, micro_batches=4)
 
 
 def at(decay, **more):
-    return TrainingState(64, 64, 64, first_batch_size=64, lr_decay=decay, **more)
+    return TrainingState(64, 64, first_batch_size=64, lr_decay=decay, **more)
 
 
 @property_test(100)
 @given(first=st.integers(1, 5000), cuts=st.integers(0, 40))
 def test_a_cut_by_x_grows_the_batch_by_x(first, cuts):
-    now = TrainingState(7, 7, 7, first_batch_size=first, lr_decay=2.0**-cuts)
+    now = TrainingState(7, 7, first_batch_size=first, lr_decay=2.0**-cuts)
     assert first * 2**cuts == Seesaw().decide(None, now).batch_size
 
 
@@ -50,7 +52,7 @@ def test_a_schedule_grows_as_written_and_the_rate_keeps_the_square_root():
     text = "64, x2 at 10 epochs, x3 at 20 epochs"
     written, seesaw = Schedule(text), Seesaw(Schedule(text))
     for epoch in (0, 9, 10, 19, 20, 99):
-        now = TrainingState(64, 64, 64, epoch=epoch)
+        now = TrainingState(64, 64, epoch=epoch)
         decision, size = seesaw.decide(None, now), written.decide(None, now).batch_size
         assert size == decision.batch_size
         # times sqrt(B / B_base), the loop's own factor
@@ -60,9 +62,9 @@ def test_a_schedule_grows_as_written_and_the_rate_keeps_the_square_root():
 
 def test_growth_beyond_a_cap_then_decay_is_a_cut_that_stays_in_the_rate():
     seesaw = Seesaw(Schedule("64, x4 every 10 epochs up to 256, then decay"))
-    decision = seesaw.decide(None, TrainingState(64, 64, 64, epoch=20, max_batch=100))
+    decision = seesaw.decide(None, TrainingState(64, 64, epoch=20, max_batch=100))
     assert (256, 1 / 16) == (decision.batch_size, decision.lr_factor)
-    assert not hasattr(seesaw, "decays")  # which would need lr_scaling=None
+    assert "sqrt" == seesaw.needs.lr_scaling
 
 
 def test_the_cap_limits_the_growth_and_never_shrinks_the_first_batch():
@@ -73,7 +75,7 @@ def test_the_cap_limits_the_growth_and_never_shrinks_the_first_batch():
     little = GradientStatistics(1.0, 10.0, samples=64, micro_batches=4)
     assert 64 == seesaw.decide(little, at(0.25)).batch_size
     shrinks = Seesaw(Schedule("64, 32 from 5 epochs"), cap=NoiseScale())
-    assert 32 == shrinks.decide(little, TrainingState(64, 64, 64, epoch=5)).batch_size
+    assert 32 == shrinks.decide(little, TrainingState(64, 64, epoch=5)).batch_size
 
 
 def test_a_cap_that_only_tries_a_size_makes_the_decision_a_trial():
@@ -85,11 +87,11 @@ def test_a_cap_that_only_tries_a_size_makes_the_decision_a_trial():
 
 
 def test_statistics_are_needed_by_the_cap_alone():
-    assert not Seesaw().needs_statistics
-    assert not Seesaw(cap=Fixed(300)).needs_statistics
-    assert Seesaw(cap=NoiseScale()).needs_statistics
-    assert not hasattr(Seesaw(), "wants_average")
-    assert Seesaw(cap=NoiseScale()).wants_average
+    assert not Seesaw().needs.statistics
+    assert not Seesaw(cap=Fixed(300)).needs.statistics
+    assert Seesaw(cap=NoiseScale()).needs.statistics
+    assert not Seesaw().needs.average
+    assert Seesaw(cap=NoiseScale()).needs.average
     with pytest.warns(UserWarning, match="set smoothing="):
         Controller(Seesaw(cap=NoiseScale()), 64, smoothing=None)
 
@@ -111,16 +113,14 @@ def test_the_switch_is_at_a_share_of_the_largest_rate():
 
 
 def test_a_late_switch_needs_what_its_policy_needs():
-    assert not LateSwitch("1 epoch", Fixed(8)).needs_statistics
-    assert LateSwitch("1 epoch", NoiseScale(max_batch=9)).wants_average
-    assert 9 == LateSwitch("1 epoch", NoiseScale(max_batch=9)).max_batch
-    assert (False, True) == tuple(
-        LateSwitch(moment, Fixed(8)).needs_lr_decay for moment in ("1 epoch", 0.5)
-    )
-    assert LateSwitch("1 epoch", Seesaw()).needs_lr_decay
-    assert "sqrt" == LateSwitch("1 epoch", Seesaw()).needs_lr_scaling
-    assert LateSwitch("1 epoch", Schedule("8, x2 at 9 steps up to 12, then decay")).decays
-    assert Shadow(Seesaw()).needs_lr_decay
+    assert Needs(statistics=False) == LateSwitch("1 epoch", Fixed(8)).needs
+    bounded = NoiseScale(max_batch=9)
+    assert bounded.needs == LateSwitch("1 epoch", bounded).needs
+    assert replace(bounded.needs, lr_decay=True) == LateSwitch(0.5, bounded).needs
+    assert Seesaw().needs == LateSwitch("1 epoch", Seesaw()).needs
+    schedule = Schedule("8, x2 at 9 steps up to 12, then decay")
+    assert LateSwitch("1 epoch", schedule).needs.lr_scaling is None
+    assert replace(Seesaw().needs, lr_scaling="any") == Shadow(Seesaw()).needs
 
 
 @pytest.mark.parametrize("policy", [Seesaw(), LateSwitch(0.3, Fixed(8))], ids=str)

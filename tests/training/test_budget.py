@@ -189,7 +189,7 @@ def test_a_schedule_acts_on_time_whether_steps_are_measured_or_not(clock, option
 class Ramp:
     """A policy of one's own that needs no statistics."""
 
-    needs_statistics = False
+    needs = bb.Needs(statistics=False)
 
     def __init__(self):
         self.seen = []

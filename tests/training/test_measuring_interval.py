@@ -323,13 +323,13 @@ def test_under_another_setting_a_resumed_run_measures_its_first_step():
 def test_a_policy_that_needs_no_statistics_decides_without(policy):
     controller = bb.Controller(policy, 48, smoothing="4 steps", dead_band=0.1, confidence=0.9)
     for steps in range(1, 9):
-        now = TrainingState(48, 48, 48, samples=48 * steps, steps=steps)
+        now = TrainingState(48, 48, samples=48 * steps, steps=steps)
         decision = controller.next(None, now)
         assert policy.decide(None, now) == decision
 
 
 def test_one_that_needs_them_is_not_asked_without():
-    now = TrainingState(48, 48, 48)
+    now = TrainingState(48, 48)
     for policy in (bb.SimiGrad(), bb.Shadow(bb.NormTest(0.5))):
         with pytest.raises(bb.errors.SettingError, match="needs the statistics of the step"):
             bb.Controller(policy, 48).next(None, now)
@@ -338,9 +338,9 @@ def test_one_that_needs_them_is_not_asked_without():
 
 
 def test_a_shadow_needs_what_its_policy_needs():
-    assert not bb.Controller(bb.Shadow(bb.Fixed(8)), 48).needs_statistics
-    assert bb.Controller(bb.Shadow(bb.SimiGrad()), 48).needs_statistics
-    now = TrainingState(48, 48, 48)
+    assert not bb.Controller(bb.Shadow(bb.Fixed(8)), 48).needs.statistics
+    assert bb.Controller(bb.Shadow(bb.SimiGrad()), 48).needs.statistics
+    now = TrainingState(48, 48)
     assert 8 == bb.Controller(bb.Shadow(bb.Fixed(8)), 48).next(None, now).advice
 
 
@@ -349,7 +349,7 @@ def test_each_step_counts_for_one_that_needs_none():
     step = GradientStatistics(1.0, 576.0, samples=32, micro_batches=4)
     reasons = []
     for number in range(1, 7):
-        now = TrainingState(32, 32, 32, samples=32 * number, steps=number)
+        now = TrainingState(32, 32, samples=32 * number, steps=number)
         reasons.append(controller.next(step if number % 2 else None, now).reason)
     between = "held: decides every 3 steps"
     asked = "schedule: 64 from 1 steps"

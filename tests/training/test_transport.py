@@ -21,7 +21,7 @@ BASE, SIZES = 16, (16, 40, 8, 64, 33, 4)
 class Walk:
     """Takes one batch size after another."""
 
-    min_batch, max_batch, needs_statistics = 4, 64, False
+    needs = bb.Needs(statistics=False, min_batch=4, max_batch=64)
 
     def decide(self, statistics, now):
         return bb.Decision(SIZES[now.steps % len(SIZES)], "the next one")

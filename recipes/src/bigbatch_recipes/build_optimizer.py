@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.log.open_loop import Replay
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.parse import build_policy
-from bigbatch.policies.policy import Policy
+from bigbatch.policies.policy import Policy, needs_of
+from bigbatch_recipes.open_loop import Replay
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_settings, require_choice
 
 Named = tuple[str, Tensor]
@@ -27,7 +27,7 @@ def build_controller(settings: Settings) -> Controller:
         SettingError: a value is out of range, or a schedule has no text.
     """
     policy = _build_policy(settings)
-    batch_size = getattr(policy, "batch_size", None) or settings.batch_size
+    batch_size = needs_of(policy).batch_size or settings.batch_size
     return Controller(
         policy,
         batch_size,

@@ -1,7 +1,7 @@
 """Progress of a training: a progress bar in a terminal, a few lines elsewhere."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,11 +12,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from bigbatch.log.metrics import Scores, Table
+from bigbatch.log.history import Table
 from bigbatch.log.paired_differences import Differences
 from bigbatch.log.step_record import StepRecord
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
+
+Scores = Mapping[str, float]
 
 _UNLIMITED = 10_000  # columns of a console that is wide enough for any table
 _LINES = 5  # lines of a training without a terminal

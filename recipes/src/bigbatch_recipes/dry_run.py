@@ -160,7 +160,7 @@ def _sizes(loop: AdaptiveBatch, settings: Settings, samples: int) -> dict[str, i
     if isinstance(policy, Schedule):
         statistics = GradientStatistics(1.0, 1.0, samples=start, micro_batches=2)
         total = settings.epochs * samples
-        state = TrainingState(start, start, settings.base_batch, max_batch=largest)
+        state = TrainingState(start, start, max_batch=largest)
         sizes = []
         for seen in range(0, total, max(1, total // _SCHEDULE_POINTS)):
             position = replace(state, samples=seen, steps=seen // start, epoch=seen // samples)

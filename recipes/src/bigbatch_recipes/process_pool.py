@@ -25,11 +25,12 @@ import torch
 from filelock import FileLock, Timeout
 
 from bigbatch.errors import RunError
-from bigbatch.log.metrics import history_of
-from bigbatch.log.run_config import PREREQUISITES, read_trainings
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log.atomic_files import lock_folder
+from bigbatch.log.history import history_of
 from bigbatch.setting_types import Count, check_setting
 from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.run_config import PREREQUISITES, read_trainings
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.study import open_or_create_run, settings_from
 from bigbatch_recipes.sweep_console import RunFollower, SweepConsole, TrainingCounts
 from bigbatch_recipes.sweep_results import SweepResults, read_sweep_results
@@ -285,17 +286,17 @@ def _gpus_of(trainings: Iterable[Mapping[str, Any]]) -> list[str]:
 def is_finished(path: Path) -> bool:
     """Whether the run at `path` is trained to its end, and its report is written."""
     try:
-        return (path / "report.html").exists() and history_of(RunDirectory.open(path)).finished
+        return (path / "report.html").exists() and history_of(path).finished
     except RunError:
         return False  # its own process reports what is wrong
 
 
 def _is_unlocked(run: RunDirectory) -> bool:
     try:
-        with run.lock():
-            return True
+        os.close(lock_folder(run.path))
     except RunError:
         return False
+    return True
 
 
 def _failure_reason(run: RunDirectory, status: int) -> str:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from bigbatch.data.micro_batches import Remainder
 from bigbatch.errors import SettingError
 from bigbatch.gradients.groups.grouping import Groups
-from bigbatch.log.run_config import PREREQUISITES
 from bigbatch.optim.gsnr_options import Factor, Gamma, RMax
 from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
@@ -33,6 +32,7 @@ from bigbatch.setting_types import (
     parse_setting,
 )
 from bigbatch_recipes.lr_schedule import LRSchedule
+from bigbatch_recipes.run_config import PREREQUISITES
 
 Value = bool | int | float | str
 

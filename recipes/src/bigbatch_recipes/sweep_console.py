@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from bigbatch.errors import RunError
-from bigbatch.log.metrics import Scores, history_of
-from bigbatch.log.row_schema import require_step
-from bigbatch.log.run_directory import Row, RunDirectory, parse_row
-from bigbatch_recipes.console import LiveView
+from bigbatch.log.history import history_of
+from bigbatch.log.row_schema import Row, parse_line, require_step
+from bigbatch_recipes.console import LiveView, Scores
+from bigbatch_recipes.run_directory import RunDirectory
 
 
 @dataclass
@@ -72,11 +72,11 @@ class RunFollower:
         """Whether the run finished or diverged, and its scores, as text."""
         outcome = "finished"
         with suppress(RunError):  # a damaged log does not stop a sweep; the report names it
-            outcome = "diverged" if history_of(self._run).divergence else outcome
+            outcome = "diverged" if history_of(self._run.path).divergence else outcome
         return outcome + self.scores_text()
 
     def _read_new_rows(self) -> None:
-        metrics = self._run.metrics
+        metrics = self._run.log.metrics
         if not metrics.exists():
             return
         with metrics.open("rb") as file:
@@ -88,7 +88,7 @@ class RunFollower:
         self._position += len(complete)
         for line in complete.splitlines():
             try:
-                row = parse_row(line)
+                row = parse_line(line)
                 require_step(str(metrics), row, None)
             except (RunError, ValueError):  # the file was truncated, and has grown again
                 self._start_again()

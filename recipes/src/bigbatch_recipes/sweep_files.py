@@ -4,8 +4,8 @@ import csv
 import io
 from typing import Any
 
-from bigbatch.log.metrics import finite
 from bigbatch.log.paired_differences import Differences
+from bigbatch.log.row_schema import finite
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults, SweepRun
 
 _NUMBERS = ("average_batch", "steps", "skipped", "elapsed_seconds", "diverged")

@@ -14,16 +14,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from bigbatch.errors import RankError, RunError
 from bigbatch.gradients import is_of_network
+from bigbatch.log.history import history_of
 from bigbatch.log.html_report import write_report
-from bigbatch.log.metrics import Scores, history_of, row_of
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.log.step_record import StepRecord
-from bigbatch.log.tensorboard import TensorBoardLog
 from bigbatch.policies.amounts import Amount
 from bigbatch.policies.parse import target_of
 from bigbatch.training.oom_hints import is_out_of_memory
 from bigbatch_recipes.build_optimizer import base_of, build_controller, build_optimizer
-from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.console import LiveView, Scores
 from bigbatch_recipes.distributed_eval import device_of, finite_scores, to_device
 from bigbatch_recipes.engines.ddp_engine import DDP
 from bigbatch_recipes.engines.deepspeed_engine import DeepSpeed
@@ -34,6 +32,7 @@ from bigbatch_recipes.lr_control import mean_factor
 from bigbatch_recipes.lr_schedule import LRSchedule
 from bigbatch_recipes.process_group import broadcast_tensors, is_rank_zero, rank, run_on_rank_zero
 from bigbatch_recipes.recipe import Batch, Data, Recipe
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.validate import CAST, require_trainable
 
@@ -50,7 +49,7 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
             written.
     """
     with ExitStack() as stack:
-        run_on_rank_zero(lambda: stack.enter_context(run.lock()))
+        stack.callback(run.log.close)
         checkpoint = run_on_rank_zero(run.load_checkpoint)
         if checkpoint is not None:
             training.load_state_dict(checkpoint, run.path)
@@ -65,10 +64,10 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
 def _finish(run: RunDirectory, *, trained: bool) -> None:
     """Warns if the training diverged, and writes the report unless it is up to date."""
     report = run.path / "report.html"
-    if trained and (reason := history_of(run).divergence):
+    if trained and (reason := history_of(run.path).divergence):
         warnings.warn(f"{run.name} diverged: {reason}; lower lr", stacklevel=2)
     if trained or not report.exists():
-        write_report([run], report, run.name)
+        write_report([history_of(run.path)], report, run.name)
     run.require_all_written()
 
 
@@ -161,17 +160,12 @@ class Training:
     @contextmanager
     def _log(self, run: RunDirectory, view: LiveView, label: str) -> Iterator[LogStep]:
         """A function that logs and shows each step with the scores after it."""
-        train, total = self.train, self.settings.epochs * (self.train.batches.samples or 0)
+        total = self.settings.epochs * (self.train.batches.samples or 0)
         target = target_of(self.settings.policy, self.settings.target)
-        with (
-            TensorBoardLog(run, train.steps + train.skipped + 1) as events,
-            view.training(label, total, train.samples, target) as progress,
-        ):
+        with view.training(label, total, self.train.samples, target) as progress:
 
             def log(record: StepRecord, scores: Scores | None) -> None:
-                row = row_of(record, scores)
-                run.append(row)
-                events.append(row)
+                run.log.record(record, **(scores or {}))
                 progress.step(record, scores)
 
             yield log

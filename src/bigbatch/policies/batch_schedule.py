@@ -5,11 +5,11 @@ import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import ClassVar
+from typing import Literal
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import NUMBER, Amount, amount_pattern
-from bigbatch.policies.policy import Decision, TrainingState
+from bigbatch.policies.policy import Decision, Needs, TrainingState
 from bigbatch.setting_types import Count, Positive, check_setting, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -43,14 +43,12 @@ class Schedule:
     Example:
         >>> schedule = Schedule("64, x2 every 20 epochs up to 1024")
         >>> step = GradientStatistics(1.0, 576.0, samples=64, micro_batches=4)
-        >>> schedule.decide(step, TrainingState(64, 64, 64, epoch=45))
+        >>> schedule.decide(step, TrainingState(64, 64, epoch=45))
         Decision(batch_size=256, reason='schedule: x2 every 20 epochs up to 1024', lr_factor=1.0)
     """
 
     text: str
     tokens_per_sample: Positive | None = None
-
-    needs_statistics: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         tokens, clauses = self.tokens_per_sample, self._parsed.clauses
@@ -58,6 +56,12 @@ class Schedule:
             raise SettingError(
                 f"tokens_per_sample={tokens:g} has no use: {self.text!r} counts no tokens"
             )
+
+    @property
+    def needs(self) -> Needs:
+        """No statistics; no rate that follows the batch if growth lowers the rate instead."""
+        scaling: Literal["any"] | None = None if self._parsed.decays else "any"
+        return Needs(statistics=False, lr_scaling=scaling, batch_size=self.batch_size)
 
     @property
     def batch_size(self) -> int:
@@ -76,11 +80,6 @@ class Schedule:
         capped = min(size, parsed.cap)
         factor = min(capped, bound) / size if parsed.decays else 1.0
         return Decision(round(capped), f"schedule: {reason}", factor)
-
-    @property
-    def decays(self) -> bool:
-        """Whether growth beyond the cap lowers the learning rate instead."""
-        return self._parsed.decays
 
     @cached_property
     def _parsed(self) -> "_Parsed":

@@ -17,10 +17,11 @@ from bigbatch.policies.policy import (
     Policy,
     TrainingState,
     innermost,
+    needs_of,
     require_policy,
     stateful_part,
 )
-from bigbatch.setting_types import Count, Coverage, Growth, check_setting, checked
+from bigbatch.setting_types import Count, Coverage, Growth, checked
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -86,15 +87,9 @@ class Controller:
         base_batch = batch_size if base_batch is None else base_batch
         self._hysteresis = Hysteresis(dead_band, confidence)
         self._stateful_policy = _stateful(policy, has_hysteresis=bool(dead_band or confidence))
-        largest_change: float | None = (
-            check_setting(
-                "the policy's max_change", getattr(policy, "max_change", None), Growth | None
-            )
-            if max_change == "auto"
-            else max_change
-        )
-        wants_average = getattr(policy, "wants_average", False)
-        self._average = _average(smoothing, confidence, wants_average=wants_average)
+        self.needs = needs_of(policy)
+        largest_change = self.needs.max_change if max_change == "auto" else max_change
+        self._average = _average(smoothing, confidence, wants_average=self.needs.average)
         self._warmup = Amount.parse(warmup) if warmup else None
         if smoothing is None and isinstance(innermost(policy), NoiseScale | Goodput):
             warnings.warn(
@@ -120,21 +115,16 @@ class Controller:
         self._steps = 0
         self.policy = policy
         self.base_batch = base_batch
-        self.min_batch: int = getattr(policy, "min_batch", 1)
-        self.max_batch: int | None = getattr(policy, "max_batch", None)
+        self.min_batch: int = self.needs.min_batch
+        self.max_batch: int | None = self.needs.max_batch
         self.first_batch_size = batch_size  # before it is moved into the bounds
         self.decision = Decision(batch_size, "start")
         self.limit(min_batch, max_batch)
 
     @property
-    def needs_statistics(self) -> bool:
-        """Whether the policy cannot decide without measured steps."""
-        return getattr(self.policy, "needs_statistics", True)
-
-    @property
     def needs_measurement(self) -> bool:
         """Whether it cannot decide now unless the step was measured: no average is filled."""
-        return self.needs_statistics and (self._average is None or not self._average.filled)
+        return self.needs.statistics and (self._average is None or not self._average.filled)
 
     def next(
         self, statistics: GradientStatistics | None, now: TrainingState | None = None
@@ -178,7 +168,7 @@ class Controller:
         if statistics is not None:
             self._samples += statistics.samples
             batch_size, samples = round(statistics.samples), round(self._samples)
-            now = now or TrainingState(0, batch_size, self.base_batch, samples, self._steps)
+            now = now or TrainingState(0, batch_size, samples=samples, steps=self._steps)
         else:
             assert now is not None
             self._samples += now.batch_size
@@ -195,7 +185,7 @@ class Controller:
     ) -> GradientStatistics | None:
         """What the policy sees: the average, if there is one; it includes a measured step."""
         if statistics is None:
-            if not self.needs_statistics or self._average is None:
+            if not self.needs.statistics or self._average is None:
                 return None
             return self._average.at(GradientStatistics(math.nan, math.nan, now.batch_size, 0))
         if self._average is not None:
@@ -321,7 +311,7 @@ def _stateful(policy: Policy, *, has_hysteresis: bool) -> Any:
     """The part of a policy that has a state to save, if any."""
     require_policy(policy)
     part = stateful_part(policy)
-    if part is not None and has_hysteresis and getattr(part, "counts_decisions", True):
+    if part is not None and has_hysteresis:
         raise SettingError(
             "dead_band and confidence ask a policy about other cases, which one that remembers "
             "(it has state_dict) would take for steps; leave them out"

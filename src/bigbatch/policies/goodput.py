@@ -2,10 +2,9 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from bigbatch.policies.plan import clamp, require_bounds
-from bigbatch.policies.policy import MAX_CHANGE, Decision, TrainingState, rounded_size
+from bigbatch.policies.policy import MAX_CHANGE, Decision, Needs, TrainingState, rounded_size
 from bigbatch.policies.step_time import StepTime
 from bigbatch.setting_types import Count, Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -41,7 +40,7 @@ class Goodput:
         The goodput of Pollux (Qiao et al., OSDI 2021), in closed form; docs/policies.md.
     Example:
         >>> step = GradientStatistics(1.0, 900.0, samples=128, micro_batches=4)
-        >>> Goodput(overhead=400).decide(step, TrainingState(128, 128, 128))
+        >>> Goodput(overhead=400).decide(step, TrainingState(128, 128))
         Decision(batch_size=600, reason='sqrt(400 x noise scale 900)', lr_factor=1.0)
     """
 
@@ -49,12 +48,19 @@ class Goodput:
     min_batch: Count = 1
     max_batch: Count | None = None
 
-    wants_average: ClassVar[bool] = True
-    max_change: ClassVar[float] = MAX_CHANGE
-    needs_history: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
+
+    @property
+    def needs(self) -> Needs:
+        """Averages, small changes, and the times and losses of steps."""
+        return Needs(
+            average=True,
+            history=True,
+            max_change=MAX_CHANGE,
+            min_batch=self.min_batch,
+            max_batch=self.max_batch,
+        )
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Decides for the fastest size within the limits, or for a size that must be timed."""

@@ -1,11 +1,19 @@
 """A late switch: the first batch size until a moment, then a policy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, WarmupLength
-from bigbatch.policies.policy import Decision, Policy, TrainingState, Wrapper, require_policy
+from bigbatch.policies.policy import (
+    Decision,
+    Needs,
+    Policy,
+    TrainingState,
+    Wrapper,
+    needs_of,
+    require_policy,
+)
 from bigbatch.setting_types import In, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -31,11 +39,11 @@ class LateSwitch(Wrapper):
     Example:
         >>> from bigbatch import Fixed
         >>> policy = LateSwitch(0.3, Fixed(1024))
-        >>> now = TrainingState(128, 128, 128, first_batch_size=128, lr_decay=0.5)
+        >>> now = TrainingState(128, 128, first_batch_size=128, lr_decay=0.5)
         >>> policy.decide(None, now)
         Decision(batch_size=128, reason='before the switch at 0.3 of the peak learning rate', \
 lr_factor=1.0)
-        >>> policy.decide(None, TrainingState(128, 128, 128, lr_decay=0.25)).batch_size
+        >>> policy.decide(None, TrainingState(128, 128, lr_decay=0.25)).batch_size
         1024
     """
 
@@ -46,14 +54,11 @@ lr_factor=1.0)
         require_policy(self.policy)
 
     @property
-    def needs_lr_decay(self) -> bool:
-        """Whether the moment or the policy follows the scheduler."""
-        return isinstance(self.at, float) or getattr(self.policy, "needs_lr_decay", False)
-
-    @property
-    def decays(self) -> bool:
-        """Whether the policy is a schedule that lowers the learning rate by itself."""
-        return getattr(self.policy, "decays", False)
+    def needs(self) -> Needs:
+        """Those of the policy, and the decay of the rate if the moment is a share of it."""
+        needs = needs_of(self.policy)
+        follows_rate = isinstance(self.at, float) or needs.lr_decay
+        return replace(needs, batch_size=None, lr_decay=follows_rate)
 
     def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
         """The first batch size before the moment, the policy's decision after it."""

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Protocol
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Annotated, Any, Literal, Protocol
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.plan import clamp, require_bounds
@@ -12,17 +12,6 @@ from bigbatch.setting_types import Cosine, Count, Growth, In, NotNegative, Posit
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 MAX_CHANGE = 1.1  # of one decision, for policies that go to a multiple of the noise scale at once
-
-_SHARED = (  # optional attributes that a wrapper has from the policy inside it
-    "min_batch",
-    "max_batch",
-    "wants_average",
-    "max_change",
-    "needs_statistics",
-    "needs_lr_decay",
-    "needs_history",
-    "needs_lr_scaling",
-)
 
 Shrinkage = Annotated[float, In("(0, 1)")]
 RelativeError = Annotated[float, In("(0, 1)", "from 1 on every batch passes")]
@@ -57,55 +46,72 @@ class TrainingState:
     Args:
         target_batch_size: batch size that was last decided, before it is rounded to a plan.
         batch_size: samples of the present step.
-        base_batch: batch size that the learning rate was tuned for.
         samples: samples consumed so far, the present step included.
         steps: optimizer steps so far, the present one included.
         epoch: passes over the data completed.
-        ranks: processes that share a step.
-        lr: learning rates of the present step, one per parameter group.
-        lr_decay: scheduled learning rate of the next step over the largest so far, of all groups:
-            1 until it is cut. None unless the policy has `needs_lr_decay = True`.
-        elapsed_seconds: time spent training so far.
+        first_batch_size: the controller's first batch size.
         min_batch: the controller's lower bound.
         max_batch: the controller's upper bound, None for none.
-        step_times: times of steps so far, by batch size, for a policy with `needs_history`.
+        lr_decay: scheduled learning rate of the next step over the largest so far, of all groups:
+            1 until it is cut. None unless the policy has `Needs(lr_decay=True)`.
+        step_times: times of steps so far, by batch size, with `Needs(history=True)`.
         loss_trend: standard errors by which the loss has fallen lately, as in `LossTrend`; None if
-            that is not known yet, or the policy has no `needs_history`.
-        first_batch_size: the controller's first batch size.
+            that is not known yet, or without `Needs(history=True)`.
     """
 
     target_batch_size: int
     batch_size: int
-    base_batch: int
+    _: KW_ONLY
     samples: int = 0
     steps: int = 0
     epoch: int = 0
-    ranks: int = 1
-    lr: tuple[float, ...] = ()
-    elapsed_seconds: float = 0.0
+    first_batch_size: int = 1
     min_batch: int = 1
     max_batch: int | None = None
+    lr_decay: float | None = None
     step_times: tuple[TimedSize, ...] = ()
     loss_trend: float | None = None
-    first_batch_size: int = 1
-    lr_decay: float | None = None
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a policy needs of the loop that asks it: its attribute `needs`, if it has any.
+
+    Args:
+        statistics: whether it decides by statistics. False for one that decides without them, as a
+            schedule does: it is asked after every step, with None for one that was not measured.
+        average: whether the statistics of a single step are not enough; a controller averages them.
+        history: whether it reads `now.step_times` or `now.loss_trend`.
+        lr_decay: whether it reads `now.lr_decay`.
+        lr_scaling: the only `lr_scaling` that it works with; "any" for all of them.
+        max_change: the largest factor of one change; None for no limit.
+        min_batch: lower bound of the batch size.
+        max_batch: upper bound of the batch size; None for none.
+        batch_size: the first batch size; None for that of the loop.
+    Raises:
+        SettingError: a value outside its range, or crossed bounds.
+    """
+
+    statistics: bool = True
+    average: bool = False
+    history: bool = False
+    lr_decay: bool = False
+    lr_scaling: Literal["any", "sqrt", "linear", "adascale"] | None = "any"
+    max_change: Growth | None = None
+    min_batch: Count = 1
+    max_batch: Count | None = None
+    batch_size: Count | None = None
+
+    def __post_init__(self) -> None:
+        require_bounds(self.min_batch, self.max_batch)
 
 
 class Policy(Protocol):
     """Anything with this method, a pure function: a controller may call it for other cases.
 
-    Optional attributes:
-        min_batch, max_batch: bounds of the batch size.
-        batch_size: the first batch size.
-        wants_average: True if the noise of a single step is not enough; a controller averages it.
-        max_change: the largest factor of one change.
-        needs_statistics: False if it decides without them, as a schedule does: then it is asked
-            after every step, with None for the statistics of one that was not measured.
-        needs_lr_decay: True if it reads `now.lr_decay`.
-        needs_history: True if it reads `now.step_times` or `now.loss_trend`.
-        needs_lr_scaling: the only `lr_scaling` that it works with.
-        state_dict, load_state_dict: the state that is saved with the training.
-        counts_decisions: False if it has a state that `decide` does not change.
+    Optional: `needs`, of type `Needs`; `state_dict` and `load_state_dict`, if it has a state that
+    is saved with the training.
     """
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
@@ -119,7 +125,10 @@ class Fixed:
 
     batch_size: Count
 
-    needs_statistics: ClassVar[bool] = False
+    @property
+    def needs(self) -> Needs:
+        """No statistics."""
+        return Needs(statistics=False, batch_size=self.batch_size)
 
     def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
         """The same batch size again."""
@@ -158,10 +167,13 @@ class SimiGrad:
     grow: Growth = 1.1
     shrink: Shrinkage = 0.9
 
-    wants_average: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
+
+    @property
+    def needs(self) -> Needs:
+        """Averages."""
+        return Needs(average=True, min_batch=self.min_batch, max_batch=self.max_batch)
 
     def next_batch(self, similarity: float, batch_size: int) -> int:
         """Applies the paper's rule, bounds included."""
@@ -205,7 +217,7 @@ class NoiseScale:
         McCandlish et al. 2018 (arXiv 1812.06162), section 2; docs/policies.md.
     Example:
         >>> step = GradientStatistics(1.0, 576.0, samples=128, micro_batches=4)
-        >>> NoiseScale(multiple=0.5).decide(step, TrainingState(128, 128, 128))
+        >>> NoiseScale(multiple=0.5).decide(step, TrainingState(128, 128))
         Decision(batch_size=288, reason='0.5 x noise scale 576', lr_factor=1.0)
     """
 
@@ -213,11 +225,15 @@ class NoiseScale:
     min_batch: Count = 1
     max_batch: Count | None = None
 
-    wants_average: ClassVar[bool] = True
-    max_change: ClassVar[float] = MAX_CHANGE
-
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
+
+    @property
+    def needs(self) -> Needs:
+        """Averages, and small changes."""
+        return Needs(
+            average=True, max_change=MAX_CHANGE, min_batch=self.min_batch, max_batch=self.max_batch
+        )
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Decides for the multiple of the measured noise scale."""
@@ -249,7 +265,7 @@ class NormTest:
         (Lau et al. 2024, arXiv 2402.11215); docs/theory.md (4).
     Example:
         >>> step = GradientStatistics(1.0, 600.0, samples=200, micro_batches=4)
-        >>> NormTest(theta=0.5).decide(step, TrainingState(200, 200, 200))
+        >>> NormTest(theta=0.5).decide(step, TrainingState(200, 200))
         Decision(batch_size=600, reason='norm test of 0.5: 600 samples needed', lr_factor=1.0)
     """
 
@@ -257,11 +273,15 @@ class NormTest:
     min_batch: Count = 1
     max_batch: Count | None = None
 
-    wants_average: ClassVar[bool] = True
-    max_change: ClassVar[float] = MAX_CHANGE
-
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)
+
+    @property
+    def needs(self) -> Needs:
+        """Averages, and small changes."""
+        return Needs(
+            average=True, max_change=MAX_CHANGE, min_batch=self.min_batch, max_batch=self.max_batch
+        )
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Decides for the batch that passes the test, if it is larger than the present one."""
@@ -286,14 +306,9 @@ def rounded_size(
 
 
 class Wrapper:
-    """A policy around another one, whose optional attributes it shares; None for no other one."""
+    """A policy around another one; None for no other one."""
 
     policy: Any
-
-    def __getattr__(self, name: str) -> Any:  # only for what the wrapper itself does not have
-        if name not in _SHARED:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.policy, name)
 
 
 @dataclass(frozen=True)
@@ -307,7 +322,7 @@ class Shadow(Wrapper):
             other options act on changes, so they do not act on advice.
     Example:
         >>> step = GradientStatistics(1.0, 576.0, samples=128, micro_batches=4)
-        >>> decision = Shadow(NoiseScale()).decide(step, TrainingState(128, 128, 128))
+        >>> decision = Shadow(NoiseScale()).decide(step, TrainingState(128, 128))
         >>> decision, decision.advice
         (Decision(batch_size=128, reason='advice: 576 (1 x noise scale 576)', lr_factor=1.0), 576)
     """
@@ -317,6 +332,11 @@ class Shadow(Wrapper):
     def __post_init__(self) -> None:
         require_policy(self.policy)
 
+    @property
+    def needs(self) -> Needs:
+        """Those of the policy, at the batch size and the learning rates of the loop."""
+        return replace(needs_of(self.policy), batch_size=None, lr_scaling="any")
+
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Keeps the batch size, with the policy's decision as advice unless it is a trial."""
         decision = self.policy.decide(statistics, now)
@@ -325,6 +345,18 @@ class Shadow(Wrapper):
         advice = clamp(decision.batch_size, now.min_batch, now.max_batch)
         reason = f"advice: {advice} ({decision.reason})"
         return Decision(now.target_batch_size, reason, advice=advice)
+
+
+def needs_of(policy: Policy) -> Needs:
+    """What a policy needs of the loop that asks it.
+
+    Raises:
+        SettingError: its attribute `needs` is something else.
+    """
+    needs = getattr(policy, "needs", Needs())
+    if not isinstance(needs, Needs):
+        raise SettingError(f"{type(policy).__name__}.needs is {needs!r}; set needs = bb.Needs(...)")
+    return needs
 
 
 def innermost(policy: Policy) -> Policy:

@@ -2,16 +2,17 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.plan import clamp
 from bigbatch.policies.policy import (
     Decision,
+    Needs,
     Policy,
     TrainingState,
     Wrapper,
+    needs_of,
     require_policy,
     rounded_size,
 )
@@ -45,7 +46,7 @@ class Seesaw(Wrapper):
     Source:
         Seesaw (arXiv 2510.14717); with a schedule, of the growth of arXiv 1711.00489.
     Example:
-        >>> now = TrainingState(128, 128, 128, first_batch_size=128, lr_decay=0.25)
+        >>> now = TrainingState(128, 128, first_batch_size=128, lr_decay=0.25)
         >>> Seesaw().decide(None, now)
         Decision(batch_size=512, reason='learning rate at 0.25 of its peak', lr_factor=1.0)
         >>> decision = Seesaw(Schedule("64, x4 at 60 epochs")).decide(None, replace(now, epoch=60))
@@ -57,10 +58,6 @@ class Seesaw(Wrapper):
     cap: Policy | None = None
     max_batch: Count | None = None
 
-    needs_lr_scaling: ClassVar[str] = "sqrt"
-    min_batch: ClassVar[int] = 1
-    max_change: ClassVar[float | None] = None
-
     def __post_init__(self) -> None:
         if self.cap is not None:
             require_policy(self.cap, "cap")
@@ -71,19 +68,18 @@ class Seesaw(Wrapper):
         return self.cap
 
     @property
-    def batch_size(self) -> int | None:
-        """The first batch size of the schedule; None without one."""
-        return self.schedule.batch_size if self.schedule else None
-
-    @property
-    def needs_statistics(self) -> bool:
-        """Whether the cap decides only after measured steps."""
-        return self.cap is not None and getattr(self.cap, "needs_statistics", True)
-
-    @property
-    def needs_lr_decay(self) -> bool:
-        """Whether it follows the scheduler."""
-        return self.schedule is None or getattr(self.cap, "needs_lr_decay", False)
+    def needs(self) -> Needs:
+        """Those of the cap, without its bounds, and the decay of the rate without a schedule."""
+        cap = Needs(statistics=False) if self.cap is None else needs_of(self.cap)
+        return replace(
+            cap,
+            lr_decay=self.schedule is None or cap.lr_decay,
+            lr_scaling="sqrt",
+            max_change=None,
+            min_batch=1,
+            max_batch=self.max_batch,
+            batch_size=self.schedule.batch_size if self.schedule else None,
+        )
 
     def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
         """The batch that the rate or the schedule asks for, within the cap."""

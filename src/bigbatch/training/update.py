@@ -13,6 +13,7 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rank_consistency import HostCollectives, checksum, facts_of, optimizer_facts
 from bigbatch.errors import LoopError, SettingError
+from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller
@@ -20,7 +21,7 @@ from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.plan_constraints import PlanConstraints
-from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state
+from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state, needs_of
 from bigbatch.policies.step_time import StepTimes
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
@@ -67,6 +68,7 @@ class Update:
     ) -> None:
         self.epoch = self.samples = self.steps = self.skipped = 0
         self.record: StepRecord | None = None  # of the last step
+        self.log: RunLog | None = None  # gets the record of every step
         self.last_measured: StepRecord | None = None  # of the last measured step
         self.weight_per_sample: float | None = None  # in the last step
         self.noise_average = NoiseAverage(_NOISE_STEPS, "steps")  # of measured steps
@@ -81,7 +83,6 @@ class Update:
         self.clock = BaseBatchScheduler(controller.base_batch, optimizer)
         self._step_times, self._loss_trend = StepTimes(collectives.ranks), LossTrend()
         self._timed: tuple[int, bool] | None = None  # the last step: its size, whether measured
-        self._has_history: bool = getattr(controller.policy, "needs_history", False)
         rule = repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function"
         self.settings = {  # as text; must be equal on all ranks
             "micro_batch": repr(constraints.micro_batch),
@@ -107,12 +108,12 @@ class Update:
         self._planned: tuple[int, int, int | None] | None = None  # the size and its bounds
         self._plan_step()
         meter.at_step(0, due=interval.due)
-        if controller.needs_statistics:
+        if controller.needs.statistics:
             interval.require_statistics(f"policy={type(controller.policy).__name__}")
         if lr_scaling == "adascale":
             interval.require_statistics('lr_scaling="adascale"')
         _require_lr_scaling(controller.policy, lr_scaling)
-        self.clock.follows_rates = getattr(controller.policy, "needs_lr_decay", False)
+        self.clock.follows_rates = controller.needs.lr_decay
         self._warns_without_scheduler = warns and self.clock.follows_rates
         self._transports = transport
         if transport:
@@ -237,12 +238,12 @@ class Update:
         with scale_lr(self.optimizer, lr_factor) as rates, self._transport(step.samples, scale):
             self._half_done = True
             follows_rates = self.clock.follows_rates  # then it decides by the next step's rate
-            decision = None if follows_rates else self._decide(step, rates, complete=complete)
+            decision = None if follows_rates else self._decide(step, complete=complete)
             yield
         if step.finite:
             self.clock.advance(step.samples)
         if decision is None:
-            decision = self._decide(step, rates, complete=complete)
+            decision = self._decide(step, complete=complete)
         self.samples += step.samples
         self.steps += step.finite
         self.skipped += not step.finite
@@ -264,6 +265,8 @@ class Update:
             every=self.interval.every,
             gsnr=self.reader.gsnr if self.reader is not None and step.finite else None,
         )
+        if self.log is not None:
+            self.log.record(self.record)
         if step.statistics is not None:
             self.last_measured = self.record
             self.noise_average.add(step.statistics)
@@ -277,7 +280,7 @@ class Update:
     def _choose_next(self, step: StepStatistics, *, complete: bool) -> None:
         """Chooses whether the next step is measured, and plans it."""
         measured, situation = self.interval.due, self._situation
-        if self._has_history:
+        if self._controller.needs.history:
             self._note_history(step)
         self.interval.add_seconds(step.previous_seconds)
         self._plan_step()
@@ -298,7 +301,7 @@ class Update:
             self._step_times.add(batch_size, step.previous_seconds, measured=measured)
         self._timed = step.samples, step.statistics is not None
 
-    def _decide(self, step: StepStatistics, rates: list[float], *, complete: bool) -> Decision:
+    def _decide(self, step: StepStatistics, *, complete: bool) -> Decision:
         """The decision on the next batch size; the present one if this step cannot decide."""
         present = self._controller.decision
         if not step.finite:
@@ -307,22 +310,18 @@ class Update:
             reason = "the end of an epoch does not decide"
         elif step.statistics is None and self._controller.needs_measurement:
             reason = f"not measured{'' if self.interval.due else f'; {self.interval.reason}'}"
-        elif self._controller.needs_statistics and self.interval.times_next:
+        elif self._controller.needs.statistics and self.interval.times_next:
             reason = "held: the next step is timed"
         else:
             now = TrainingState(
                 target_batch_size=present.batch_size,
                 batch_size=step.samples,
-                base_batch=self.clock.base_batch,
                 samples=self.samples + step.samples,
                 steps=self.steps + 1,
                 epoch=self.epoch,
-                ranks=self._batches.virtual_ranks,
-                lr=tuple(rates),
-                elapsed_seconds=step.elapsed_seconds,
-                step_times=self._step_times.sizes if self._has_history else (),
-                loss_trend=self._loss_trend.trend,
                 lr_decay=self.clock.lr_decay,
+                step_times=self._step_times.sizes,
+                loss_trend=self._loss_trend.trend,
             )
             return self._controller.next(step.statistics, now)
         return Decision(present.batch_size, reason, present.lr_factor)
@@ -444,15 +443,9 @@ class Update:
 
 def _require_lr_scaling(policy: Any, lr_scaling: LRScaling) -> None:
     """Raises SettingError if the learning rate would follow the batch against the policy."""
-    if lr_scaling is not None and getattr(policy, "decays", False):
+    needed = needs_of(policy).lr_scaling
+    if needed not in ("any", lr_scaling):
         raise SettingError(
-            "the schedule grows the batch instead of lowering the learning rate, which "
-            f"lr_scaling={lr_scaling!r} would raise with it; pass lr_scaling=None (a command's "
-            "--lr-scaling none)"
-        )
-    needed = getattr(policy, "needs_lr_scaling", None)
-    if needed not in (None, lr_scaling):
-        raise SettingError(
-            f"lr_scaling={lr_scaling!r} with {type(policy).__name__}, whose cuts of the learning "
-            f"rate are right with lr_scaling={needed!r} alone; pass that"
+            f"lr_scaling={lr_scaling!r} with {type(policy).__name__}, which changes the learning "
+            f"rate itself, gives a wrong one; pass lr_scaling={needed!r}"
         )

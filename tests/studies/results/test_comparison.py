@@ -7,14 +7,13 @@ from dataclasses import asdict, replace
 import pytest
 
 from bigbatch.errors import RunError
-from bigbatch.log.run_config import read_trainings
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.build_optimizer import build_controller
 from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.run_config import read_trainings
 from bigbatch_recipes.sweep import start_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
-from log_rows import row
+from log_rows import add_rows, row, write_log
 from made_runs import COST, SCORE
 from studies.results import any_start, batch_norm, measured_batch
 from studies.results.comparison import Comparison
@@ -50,10 +49,10 @@ def trained(folder, comparison=SMALL, *, without=()):
     start_sweep(recipe, folder / "arms", points, ["lr"], comparison.seeds, comparison.tune_seeds)
     for name, settings in read_trainings(folder / "arms").items():
         if name not in without:
-            run = RunDirectory.create(folder / "arms" / name, settings)
-            run.append(row(1, batch=20))
-            run.append(row(2, batch=30, samples=50, accuracy=settings["lr"]))
-            (run.path / "report.html").touch()
+            run = write_log(folder / "arms" / name, [], settings)
+            add_rows(run, [row(1, batch=20)])
+            add_rows(run, [row(2, batch=30, samples=50, accuracy=settings["lr"])])
+            (run / "report.html").touch()
     return folder
 
 
@@ -109,11 +108,11 @@ def test_a_replay_has_the_mean_trajectory_of_the_other_fresh_seeds(tmp_path):
     """In folders whose names are patterns too; tuning seeds are 1000 and above."""
     folder = trained(tmp_path / "runs [0-9]*", ADAPTIVE)
     for seed, size in ((0, 10), (1, 25), (1000, 5)):
-        run = RunDirectory.open(folder / "arms" / f"{CONTROLLED[0]},lr=0.1-seed{seed}")
-        run.metrics.write_text("")
+        run = folder / "arms" / f"{CONTROLLED[0]},lr=0.1-seed{seed}"
+        (run / "metrics.jsonl").write_text("")
         for step in range(1, 1 + 50 // size):
             metrics = {SCORE: 1.0} if step * size == 50 else None
-            run.append(row(step, batch=size, metrics=metrics))
+            add_rows(run, [row(step, batch=size, metrics=metrics)])
     controls = controls_of(folder)
     changes = controls[replay_of(CONTROLLED[0])]
     (point,) = ADAPTIVE.points({"replay": changes}, settings_of(SMALL))

@@ -1,5 +1,6 @@
 """Comparisons for a GPU: settings, logs that are not complete, and runs that a limit stops."""
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ import torch
 pytest.importorskip("matplotlib")
 
 from bigbatch.errors import SettingError
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log.atomic_files import lock_folder
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.process_pool import is_finished, train_sweep
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.sweep import Point, start_sweep
 from bigbatch_recipes.validate import build_on_meta_device
 from studies.results import batch_tables
@@ -199,13 +201,12 @@ def test_a_run_that_the_limit_stops_is_ended_and_resumes(tmp_path):
     first, second = path / "long-seed0", path / "long-seed1"
     assert not second.exists()
     run = RunDirectory.open(first)
-    steps = len(run.metrics.read_text().splitlines())
+    steps = len(run.log.metrics.read_text().splitlines())
     assert steps > 0
     assert not is_finished(first)
-    with run.lock():  # no process trains in it
-        pass
+    os.close(lock_folder(run.path))  # no process trains in it
     assert {} == train_sweep(path, 1, VIEW, time.monotonic() + 20)
-    assert len(run.metrics.read_text().splitlines()) > steps
+    assert len(run.log.metrics.read_text().splitlines()) > steps
 
 
 ON_CPU = {"device": "cpu", "precision": "float32", "evaluate_every": "1 epoch", "epochs": 1}

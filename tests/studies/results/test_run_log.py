@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from bigbatch.errors import RunError
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.sweep import Point, start_sweep, trainings_of
-from log_rows import row
+from log_rows import add_rows, row, write_log
 from made_runs import SCORE, fresh, log_of, tuning
 from studies.results.run_log import LoggedRun, log_text, logged_runs, read_log
 
@@ -99,10 +98,10 @@ def made_sweep(path, scores, *, tune_seeds=1):
     start_sweep(DIGITS, path, points, ["lr"], 2, tune_seeds)
     for name, training in trainings_of(DIGITS, points, 2, tune_seeds).items():
         if (score := scores.get((training.lr, training.seed))) is not None:
-            run = RunDirectory.create(path / name, training.as_dict())
-            run.append(row(1, skipped=True))
-            run.append(row(2, accuracy=0.5))
-            run.append(row(3, metrics={SCORE: score, "test loss": None}))
+            run = write_log(path / name, [], training.as_dict())
+            add_rows(run, [row(1, skipped=True)])
+            add_rows(run, [row(2, accuracy=0.5)])
+            add_rows(run, [row(3, metrics={SCORE: score, "test loss": None})])
 
 
 SCORES = {(0.1, 1000): 80.0, (0.2, 1000): 90.0, (0.2, 0): 91.0, (0.2, 1): 92.0}

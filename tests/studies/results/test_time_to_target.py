@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.errors import RunError
-from bigbatch.log.metrics import History
+from bigbatch.log.history import History
 from bigbatch.log.time_to_score import time_to_score
 from log_rows import row
 from made_runs import COST, SCORE, fresh, log_of, tuning

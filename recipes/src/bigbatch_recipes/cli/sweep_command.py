@@ -9,11 +9,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from bigbatch.errors import SettingError
-from bigbatch.log.atomic_files import reserve
 from bigbatch_recipes.cli import options
 from bigbatch_recipes.cli.dry_run_tables import NOT_TIMED, about_minutes
 from bigbatch_recipes.cli.options import refuse_options
 from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.output_directory import reserve
 from bigbatch_recipes.process_pool import default_jobs, train_sweep
 from bigbatch_recipes.recipe import Recipe, Sweep
 from bigbatch_recipes.settings import SETTING_TYPES

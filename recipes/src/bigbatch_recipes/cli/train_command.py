@@ -7,17 +7,16 @@ from typing import Annotated, Any
 import typer
 
 from bigbatch.errors import SettingError
-from bigbatch.log.atomic_files import release, reserve
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import EXPERIMENTS
 from bigbatch_recipes.cli import options
 from bigbatch_recipes.cli.dry_run_tables import show_dry_run
 from bigbatch_recipes.cli.options import refuse_options
 from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.output_directory import release, reserve
 from bigbatch_recipes.process_group import run_on_rank_zero, world_size
 from bigbatch_recipes.recipe import SEEDS, Recipe
 from bigbatch_recipes.settings import SETTING_TYPES, Settings
-from bigbatch_recipes.study import build_training, start_study, train_one, train_study
+from bigbatch_recipes.study import build_training, create_run, start_study, train_one, train_study
 from bigbatch_recipes.study import resume as resume_at
 from bigbatch_recipes.torchrun import Launch
 from bigbatch_recipes.validate import unused_by_optimizer, unused_by_policy
@@ -184,7 +183,7 @@ def _train_one(
             resume_at(path, view)
             return
         training = build_training(path, settings)  # before anything is written
-        run = run_on_rank_zero(lambda: RunDirectory.create(path, settings.as_dict(), launch.id))
+        run = run_on_rank_zero(lambda: create_run(path, settings.as_dict(), launch.id))
         train_one(training, run, view)
 
 

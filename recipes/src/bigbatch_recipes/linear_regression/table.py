@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bigbatch.log.atomic_files import create_directory_atomically
 from bigbatch_recipes.console import plain_console
 from bigbatch_recipes.linear_regression.experiment import (
     CLIPS,
@@ -30,6 +29,7 @@ from bigbatch_recipes.linear_regression.experiment import (
 )
 from bigbatch_recipes.linear_regression.figures import figure1, figure3
 from bigbatch_recipes.linear_regression.input_distributions import DISTRIBUTIONS
+from bigbatch_recipes.output_directory import create_directory_atomically
 
 COLUMNS = (
     *("inputs", "lr", "method", "mean r", "SGD, lr", "VR-SGD, lr", "SGD, lr x mean r"),

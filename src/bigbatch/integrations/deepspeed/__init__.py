@@ -93,8 +93,8 @@ def initialize(
             has the initial batch size and the base batch.
         lr_scaling: as AdaptiveBatch's.
         min_micro_batches: as AdaptiveBatch's.
-        **options: budget or every, as AdaptiveBatch's; and all other arguments of DeepSpeed's:
-            config, mpu, collate_fn ...
+        **options: budget or every, and log, as AdaptiveBatch's; and all other arguments of
+            DeepSpeed's: config, mpu, collate_fn ...
     Returns:
         (engine, optimizer, loader, lr_scheduler), as DeepSpeed's.
     Raises:
@@ -117,11 +117,16 @@ def initialize(
     base = optimizer if vr_optimizer is None else vr_optimizer.base
     arguments = {"args": args, "model": model, "optimizer": base, "lr_scheduler": lr_scheduler}
     measuring: dict[str, Any] = {
-        name: options.pop(name) for name in ("budget", "every") if name in options
+        name: options.pop(name) for name in ("budget", "every", "log") if name in options
     }
     loop_options(**measuring)
     arguments |= {"model_parameters": model_parameters, **options}
     if policy is None and not params.enable_adjust and vr_optimizer is None:
+        if measuring.get("log"):
+            raise SettingError(
+                "log= needs an adaptive engine, and this one is DeepSpeed's own; pass policy=, "
+                "bigbatch.Fixed(batch_size) for a constant batch"
+            )
         unchanged: tuple[Any, Any, Any, Any]
         unchanged = deepspeed.initialize(training_data=training_data, **arguments)
         require_no_vr_factory(unchanged[0])

@@ -7,6 +7,7 @@ from lightning.pytorch import Trainer
 
 from bigbatch.integrations.lightning.lightning_checks import loader_batch_size
 from bigbatch.policies.controller import Controller
+from bigbatch.policies.policy import needs_of
 
 
 @total_ordering
@@ -71,4 +72,4 @@ def base_batch_of(settings: dict[str, Any]) -> int | None:
     if isinstance(policy, Controller):
         return policy.base_batch
     base_batch: int | None = settings.get("base_batch") or settings.get("batch_size")
-    return base_batch or getattr(policy, "batch_size", None)
+    return base_batch or needs_of(policy).batch_size

@@ -59,7 +59,7 @@ class AdaptiveBatchCallback(Callback):
     Args:
         policy: decides the batch size after every step; or a `Controller`.
         options: batch_size, base_batch, min_micro_batches, lr_scaling, transport, groups, budget,
-            every as for `AdaptiveBatch`; micro_batch: samples in a batch of the loader, if the
+            every, log as for `AdaptiveBatch`; micro_batch: samples in a batch of the loader, if the
             loader has no batch size. A scheduler with interval="step" is advanced once per base
             batch.
         meter: function that makes the meter of the model that the strategy has wrapped, such as
@@ -99,6 +99,8 @@ class AdaptiveBatchCallback(Callback):
         self._ranks = (0, 1)  # this rank and the number of ranks
         self._clip_norm: float | None = None
         self._logger = StepLogger()
+        self._scores: set[str] = set()  # names of metrics that a validation logs
+        self._other_metrics: set[str] = set()
 
     # setup and teardown
 
@@ -171,8 +173,19 @@ class AdaptiveBatchCallback(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts schedule-free optimizers into their evaluation mode."""
         _set_mode(trainer, "eval")
+        self._other_metrics |= trainer.callback_metrics.keys() - self._scores
 
-    on_train_end = on_validation_start
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Adds the metrics of the validation to the log of the training."""
+        metrics = trainer.callback_metrics
+        self._scores = metrics.keys() - self._other_metrics
+        train = self.train if self._trains else None
+        if train is not None and train.run_log is not None and train.record is not None:
+            train.log(**{name: metrics[name] for name in metrics if name in self._scores})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts schedule-free optimizers into their evaluation mode."""
+        _set_mode(trainer, "eval")
 
     # one micro-batch
 

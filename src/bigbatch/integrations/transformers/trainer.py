@@ -32,7 +32,7 @@ from bigbatch.integrations.transformers.trainer_step import (
     count_labels,
 )
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.policy import Policy
+from bigbatch.policies.policy import Policy, needs_of
 from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
@@ -45,6 +45,7 @@ else:
     NextClass = object  # the class after the mixin
 
 _STATE_FILE = "adaptive_batch_{}.pt"  # one per process, in the folder of a checkpoint
+_SPEED = ("_runtime", "_per_second", "_time")  # ends of the names of an evaluation's times
 
 
 class AdaptiveMixin(NextClass):
@@ -64,7 +65,7 @@ class AdaptiveMixin(NextClass):
             policy, or `per_device_train_batch_size` times the number of processes.
         base_batch: batch size that `learning_rate` was tuned for; default `batch_size`.
         micro_batch: maximum samples in one backward; default `per_device_train_batch_size`.
-        fixed_micro_batch, min_micro_batches, lr_scaling, transport, budget, every: as for
+        fixed_micro_batch, min_micro_batches, lr_scaling, transport, budget, every, log: as for
             `AdaptiveBatch`.
         groups: as for `AdaptiveBatch`; the labels of each sample are its weight.
         meter: function that makes a GradientMeter of the prepared model, if it needs options:
@@ -184,7 +185,7 @@ class AdaptiveMixin(NextClass):
             return policy.decision.batch_size, policy.base_batch
         assert self._prepared_batches is not None
         size = self._prepared_batches.batch_size or self._train_batch_size
-        batch_size = batch_size or getattr(policy, "batch_size", None)
+        batch_size = batch_size or needs_of(policy).batch_size
         batch_size = batch_size or size * self.args.world_size
         return batch_size, self._settings.get("base_batch") or batch_size
 
@@ -268,7 +269,15 @@ class AdaptiveMixin(NextClass):
                 metrics["similarity"] = measured.similarity
                 metrics["noise_scale"] = measured.noise_scale
             logs |= {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._log_scores(logs)
         super().log(logs, *args, **kwargs)
+
+    def _log_scores(self, logs: dict[str, float]) -> None:
+        """Adds what an evaluation measured, without its speed, to the log of the training."""
+        train = self.adaptive
+        if train is not None and train.run_log is not None and train.record is not None:
+            scores = {name: logs[name] for name in logs if name.startswith("eval_")}
+            train.log(**{name: scores[name] for name in scores if not name.endswith(_SPEED)})
 
     # checkpoints
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy
 
 from bigbatch.errors import RunError
-from bigbatch.log.metrics import History, history_of
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log.history import History, history_of
 from bigbatch.policies.batch_schedule import Schedule
 
 _PARTS = 50  # equal parts of the samples, in each of which the batch is constant
@@ -37,7 +36,7 @@ class Replay(Schedule):
 
 
 def _finished(path: Path) -> History:
-    history = history_of(RunDirectory.open(path))
+    history = history_of(path)
     if not history.finished:
         raise RunError(f"{path} is not finished, so it cannot be replayed; finish it first")
     return history

@@ -5,10 +5,9 @@ from statistics import fmean
 import pytest
 
 from bigbatch.errors import RunError
-from bigbatch.log.open_loop import Replay, mean_schedule
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.policies.policy import TrainingState
-from log_rows import row
+from bigbatch_recipes.open_loop import Replay, mean_schedule
+from log_rows import add_rows, row, write_log
 
 
 @pytest.fixture
@@ -16,15 +15,16 @@ def run_with(tmp_path):
     """Writes a run with steps of these sizes, the last one scored."""
 
     def write(name, sizes, skipped=(), finished=True):
-        run = RunDirectory.create(tmp_path / name, {"policy": "fixed", "epochs": 1})
+        run = write_log(tmp_path / name, [], {"policy": "fixed", "epochs": 1})
         samples = 0
         for step, size in enumerate(sizes, start=1):
             samples += size
             metrics = {"accuracy": 1.0} if finished and step == len(sizes) else None
-            run.append(
-                row(step, batch=size, samples=samples, metrics=metrics, skipped=step in skipped)
+            add_rows(
+                run,
+                [row(step, batch=size, samples=samples, metrics=metrics, skipped=step in skipped)],
             )
-        return run.path
+        return run
 
     return write
 
@@ -33,7 +33,7 @@ def followed(policy, samples):
     """The sizes of the steps that a training of so many samples takes with the policy."""
     sizes, seen = [], 0
     while seen < samples:
-        now = TrainingState(1, 1, 1, samples=seen, steps=len(sizes))
+        now = TrainingState(1, 1, samples=seen, steps=len(sizes))
         sizes.append(min(policy.decide(None, now).batch_size, samples - seen))
         seen += sizes[-1]
     return sizes

@@ -1,87 +1,30 @@
-"""Rows of the log, the history of a run, and tables of histories."""
+"""The history of a run, which its log has, and tables of histories."""
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from statistics import fmean
 from typing import Any
 
-from bigbatch.errors import RunError, SettingError
+from bigbatch.errors import RunError
 from bigbatch.log.divergence import divergence_of
-from bigbatch.log.row_schema import SCHEMA, require_step
-from bigbatch.log.run_config import PREREQUISITES
-from bigbatch.log.run_directory import Row, RunDirectory
+from bigbatch.log.row_schema import (
+    METRICS,
+    SCHEMA,
+    SCORES,
+    SETTINGS,
+    Row,
+    parse_line,
+    require_kinds,
+    require_settings,
+    require_step,
+)
 from bigbatch.log.seed_summary import SeedSummary
-from bigbatch.log.step_record import StepRecord
-from bigbatch.policies.parse import target_of
-
-Scores = Mapping[str, float]
 
 _COLUMNS = ("steps", "average batch", "samples", "wall time")
-
-
-def row_of(record: StepRecord, scores: Scores | None) -> Row:
-    """The row of one step in the log, from which a policy can be replayed.
-
-    Args:
-        record: the step.
-        scores: scores after the step, by name; None where none were measured.
-    """
-    statistics = record.statistics
-    row: Row = {
-        "schema": SCHEMA,
-        "step": record.step,
-        "epoch": record.epoch,
-        "samples": record.samples,
-        "batch_size": record.batch_size,
-        "target_batch_size": record.target_batch_size,
-        "micro_batches": record.micro_batches,
-        "loss": record.loss,
-        "lr": list(record.lr),
-        "grad_sqnorm": statistics and statistics.grad_sqnorm,
-        "grad_variance": statistics and statistics.grad_variance,
-        "similarity": record.similarity,
-        "noise_scale": record.noise_scale,
-        "skipped": record.skipped,
-        "next_batch_size": record.decision.batch_size,
-        "next_lr_factor": record.decision.lr_factor,
-        "decision_reason": record.decision.reason,
-        "metrics": scores and {name: finite(score) for name, score in scores.items()},
-        "every": record.every,
-        "elapsed_seconds": record.elapsed_seconds,
-    }
-    if record.gsnr is not None:
-        row["gsnr"] = _rounded(record.gsnr.by_layer())
-    if statistics is not None and statistics.half_batch_cosine is not None:
-        row["half_batch_cosine"] = statistics.half_batch_cosine
-    if statistics is not None and statistics.interval is not None:
-        row["similarity_interval"] = _ends(statistics.similarity_interval)
-        row["noise_scale_interval"] = _ends(statistics.noise_scale_interval)
-    if statistics is not None and statistics.layers:
-        row["layers"] = _rounded(
-            {name: (one.noise_scale, one.similarity) for name, one in statistics.layers.items()}
-        )
-    return {name: finite(value) for name, value in row.items()}
-
-
-def finite(value: Any) -> Any:
-    """The value; None for nan and infinity, which JSON lacks."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _rounded(by_layer: Mapping[str, Iterable[float]]) -> dict[str, list[float | None]]:
-    """The numbers of each layer with four digits."""
-    return {name: [_round(number) for number in numbers] for name, numbers in by_layer.items()}
-
-
-def _ends(interval: tuple[float, float] | None) -> list[float | None]:
-    return [_round(end) for end in interval or ()]
-
-
-def _round(number: float) -> float | None:
-    """The number with four digits, which keeps rows short; None where it is not finite."""
-    return float(f"{number:.4g}") if math.isfinite(number) else None
 
 
 def measured_rows(rows: list[Row]) -> list[Row]:
@@ -98,13 +41,11 @@ class History:
     Args:
         path: directory of the run.
         settings: settings of the run.
-        target: similarity that its policy holds; None for another policy.
-        rows: rows of its log.
+        rows: rows of its log, one per step.
     """
 
     path: Path
     settings: dict[str, Any]
-    target: float | None
     rows: list[Row]
 
     @property
@@ -113,19 +54,35 @@ class History:
         return str(self.settings.get("arm") or self.path.name)
 
     @property
+    def target(self) -> float | None:
+        """The similarity that the policy holds; None for another policy than SimiGrad."""
+        is_simigrad = str(self.settings.get("policy")).lower().startswith("simigrad")
+        return self.settings.get("target") if is_simigrad else None
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a higher main score is better."""
+        return bool(self.settings.get("higher_is_better", True))
+
+    @property
     def settings_without_seed(self) -> str:
         """The settings as text, equal for runs that differ only in their seed."""
-        settings = {name: value for name, value in self.settings.items() if name != "seed"}
-        suffix = f"-seed{self.settings.get('seed')}"
-        runs = {name: str(settings.get(name, "")).removesuffix(suffix) for name in PREREQUISITES}
-        return repr({**settings, **runs})
+        suffix = f"-seed{self.settings.get('seed')}"  # of the name of another run
+        return repr(
+            {
+                name: value.removesuffix(suffix) if isinstance(value, str) else value
+                for name, value in self.settings.items()
+                if name != "seed"
+            }
+        )
 
     @property
     def finished(self) -> bool:
-        """Whether the last epoch is complete."""
-        last = self.rows[-1] if self.rows else None
-        epochs = self.settings.get("epochs")
-        return last is not None and last["epoch"] + 1 == epochs and last["metrics"] is not None
+        """Whether the scores after the last epoch are there; True if `epochs` is no setting."""
+        if not self.rows or "epochs" not in self.settings:
+            return bool(self.rows)
+        last = self.rows[-1]
+        return last["epoch"] + 1 == self.settings["epochs"] and last["metrics"] is not None
 
     @property
     def steps(self) -> int:
@@ -166,21 +123,99 @@ class History:
         return rows[-1]["metrics"].get(score) if rows else None
 
 
-def history_of(run: RunDirectory) -> History:
-    """Reads a run's log.
+def find_runs(path: Path | str) -> list[Path]:
+    """The folder, if it has a log; else its subfolders that have one, by name.
 
     Raises:
-        RunError: a line is damaged or of another schema, or the policy is unknown.
+        RunError: there is none.
     """
-    settings, rows = run.settings, run.rows()
-    for number, (previous, row) in enumerate(zip([None, *rows], rows, strict=False), start=1):
-        require_step(f"{run.metrics}, line {number}", row, previous)
-    policy = settings.get("policy")
+    folder = Path(path)
+    _require_folder(folder)
+    if (folder / METRICS).exists():
+        return [folder]
+    runs = sorted(log.parent for log in folder.glob(f"*/{METRICS}"))
+    if not runs:
+        raise RunError(
+            f"{folder} has no {METRICS}, nor has a folder in it; name what bigbatch.RunLog or "
+            'AdaptiveBatch(log="...") wrote'
+        )
+    return runs
+
+
+def history_of(path: Path | str) -> History:
+    """Reads the log of a run.
+
+    Raises:
+        RunError: a file is missing or damaged, or of another schema.
+    """
+    folder = Path(path)
+    return History(folder.resolve(), read_settings(folder), _read_rows(folder / METRICS))
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of a run.
+
+    Raises:
+        RunError: the file is missing or damaged, or of another schema.
+    """
+    _require_folder(folder)
+    file = folder / SETTINGS
     try:
-        target = target_of(policy, settings.get("target")) if policy else None
-    except SettingError as error:
-        raise RunError(f"{run.path / 'config.yaml'}: {error}") from None
-    return History(run.path.resolve(), settings, target, rows)
+        document = json.loads(file.read_bytes())
+        schema, settings = document["schema"], document["settings"]
+    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
+        raise RunError(
+            f"{file} cannot be read as the settings of a log ({type(error).__name__}); name the "
+            "folder of a run, or restore the file from a copy"
+        ) from None
+    if schema != SCHEMA:
+        raise RunError(
+            f"{file} is of schema {shortened(schema)}, and {SCHEMA} is needed; read it with the "
+            "release that wrote it"
+        )
+    require_settings(str(file), settings)
+    return dict(settings)
+
+
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise RunError(
+            f"there is no run directory {folder}; `ls {folder.parent}` shows what there is"
+        )
+
+
+def _read_rows(metrics: Path) -> list[Row]:
+    """One row per step, with the scores after it; an incomplete line at the end is left out.
+
+    Raises:
+        RunError: a line is damaged.
+    """
+    rows: list[Row] = []
+    lines = metrics.read_bytes().split(b"\n") if metrics.exists() else []
+    for number, line in enumerate(lines[:-1], start=1):
+        place = f"{metrics}, line {number}"
+        try:
+            row = parse_line(line)
+        except ValueError:
+            raise RunError(f"{place} is damaged; restore the file, or train again") from None
+        _add_row(rows, row, place)
+    return rows
+
+
+def _add_row(rows: list[Row], row: Row, place: str) -> None:
+    """Adds a step, or to the last step its scores."""
+    if row.keys() != SCORES.keys():
+        require_step(place, row, rows[-1] if rows else None)
+        rows.append(row)
+        return
+    require_kinds(place, row, SCORES)
+    last: Row = rows[-1] if rows else {"step": 0}
+    if row["step"] != last["step"] or row["metrics"] is None:
+        raise RunError(
+            f"{place} has scores of step {row['step']} after step {last['step']}; restore the file "
+            "from a copy"
+        )
+    last["metrics"] = {**(last["metrics"] or {}), **row["metrics"]}
 
 
 def group_seeds(histories: list[History]) -> dict[str, list[History]]:

@@ -1,81 +1,58 @@
-"""The config file of a run or a study: its kind, its settings, the versions that ran."""
+"""study.yaml: the trainings of a study, and how a sweep is shown."""
 
-import platform
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
-import torch
 import yaml
 
 from bigbatch.errors import RunError
-from bigbatch.log.row_schema import SCHEMA, SWEEP, require_kinds, require_names, require_settings
+from bigbatch.log.row_schema import SCHEMA, require_kinds, require_names, require_settings
+from bigbatch.setting_types import In, Kind, Number
 
 PREREQUISITES = ("init_from", "lr_control_from")  # settings that name a run to finish first
-CONFIG_FILES = ("config.yaml", "study.yaml")  # of a run, of a study
 
-# errors of yaml for other text, and of `read_config` for another document
+_SWEEP = {
+    "tuned": Kind(list[str]),
+    "tuning_seeds": Kind(list[Annotated[int, In("[0, 9e18]")]]),
+    "higher_is_better": Kind(bool),
+    "points": Kind(dict[str, dict[str, Number | str | bool | None]]),
+}
+
+# errors of yaml for other text, and of `_read_study` for another document
 _UNREADABLE = (
     *(OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError),
     *(TypeError, KeyError, AttributeError),
 )
 
 
-def config_yaml(
-    kind: Literal["run", "study"], settings: dict[str, Any], launch: str | None = None
-) -> bytes:
-    """Text of a config file: kind, settings, versions, machine, and the launch that began it."""
-    document = {
-        "kind": kind,
-        "schema": SCHEMA,
-        "settings": settings,
-        "versions": {
-            "bigbatch": metadata.version("bigbatch"),
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            **{name: metadata.version(name) for name in ("numpy", "scikit-learn")},
-        },
-        "machine": platform.platform(),
-        **({"launch": launch} if launch else {}),
-    }
+def study_yaml(settings: dict[str, Any]) -> bytes:
+    """Text of study.yaml."""
+    document = {"kind": "study", "schema": SCHEMA, "settings": settings}
     return yaml.safe_dump(document, sort_keys=False).encode()
 
 
-def read_config(path: Path, kind: Literal["run", "study"]) -> dict[str, Any]:
-    """The settings of a run or study.
+def _read_study(path: Path) -> dict[str, Any]:
+    """The content of study.yaml.
 
     Raises:
-        RunError: the file is unreadable, of another kind, or of a newer schema.
+        RunError: the file is unreadable, of another kind, or of another schema.
     """
     try:
         document = yaml.safe_load(path.read_text())
-        actual_kind, schema = document["kind"], document["schema"]
+        kind, schema = document["kind"], document["schema"]
         settings = dict(document["settings"])
     except _UNREADABLE as error:
         raise RunError(
-            f"{path} cannot be read as a {kind} of bigbatch ({type(error).__name__}); name a "
+            f"{path} cannot be read as a study of bigbatch ({type(error).__name__}); name a "
             "directory that `bigbatch train` made"
         ) from None
-    if actual_kind != kind or schema != SCHEMA:
+    if kind != "study" or schema != SCHEMA:
         raise RunError(
-            f"{path} is a {actual_kind} of schema {schema!r}, a {kind} of schema {SCHEMA} is "
+            f"{path} is a {kind} of schema {schema!r}, a study of schema {SCHEMA} is "
             "needed; use the release that wrote it"
         )
-    if kind == "run":
-        require_settings(path, settings)
     return settings
-
-
-def launch_of(path: Path) -> str | None:
-    """The launch of torchrun that began the run or study at `path`; None where none is written."""
-    for name in CONFIG_FILES:
-        with suppress(*_UNREADABLE):
-            document = yaml.safe_load((path / name).read_text())
-            if isinstance(document, dict) and "launch" in document:
-                return str(document["launch"])
-    return None
 
 
 def trainings_as_dict(trainings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -103,7 +80,7 @@ def read_trainings(path: Path) -> dict[str, dict[str, Any]]:
         RunError: there is no study at `path`.
     """
     file = path / "study.yaml"
-    config = read_config(file, "study")
+    config = _read_study(file)
     common, trainings = config.get("common", {}), config.get("trainings")
     require_settings(f"{file}, common settings", common)
     if not isinstance(trainings, dict) or not trainings or not all(map(_is_file_name, trainings)):
@@ -131,13 +108,13 @@ def read_sweep(path: Path) -> dict[str, Any] | None:
     file = path / "study.yaml"
     if not file.exists():
         return None
-    sweep = read_config(file, "study").get("sweep")
+    sweep = _read_study(file).get("sweep")
     if sweep is None:
         return None
     if not isinstance(sweep, dict):
         raise RunError(f"{file} does not say how its sweep is shown; run the sweep again")
-    require_names(f"{file}, sweep", sweep, SWEEP)
-    require_kinds(f"{file}, sweep", sweep, SWEEP)
+    require_names(f"{file}, sweep", sweep, _SWEEP)
+    require_kinds(f"{file}, sweep", sweep, _SWEEP)
     for name, settings in read_trainings(path).items():
         place = f"{file}, training {name}"
         require_names(place, settings, ("arm", "seed"))
