@@ -6,12 +6,12 @@ from functools import partial
 from statistics import fmean, stdev
 
 import numpy
+from bigbatch.log.curves import COLORS, add_grid
+from bigbatch.log.line_styles import style_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from bigbatch.log.curves import COLORS, add_grid
-from bigbatch.log.line_styles import style_of
 from bigbatch.log.paired_differences import PairedDifference, paired_difference
 from studies.results.markdown import markdown_table
 from studies.results.measured_batch import DEVICES, DOUBLING, devices_text, equal_steps, replay_of

@@ -17,7 +17,7 @@ from bigbatch.errors import RunError
 from bigbatch.log.atomic_files import write_atomically
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.process_pool import train_sweep
+from bigbatch_recipes.parallel_runs import train_sweep
 from bigbatch_recipes.run_config import read_trainings
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.study import settings_from

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from bigbatch.log.curves import COLORS, add_grid
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bigbatch.log.curves import COLORS, add_grid
 from studies.results.estimate_log import (
     BRANCH_STEPS,
     FIXED_WAYS,

@@ -6,20 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bigbatch.log.curves import write_figure
 from matplotlib.figure import Figure
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import write_atomically
-from bigbatch.log.curves import write_figure
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView
 from studies.results import (
     any_start,
     batch_norm,
     batch_tables,
-    cost_figure,
     estimate_accuracy,
-    gpu_comparisons,
     measured_batch,
     start_tables,
     variance_reduction,
@@ -103,18 +101,7 @@ def _estimates() -> Question:
     )
 
 
-def _cost() -> Question:
-    """It is drawn from the page of benchmarks, which is its record."""
-    record = "../benchmarks.md"
-    return Question(
-        None,
-        lambda logs: cost_figure.tables((logs / record).read_text()),
-        lambda logs: cost_figure.figure((logs / record).read_text()),
-        record,
-    )
-
-
-BATCHES = (*measured_batch.COMPARISONS, batch_norm.COMPARISON, *gpu_comparisons.COMPARISONS)
+BATCHES = (*measured_batch.COMPARISONS, batch_norm.COMPARISON)
 QUESTIONS: dict[str, Question] = {
     **{one.name: _of(one, batch_tables.tables, batch_tables.figure) for one in BATCHES},
     any_start.COMPARISON.name: _any_start(),
@@ -122,7 +109,6 @@ QUESTIONS: dict[str, Question] = {
         variance_reduction.COMPARISON, vr_tables.tables, vr_tables.figure
     ),
     "estimates": _estimates(),
-    "cost": _cost(),
 }
 TRAINED = {name: one.train for name, one in QUESTIONS.items() if one.train is not None}
 

@@ -2,9 +2,9 @@
 
 from math import comb
 
+from bigbatch.log.curves import COLORS, add_grid
 from matplotlib.figure import Figure
 
-from bigbatch.log.curves import COLORS, add_grid
 from studies.results.any_start import BATCHES, POLICIES, RATES, WARMUPS, arm_of
 from studies.results.markdown import markdown_table
 from studies.results.run_log import LoggedRun, RunLog

@@ -4,7 +4,9 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 
 from bigbatch.log.step_record import StepRecord
-from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.policy import Fixed, Policy, TrainingState
@@ -60,7 +61,7 @@ def read_samples(data: Path | None) -> Samples:
         RunError: a folder is given, and the files are not in it.
     """
     if data is None:
-        datasets = import_optional("sklearn.datasets", "experiments")
+        datasets: Any = import_module("sklearn.datasets")
         images, classes = datasets.load_digits(return_X_y=True)
         return Samples(torch.tensor(images, dtype=torch.float64) / 16, torch.tensor(classes))
     folder = FASHION_MNIST.origin.find(data)

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from itertools import product
 from statistics import fmean
 
+from bigbatch.log.curves import COLORS, add_grid
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bigbatch.log.curves import COLORS, add_grid
 from bigbatch.log.paired_differences import paired_difference
 from bigbatch_recipes.image_classification import GAP
 from studies.results.batch_tables import difference_cell, mean_cell, scores_of

@@ -9,7 +9,7 @@ import pytest
 from bigbatch.errors import RunError
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.build_optimizer import build_controller
-from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.run_config import read_trainings
 from bigbatch_recipes.sweep import start_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
@@ -20,7 +20,7 @@ from studies.results.comparison import Comparison
 from studies.results.measured_batch import CONTROLLED, equal_steps, replay_of
 from studies.results.run_log import log_text
 
-VIEW = LiveView(plain_console(), quiet=True)
+VIEW = LiveView(quiet=True)
 ALL = [*measured_batch.COMPARISONS, batch_norm.COMPARISON, any_start.COMPARISON]
 SMALL = Comparison(
     name="small",

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 else:
     NextClass = object  # the class after the mixin
 
-_STATE_FILE = "adaptive_batch_{}.pt"  # one per process, in the folder of a checkpoint
 _SPEED = ("_runtime", "_per_second", "_time")  # ends of the names of an evaluation's times
+_STATE_FILE = "adaptive_batch_{}.pt"  # one per process, in the folder of a checkpoint
 
 
 class AdaptiveMixin(NextClass):

@@ -1,15 +1,16 @@
-"""How much longer each policy takes than the best schedule, on noisy quadratics."""
+"""How much longer each policy takes than the best schedule, on noisy quadratics.
 
+python -m studies.decisions --rates greedy --beds 2
+"""
+
+import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from bigbatch.log.curves import COLORS, add_grid, write_figure
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.goodput import Goodput
@@ -27,6 +28,7 @@ from bigbatch.policies.policy import (
 )
 from bigbatch.policies.seesaw import Seesaw
 from bigbatch.policies.step_time import StepTimes
+from studies.markdown_tables import Row, show
 from studies.noisy_quadratic import (
     BASE_BATCH,
     RATES,
@@ -39,9 +41,8 @@ from studies.noisy_quadratic import (
     last_part,
 )
 from studies.optimal_schedule import Outcome, knots, optimal_schedule, with_best_rate
-from studies.timing import Row
 
-SEEDS = 3
+_SEEDS = 3
 
 _MICRO_BATCHES = 8  # k
 _FIRST_SHARE = 8  # of the best fixed batch size, that of the first batch size
@@ -214,7 +215,7 @@ class Regret:
 
 
 def run(
-    rates: Sequence[Rate] = RATES, seed: int = 0, seeds: int = SEEDS, number: int | None = None
+    rates: Sequence[Rate] = RATES, seed: int = 0, seeds: int = _SEEDS, number: int | None = None
 ) -> Iterator[Regret]:
     """Every policy on every bed; `number` limits the beds of each rate."""
     for rate in rates:
@@ -222,7 +223,7 @@ def run(
             yield from compare(bed, seed, seeds)
 
 
-def compare(bed: Bed, seed: int = 0, seeds: int = SEEDS) -> list[Regret]:
+def compare(bed: Bed, seed: int = 0, seeds: int = _SEEDS) -> list[Regret]:
     """Every policy on one bed, each at the learning rate that suits it best.
 
     All but `Fixed` start at an eighth of the best fixed batch size.
@@ -404,33 +405,6 @@ def summary(regrets: Sequence[Regret]) -> Iterator[Row]:
             }
 
 
-def draw(regrets: Sequence[Regret], path: Path) -> None:
-    """Writes a figure with a panel for each rate, and a dot for each policy and bed."""
-    rates = list(dict.fromkeys(one.bed.rate for one in regrets))
-    arms = list(dict.fromkeys(one.arm for one in regrets))[::-1]
-    figure = Figure(figsize=(2.2 + 3.2 * len(rates), 0.9 + 0.36 * len(arms)), layout="constrained")
-    panels = figure.subplots(1, len(rates), sharey=True, squeeze=False).flat
-    largest = 1000.0
-    for axes, rate in zip(panels, rates, strict=True):
-        for height, arm in enumerate(arms):
-            times = [median(one.times) for one in regrets if (one.bed.rate, one.arm) == (rate, arm)]
-            percents = [min(100 * time, largest) for time in times]
-            color = COLORS[1] if arm.startswith("Goodput") else COLORS[0]
-            axes.plot(percents, [height] * len(percents), "o", color=color, alpha=0.6, markersize=5)
-            if percents:
-                axes.plot(median(percents), height, "|", color="#000000", markersize=14)
-        axes.axvline(10, color="#555555", linestyle="--", linewidth=0.8)
-        axes.set_xscale("symlog", linthresh=10)
-        axes.set_xlim(-3, 1.4 * largest)
-        axes.set_xticks([0, 10, 100, 1000], ["0", "10", "100", "1000\nor more"])
-        axes.set_title(f"{rate} rate", fontsize=10, loc="left")
-        axes.set_xlabel("more time than the best schedule, %", fontsize=8)
-        axes.set_yticks(range(len(arms)), arms)
-        axes.tick_params(labelsize=8)
-        add_grid(axes)
-    write_figure(figure, path, dpi=150)
-
-
 def _percent(regret: float) -> str:
     return f"{100 * regret:+.0f} %" if math.isfinite(regret) else "failed"
 
@@ -439,3 +413,24 @@ def _setting(policy: Policy) -> str:
     """The first argument of a policy: its size, target, multiple or text."""
     value = next(iter(vars(policy).values()), None)
     return "" if value is None else str(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table of all beds, and one of their medians."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rates", nargs="+", choices=RATES, default=RATES)
+    parser.add_argument("--beds", type=int, help="beds of each rate [10]")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=_SEEDS, help="trainings of each policy")
+    parser.add_argument("--tiny", action="store_true", help="one bed, one training")
+    given = parser.parse_args(arguments)
+    if given.tiny:
+        given.rates, given.beds, given.seeds = ("greedy",), 1, 1
+    regrets = list(run(given.rates, given.seed, given.seeds, given.beds))
+    title = f"over the best schedule; median of {given.seeds} seeds"
+    show(title, (one.row() for one in regrets))
+    show(f"{title}, and over beds", summary(regrets))
+
+
+if __name__ == "__main__":
+    main()

@@ -24,11 +24,10 @@ from torch.optim import SGD, Optimizer
 from bigbatch.optim import VRSGD
 from bigbatch.policies.policy import Fixed
 from bigbatch.statistics.meter import GradientMeter
-from studies import baselines
 from studies.scaling import Model
 from studies.sized_networks import MicroBatches
 
-ENGINES = ("DDP", "FSDP2", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+ENGINES: tuple[str, ...] = ("DDP", "FSDP2", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 LAYERS = 8  # of 768 x 768: 4.7 million weights in 16 parameters, which 2, 3 and 4 divide
 _SAMPLES = 64  # samples of a micro-batch on a rank
 _BUCKET = 4  # MB of a DDP bucket; there are several
@@ -47,8 +46,7 @@ class Kind:
         baseline: `what` of the kind that this one is compared with; None for a baseline.
         meter: options of a `GradientMeter`; None for no meter.
         vr: whether the optimizer is a VR optimizer.
-        nodes: whether there are two nodes, and the reduction has two levels.
-        peer: "simigrad" or "vrgd", for a re-creation of the original.
+        nodes: whether there are two nodes, and VR's reduction has two levels.
         reduced_once: whether FSDP2 keeps unsharded gradients until the last micro-batch.
         width: width of each layer.
     """
@@ -60,7 +58,6 @@ class Kind:
     meter: tuple[tuple[str, Any], ...] | None = None
     vr: bool = False
     nodes: bool = False
-    peer: str | None = None
     reduced_once: bool = False
     width: int = 768
 
@@ -71,20 +68,15 @@ class Kind:
 
 
 _FOUR = "plain, a = 4"
-_NODES, _NODES_FOUR = "plain, two levels", "plain, a = 4, two levels"
 _DDP = [
     Kind("DDP", "plain", baseline=None),
     Kind("DDP", "similarity", meter=()),
     Kind("DDP", "similarity and interval", meter=(("confidence", 0.9),)),
     Kind("DDP", "VR, k = ranks", vr=True),
-    Kind("DDP", "SimiGrad, re-created", peer="simigrad"),
-    Kind("DDP", "VRGD, re-created", peer="vrgd"),
     Kind("DDP", _FOUR, 4, baseline=None),
     Kind("DDP", "VR, a = 4, M2 in bfloat16", 4, baseline=_FOUR, vr=True),
-    Kind("DDP", _NODES, baseline=None, nodes=True),
-    Kind("DDP", "VR, k = ranks, two levels", baseline=_NODES, vr=True, nodes=True),
-    Kind("DDP", _NODES_FOUR, 4, baseline=None, nodes=True),
-    Kind("DDP", "VR, a = 4, two levels", 4, baseline=_NODES_FOUR, vr=True, nodes=True),
+    Kind("DDP", "VR, k = ranks, two levels", vr=True, nodes=True),
+    Kind("DDP", "VR, a = 4, two levels", 4, baseline=_FOUR, vr=True, nodes=True),
 ]
 _FSDP2 = [
     Kind("FSDP2", "plain", baseline=None),
@@ -106,11 +98,8 @@ def kinds(engine: str, ranks: int) -> list[Kind]:
     if engine.startswith("ZeRO"):
         runs = ranks == 2 and deepspeed_is_available()
         return [replace(kind, engine=engine) for kind in _ZERO] if runs else []
-    return [
-        kind
-        for kind in (_DDP if engine == "DDP" else _FSDP2)
-        if (ranks % 2 == 0 or kind.peer != "simigrad") and (ranks == 2 * _NODE or not kind.nodes)
-    ]
+    team = _DDP if engine == "DDP" else _FSDP2
+    return [kind for kind in team if ranks == 2 * _NODE or not kind.nodes]
 
 
 def network(width: int) -> nn.Sequential:
@@ -132,7 +121,6 @@ def step_of(kind: Kind) -> Callable[[], None]:
     model = _wrap_network(kind)
     optimizer = _optimizer(kind, model)
     meter = None if kind.meter is None else GradientMeter(model, **dict(kind.meter))
-    finish = None if kind.peer is None else getattr(baselines, kind.peer)(model)
 
     def step() -> None:
         for number, (x, y) in enumerate(batches, start=1):
@@ -141,8 +129,6 @@ def step_of(kind: Kind) -> Callable[[], None]:
                 loss.backward()  # type: ignore[no-untyped-call]
         if meter is not None:
             meter.read([_SAMPLES] * kind.micro_batches)
-        if finish is not None:
-            finish()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -203,32 +189,27 @@ def _wrap_network(kind: Kind) -> Any:
 
 
 def _optimizer(kind: Kind, model: Any) -> Optimizer:
-    node_group, cross_group = _node_groups() if kind.nodes else (None, None)
-    if kind.nodes and not kind.vr:
-        baselines.two_levels(model, node_group, cross_group)
     if not kind.vr:
         return SGD(model.parameters(), _LR, _MOMENTUM, fused=kind.engine == "DDP")
     optimizer = VRSGD(model.parameters(), _LR, _MOMENTUM)
     if kind.engine == "DDP":
-        optimizer.attach(model, node_group=node_group)
+        optimizer.attach(model, node_group=_node_group() if kind.nodes else None)
     return optimizer
 
 
-def _node_groups() -> tuple[Any, Any]:
-    """This node's group, and the group of the same local rank on every node. Collective."""
+def _node_group() -> Any:
+    """The group of the ranks of this rank's node. Collective."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     nodes = [list(range(first, first + _NODE)) for first in range(0, ranks, _NODE)]
-    local_ranks = [list(range(local, ranks, _NODE)) for local in range(_NODE)]
-    groups = [(members, dist.new_group(members)) for members in [*nodes, *local_ranks]]
-    node_group, cross_group = (group for members, group in groups if rank in members)
-    return node_group, cross_group
+    groups = [(members, dist.new_group(members)) for members in nodes]
+    return next(group for members, group in groups if rank in members)
 
 
 def _sync_context(model: Any, kind: Kind, *, last: bool) -> contextlib.AbstractContextManager[None]:
-    """The context of a backward. SimiGrad's re-creation reduces by itself, so DDP must not."""
+    """The context of a backward, in which gradients are reduced or not."""
     if kind.engine == "FSDP2":
         model.set_requires_gradient_sync(last or not kind.reduced_once)
-    elif not last or kind.peer == "simigrad":
+    elif not last:
         context: contextlib.AbstractContextManager[None] = model.no_sync()
         return context
     return contextlib.nullcontext()
