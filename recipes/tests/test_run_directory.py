@@ -1,8 +1,10 @@
 """Runs on disk: atomic, truthful after a kill, and never overwritten."""
 
 import fcntl
+import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from multiprocessing import Pipe, get_context
 from pathlib import Path
@@ -336,3 +338,67 @@ def test_a_checkpoint_without_weights_is_nothing_to_begin_from(saved):
     saved.save_checkpoint({"optimizer": {}})
     with pytest.raises(RunError, match="has no weights"):
         saved.load_weights()
+
+
+COMMAND = "from bigbatch.cli import main; main()"
+ON_A_SMALL_DISK = (
+    f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)); {COMMAND}"
+)
+SHORT_TRAINING = [
+    "digits",
+    "--policy",
+    "fixed",
+    "--batch-size",
+    "64",
+    "--epochs",
+    "3",
+    "--checkpoint-every",
+    "20 steps",
+    "--quiet",
+]
+
+
+def started(code, *arguments, **options):
+    command = [sys.executable, "-c", code, "train", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.mark.release
+def test_a_disk_that_fills_up_stops_neither_training_nor_a_resumption(tmp_path):
+    """No file may be longer than 6,000 bytes: nothing else fails of itself on a full disk."""
+    run = tmp_path / "run"
+    training = started(ON_A_SMALL_DISK, *SHORT_TRAINING, "--run-dir", run)
+    _, said = training.communicate(timeout=120)
+    for lost in ("metrics are not", "TensorBoard events are not", "the checkpoint could not"):
+        assert 1 == said.count(f"bigbatch: note: {lost} be")
+    assert 2 == training.returncode
+    assert "report.html cannot be written: File too large" in said  # the training is over
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert list(range(1, len(rows) + 1)) == [row["step"] for row in rows]  # no half line
+    again = started(COMMAND, "--resume", run, "--quiet")
+    _, said = again.communicate(timeout=120)
+    assert 0 == again.returncode, said
+
+
+@pytest.mark.release
+def test_a_run_that_is_terminated_continues_from_its_checkpoint(tmp_path):
+    """SIGTERM, as before a preemption, is a kill: what stands on disk is whole at any moment."""
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    length = [*SHORT_TRAINING[:4], "20", *SHORT_TRAINING[5:]]
+    first = started(COMMAND, *length, "--run-dir", whole)
+    training = started(COMMAND, *length, "--run-dir", ended)
+    while training.poll() is None and not (ended / "checkpoint.pt").exists():
+        time.sleep(0.01)
+    training.terminate()
+    training.communicate(timeout=120)
+    assert -15 == training.returncode
+    again = started(COMMAND, "--resume", ended, "--quiet")
+    assert 0 == again.wait(timeout=120)
+    assert 0 == first.wait(timeout=120)
+    rows = [
+        [{**json.loads(line), "elapsed_seconds": 0} for line in (run / "metrics.jsonl").open()]
+        for run in (whole, ended)
+    ]
+    assert rows[0] == rows[1]

@@ -10,17 +10,17 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from bigbatch.errors import SettingError
-from bigbatch.log.html_report import write_sweep_files
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep
 from bigbatch_recipes.run_config import read_sweep, read_trainings
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
-from bigbatch_recipes.sweep_figure import sweep_figure
+from bigbatch_recipes.sweep_page import sweep_panel, write_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
 from log_rows import add_rows, row, write_log
 
@@ -37,7 +37,7 @@ WRONG = [
     (["--grid", "recipe=a,b"], "'recipe' cannot vary"),
     (["--grid", "arm=none"], "arm 'none' is unknown"),
     (["--grid", "optimizer=magic"], "optimizer 'magic' is unknown"),
-    (["--grid", "policy=magic"], "policy='magic' must be one of"),
+    (["--grid", "policy=magic"], "policy 'magic' is unknown; choose one of: fixed"),
     (["--grid", "min_batch=512", "--grid", "max_batch=256"], "the sweep has no point"),
     (["--grid", "lr=0.1", "--tune", "target"], "tuned target must be in the grid: lr"),
     (["--resume", "x", "--grid", "lr=0.1"], "--resume does not go together with --grid"),
@@ -309,10 +309,11 @@ def test_runs_that_diverged_are_counted_and_lose_to_all_that_did_not(tmp_path):
     assert [worse, (0.2, 0.4)] == [(p.values["lr"], p.values["target"]) for p in sweep.shown]
     assert ["2", "2, 2 diverged"] == [cells[-1] for cells in sweep.table().rows]
     assert [0.2] == [point.values["target"] for point in sweep.front]
-    write_sweep_files(sweep, tmp_path)
+    write_sweep(sweep, tmp_path)
     runs = list(csv.DictReader((tmp_path / "sweep.csv").open()))
     assert 6 == sum(run["diverged"] == "True" for run in runs)
-    assert 1 == sum("diverged" in text.get_text() for text in sweep_figure(sweep).axes[0].texts)
+    texts = [text for one in sweep_panel(sweep, (900, 440)).series for text in one.texts]
+    assert 1 == sum("diverged" in text for text in texts)
 
 
 def test_a_sweep_shows_and_is_tuned_by_the_median_where_its_settings_say_so(tmp_path):
@@ -321,9 +322,8 @@ def test_a_sweep_shows_and_is_tuned_by_the_median_where_its_settings_say_so(tmp_
     sweep = swept(tmp_path / "sweep", scores, seeds=3, over_seeds="median")
     assert "median [least, most] over 3 seeds" in sweep.title
     assert ("0.2", "0.2", "61.00 [10.00, 62.00]") == sweep.table().rows[0][:3]
-    (bars,) = sweep_figure(sweep).axes[0].containers
-    low, high = bars.lines[2][0].get_segments()[0]
-    assert (10, 62) == pytest.approx((low[1], high[1]))
+    first = sweep_panel(sweep, (900, 440)).series[-1]
+    assert (10, 62) == pytest.approx((first.low[0], first.high[0]))
     assert "0.1" == swept(tmp_path / "mean", scores, seeds=3).table().rows[0][0]
 
 
@@ -370,31 +370,23 @@ def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
     assert ([], 60) == (half.front, len(half.drawn))
 
 
-def test_a_sweep_leaves_a_figure_a_csv_and_a_json(tmp_path):
+def test_a_sweep_leaves_a_figure_and_a_csv(tmp_path):
     sweep = swept(tmp_path / "sweep", SCORES)
-    write_sweep_files(sweep, tmp_path)
-    assert b"\x89PNG" == (tmp_path / "sweep.png").read_bytes()[:4]
+    write_sweep(sweep, tmp_path)
+    assert ElementTree.parse(tmp_path / "sweep.svg").getroot().tag.endswith("svg")
     runs = list(csv.DictReader((tmp_path / "sweep.csv").open()))
     assert 8 == len(runs)
     assert ("0.1", "0.2", "1", "92.0") == tuple(
         runs[1][name] for name in ("lr", "target", "seed", "test accuracy, %")
     )
-    points = json.loads((tmp_path / "sweep.json").read_text())["points"]
-    assert [True, False, False, True] == [point["shown"] for point in points]
-    assert [True, False, False, True] == [point["on_front"] for point in points]
 
 
-@pytest.mark.thorough
-def test_report_and_compare_know_a_sweep(bigbatch, tmp_path):
-    swept(tmp_path / "sweep", SCORES)
-    assert 0 == bigbatch("report", tmp_path / "sweep")[0]
-    page = (tmp_path / "sweep" / "report.html").read_text()
+def test_the_page_of_a_sweep_shows_its_points(tmp_path):
+    write_sweep(swept(tmp_path / "sweep", SCORES), tmp_path)
+    page = (tmp_path / "report.html").read_text()
     assert "chosen on the test accuracy, %" in page
     assert "<td>91.00 ± 1.41</td>" in page
     assert "best score for at least this batch" in page
-    status, out, _ = bigbatch("compare", tmp_path / "sweep")
-    assert 0 == status
-    assert "lr=0.2,target=0.4" in out.replace("\n", "")
 
 
 def test_a_sweep_under_torchrun_is_refused_and_writes_nothing(bigbatch, tmp_path, monkeypatch):
@@ -415,9 +407,7 @@ def test_a_failing_point_stops_no_other_and_is_named_with_its_reason(bigbatch, t
     assert "samples=3-seed0 failed: 3 samples of an epoch are too few for 4 (virtual) ranks" in out
     assert f"`bigbatch sweep --resume {place}` tries the 1 failed again" in out
     assert (place / "samples=300-seed0" / "report.html").exists()
-    assert {"sweep.png", "sweep.csv", "sweep.json", "report.html"} <= {
-        path.name for path in place.iterdir()
-    }
+    assert {"sweep.svg", "sweep.csv", "report.html"} <= {path.name for path in place.iterdir()}
     before = (place / "samples=300-seed0" / "metrics.jsonl").stat().st_mtime_ns
     status, out, _ = bigbatch("sweep", "--resume", place)
     assert 1 == status
@@ -501,13 +491,13 @@ from pathlib import Path
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.parallel_runs import train_sweep
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of
-from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.console import LiveView
 
 print("begins")
 settings = DIGITS.settings().with_changes({"epochs": 1, "samples": 200})
 points = points_of(DIGITS, sweep_of(DIGITS, settings, ["lr=0.1"], ()), settings)
 start_sweep(DIGITS, Path(sys.argv[1]), points, (), 1)
-print(train_sweep(Path(sys.argv[1]), 1, LiveView(plain_console(), quiet=True)))
+print(train_sweep(Path(sys.argv[1]), 1, LiveView(quiet=True)))
 """
 EPOCHS = ("--set", "epochs=4")
 GRID = ("digits", "--grid", "lr=0.01,0.02", "--seeds", "1", *EPOCHS, "--jobs", "2")

@@ -9,9 +9,9 @@ import time
 from dataclasses import replace
 
 import pytest
+from bigbatch.cli.app import COMMANDS
 
 from bigbatch.cli import main
-from bigbatch.cli.app import COMMANDS
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.run_directory import RunDirectory
@@ -88,14 +88,14 @@ WRONG = [
     (["train", "--data", "nowhere"], "there is no data folder nowhere"),
     (["train", "--data", "."], "recipe 'digits' brings its own data"),
     (["train", "--resume", "nowhere"], "there is no run directory nowhere"),
-    (["train", "--resume", "."], "cannot be read as a run of bigbatch"),
+    (["train", "--resume", "."], "cannot be read as the settings of a log"),
     (["train", "--resume", "x", "--target", "0.1"], "--resume does not go together with --target"),
     (
         ["train", "--target", "0.1", "--seeds", "2"],
         "--target, of a single training, does not go together",
     ),
     (["compare", "nowhere"], "there is no run directory nowhere"),
-    (["report", "."], "cannot be read as a run of bigbatch"),
+    (["report", "."], "has no metrics.jsonl"),
     (["report"], "RUN"),
 ]
 

@@ -1,12 +1,12 @@
 """What the command writes: files that are nobody else's."""
 
 import pytest
-from matplotlib.figure import Figure
-from PIL import Image
 
 from bigbatch.errors import RunError
 from bigbatch.log.atomic_files import require_own_file
-from bigbatch.log.curves import write_figure
+from bigbatch.log.chart import Panel, Series
+from bigbatch.log.chart_svg import svg
+from bigbatch.log.html_report import write_text
 from log_rows import add_rows, row, write_log
 
 SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
@@ -24,7 +24,7 @@ WRITERS = {
     "report": lambda run, out: ("report", run, "-o", out),
     "replay": lambda run, out: ("replay", run, "--policy", "fixed:64", "-o", out),
 }
-OUTPUTS = [("report", ".html"), ("report", ".png"), ("report", ".svg"), ("replay", ".svg")]
+OUTPUTS = [("report", ".html"), ("report", ".svg"), ("replay", ".svg")]
 
 
 @pytest.mark.parametrize(("command", "ending"), OUTPUTS)
@@ -37,7 +37,7 @@ def test_a_file_that_bigbatch_did_not_write_is_left_alone(bigbatch, run, tmp_pat
     assert b"<html>my page about bigbatch</html>" == out.read_bytes()
 
 
-@pytest.mark.parametrize(("command", "ending"), [("report", ".png"), ("replay", ".svg")])
+@pytest.mark.parametrize(("command", "ending"), [("report", ".svg"), ("replay", ".svg")])
 def test_an_empty_file_and_its_own_are_replaced(bigbatch, run, tmp_path, command, ending):
     out = tmp_path / f"ours{ending}"
     out.touch()  # as mktemp makes one
@@ -47,14 +47,23 @@ def test_an_empty_file_and_its_own_are_replaced(bigbatch, run, tmp_path, command
     assert out.stat().st_size > 1000
 
 
+FIGURE = svg([Panel("loss", "samples", [Series("a", [1, 2], [1, 2])])], standalone=True)
+
+
 def test_a_figure_of_somebody_else_is_not_taken_for_ours(tmp_path):
-    theirs = tmp_path / "plot.png"
-    Figure().savefig(theirs)
+    theirs = tmp_path / "plot.svg"
+    theirs.write_text('<svg xmlns="http://www.w3.org/2000/svg"><title>bigbatch</title></svg>')
     with pytest.raises(RunError, match="was not written by bigbatch"):
         require_own_file(theirs)
-    write_figure(Figure(), tmp_path / "ours.png")
-    require_own_file(tmp_path / "ours.png")
-    assert "bigbatch" == Image.open(tmp_path / "ours.png").text["Software"]
+    write_text(tmp_path / "ours.svg", FIGURE)
+    require_own_file(tmp_path / "ours.svg")
+
+
+@pytest.mark.parametrize("command", ["report", "replay"])
+def test_a_figure_as_png_is_refused_with_the_name_of_the_svg(bigbatch, run, tmp_path, command):
+    status, out, said = bigbatch(*WRITERS[command](run, tmp_path / "curves.png"))
+    assert (2, "", 1) == (status, out, said.count("\n"))
+    assert "figures are SVG: curves.svg" in said
 
 
 def test_a_folder_is_no_place_for_a_file(tmp_path):
@@ -62,24 +71,13 @@ def test_a_folder_is_no_place_for_a_file(tmp_path):
         require_own_file(tmp_path)
 
 
-@pytest.mark.thorough
-def test_the_figure_of_a_bench_is_refused_before_anything_is_measured(bigbatch, tmp_path):
-    out = tmp_path / "mine.png"
-    Figure().savefig(out)
-    before = out.read_bytes()
-    status, shown, said = bigbatch("bench", "similarity-accuracy", "--out", out)
-    assert (2, "") == (status, shown)
-    assert "was not written by bigbatch" in said
-    assert before == out.read_bytes()
-
-
 def test_a_figure_that_does_not_fit_leaves_the_old_one(tmp_path):
-    out = tmp_path / "curves.png"
-    write_figure(Figure(), out)
+    out = tmp_path / "curves.svg"
+    write_text(out, FIGURE)
     before = out.read_bytes()
-    (tmp_path / ".curves.png.new").symlink_to("/dev/full")
+    (tmp_path / ".curves.svg.new").symlink_to("/dev/full")
     with pytest.raises(RunError, match="cannot be written: No space left"):
-        write_figure(Figure(), out)
+        write_text(out, FIGURE)
     assert before == out.read_bytes()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import write_atomically
 from bigbatch.log.history import find_runs, history_of, seeds_of, table_of
-from bigbatch.log.html_report import write_report, write_sweep_files
+from bigbatch.log.html_report import write_report
 from bigbatch.log.paired_differences import differences_of
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView
@@ -20,6 +20,7 @@ from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.run_config import read_trainings, study_yaml, trainings_as_dict
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.sweep_page import write_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
 from bigbatch_recipes.train_run import Training, train_run
 from bigbatch_recipes.validate import require_trainable
@@ -115,18 +116,17 @@ def report_study(path: Path, view: LiveView) -> None:
     """
     sweep, report = read_sweep_results(path), path / "report.html"
     if sweep is None:
-        write_report(find_runs(path), report, path.name)
+        write_report([history_of(run) for run in find_runs(path)], report, path.name)
         _show_runs(path, view)
     elif not sweep.begun:
         view.print(f"{path.name}: no run has logged a step, so there is nothing to report")
     else:
-        write_sweep_files(sweep, path)
-        write_report([run.path for run in sweep.drawn], report, path.name, [sweep])
+        write_sweep(sweep, path)
         view.table(sweep.table(), f"{path.name}: {sweep.title}")
         for place in sweep.at_edges:
             view.print(f"{place}: the best value is at the edge of the grid; widen it")
         view.differences(sweep.differences())
-        view.print(f"figure: {path / 'sweep.png'}\nreport: {report}")
+        view.print(f"figure: {path / 'sweep.svg'}\nreport: {report}")
 
 
 def _show_runs(path: Path, view: LiveView) -> None:

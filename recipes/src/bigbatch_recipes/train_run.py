@@ -75,7 +75,7 @@ def _finish(run: RunDirectory, *, trained: bool) -> None:
     if trained and (reason := history_of(run.path).divergence):
         warnings.warn(f"{run.name} diverged: {reason}; lower lr", stacklevel=2)
     if trained or not report.exists():
-        write_report([run.path], report, run.name)
+        write_report([history_of(run.path)], report, run.name)
     run.require_all_written()
 
 

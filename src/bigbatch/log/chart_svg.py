@@ -27,7 +27,7 @@ _TITLE, _TICKS, _AXIS_LABEL, _EDGE = 19, 20, 16, 8  # heights of lines of text, 
 _LEADER = 12  # width of the lines from the ends of series to their labels
 _LABEL_GAP = 1.15 * _TEXT
 _KEY_LINE = 19
-_TICK_PITCH = 70, 34  # least distance of ticks of the x and the y axis
+_TICK_PITCH = 55, 34  # least distance of ticks of the x and the y axis
 _MARK = 5.0  # half the width of a marker
 _GAP = 14  # between charts
 _LEVELS, _PALEST, _DARKEST, _DARKEST_BEHIND_TEXT = 12, 0.04, 0.9, 0.5  # opacities of a heat map
@@ -193,7 +193,7 @@ class _PanelDrawing:
         ]
         attributes = (
             f'role="img" aria-label="{escape(panel.title)} by {escape(panel.x_label)}" '
-            f'data-x="{self.across.low:.6g} {self.across.high:.6g} {left:.1f} {right:.1f}" '
+            f'data-x="{self.across.low:.6g} {self.across.high:.6g} {left:.6g} {right:.6g}" '
             f'data-y="{self.up.low:.6g} {self.up.high:.6g} {bottom} {top}" '
             f'data-log="{"x" * bool(panel.x_log)}{"y" * bool(panel.y_log)}"'
         )
@@ -409,7 +409,8 @@ class _Shades:
 
     def key(self, right: float, top: float) -> Iterator[str]:
         """The shades with the values at both ends, left of a place."""
-        low, high = number_text(self._scale.low), number_text(self._scale.high)
+        ends = self._scale.low, self._scale.high
+        low, high = (number_text(float(f"{end:.3g}")) for end in ends)
         right -= text_width(high, _TEXT) + 4
         left = right - 6 * _LEVELS
         yield _text(left - 4, top + 9, low, "end")

@@ -130,6 +130,7 @@ def find_runs(path: Path | str) -> list[Path]:
         RunError: there is none.
     """
     folder = Path(path)
+    _require_folder(folder)
     if (folder / METRICS).exists():
         return [folder]
     runs = sorted(log.parent for log in folder.glob(f"*/{METRICS}"))
@@ -157,11 +158,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     Raises:
         RunError: the file is missing or damaged, or of another schema.
     """
+    _require_folder(folder)
     file = folder / SETTINGS
-    if not folder.is_dir():
-        raise RunError(
-            f"there is no run directory {folder}; `ls {folder.parent}` shows what is there"
-        )
     try:
         document = json.loads(file.read_bytes())
         schema, settings = document["schema"], document["settings"]
@@ -177,6 +175,13 @@ def read_settings(folder: Path) -> dict[str, Any]:
         )
     require_settings(str(file), settings)
     return dict(settings)
+
+
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise RunError(
+            f"there is no run directory {folder}; `ls {folder.parent}` shows what there is"
+        )
 
 
 def _read_rows(metrics: Path) -> list[Row]:

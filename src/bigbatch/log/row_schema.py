@@ -133,9 +133,8 @@ def statistics_of(statistics: GradientStatistics | None) -> Row:
 
 
 def line_of(row: Row) -> bytes:
-    """The row as a line of the log; null for numbers that JSON lacks."""
-    values = {name: finite(value) for name, value in row.items()}
-    return json.dumps(values, allow_nan=False).encode() + b"\n"
+    """The row as a line of the log."""
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
 def finite(value: Any) -> Any:

@@ -22,16 +22,14 @@ from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
-from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
-from bigbatch.policies.controller import Controller, warn_of_changes
-from bigbatch.policies.plan import BatchPlan
-from bigbatch.policies.plan_constraints import PlanConstraints
+from bigbatch.optim.variance_reduced import micro_batch_optimizer
+from bigbatch.policies.controller import Controller, controller_of, warn_of_changes
+from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Policy, SimiGrad, needs_of
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.branch_plan import DEFAULT_REPEATS, DEFAULT_SHARE, BranchRequest, Repeats
-from bigbatch.training.branch_result import BranchTestResult
-from bigbatch.training.branch_test import LossOf, branch_test, require_supported
+from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test, require_supported
 from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterval
 from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
@@ -44,6 +42,18 @@ _NOT_ENDED = (
     "step.update() was not called for the last step; call it at the end of each step, and after an "
     "exception load an earlier checkpoint"
 )
+
+
+# [Note: Resuming]
+# A state has two parts. "shared" is equal on all ranks: counts, controller, scheduler, timings of
+# steps, the number of samples that the pass has consumed. "own" is of one rank: its seconds, its
+# position in its loader, its random states. So on as many ranks each loads its own state, and the
+# run is the same to the last bit; on another number of ranks any shared part will do.
+# Nothing is communicated in saving: a rank that saves alone would wait for the others forever.
+# Loading has one order. The settings of both runs are compared before anything changes. `Update`
+# comes before the batches, whose sampler is told the epoch; the batches come before the bounds of
+# the batch size, since only a resumed loader may know its length. Random states come last: reading
+# up to the position draws numbers (shuffling, augmentation), as it did in the run that was saved.
 
 
 class AdaptiveBatch:
@@ -130,8 +140,13 @@ class AdaptiveBatch:
             batch_size = needs_of(policy).batch_size or of_all_ranks or None
         has_size = isinstance(policy, Controller) or batch_size is not None
         constraints = self._build_constraints(options, has_size=has_size)
-        self.controller = constraints.controller(
-            policy, batch_size, options.get("base_batch"), self.batches.samples, self.meter.groups
+        self.controller = controller_of(
+            policy,
+            constraints,
+            batch_size=batch_size,
+            base_batch=options.get("base_batch"),
+            samples=self.batches.samples,
+            groups=self.meter.groups,
         )
         lr_scaling = options.get("lr_scaling", "sqrt")
         self._update = Update(
@@ -181,15 +196,20 @@ class AdaptiveBatch:
         """Record of the last measured step; None before the first."""
         return self._update.last_measured
 
+    @property
+    def run_log(self) -> RunLog | None:
+        """The log that every step is written to; None without one."""
+        return self._update.log
+
     def log(self, **scores: float | Tensor) -> None:
         """Adds scores of the model after the last step to the log: `train.log(accuracy=93.1)`.
 
         Raises:
             LoopError: there is no log, or no step before.
         """
-        if self._update.log is None:
+        if self.run_log is None:
             raise LoopError('there is no log to write to; pass AdaptiveBatch(log="runs/mine")')
-        self._update.log.scores(**scores)
+        self.run_log.scores(**scores)
 
     @property
     def every(self) -> int | None:
@@ -268,17 +288,10 @@ class AdaptiveBatch:
             S(B) = S_min (1 + B / B_crit)
 
         S(B) is the number of samples in which batch size B reaches a loss, from this state, with
-        the learning rate that `lr_scaling` gives to B (constant over a branch, without clipping).
-        So B_crit belongs to this rule at this rate. If gradients are mostly noise, S(B) follows
-        the formula where the rate is near its best. SGD far below its best rate is another matter:
-        with "sqrt" S grows as sqrt(B), and B_crit only repeats the middle of `batch_sizes`; with
-        "linear" S hardly grows and the interval has no upper end. B_crit also belongs to the length
-        of the branches: a loss that is farther away has a larger one.
-
-        A repeat trains every branch on the same samples, which no other repeat has, and compares
-        losses on other samples again. `critical_batch` of statistics/critical_batch.py has the
-        estimate and its t-interval over repeats. Losses are those of training (dropout and
-        BatchNorm as in training, dropout the same for all branches).
+        the learning rate that `lr_scaling` gives to B. So B_crit belongs to this rule at this rate,
+        and to the length of the branches; docs/policies.md says where it means little. A repeat
+        trains every branch on the same samples, which no other repeat has, and compares losses on
+        other samples again.
 
         Call it between two steps. Afterwards, also after an error, all is as before to the last
         bit: weights, buffers, `.grad`, the optimizer, training modes, random states, the position
@@ -354,8 +367,7 @@ class AdaptiveBatch:
     def state_dict(self) -> dict[str, Any]:
         """Everything except model, optimizer and scaler; loads with `weights_only=True`.
 
-        Nothing is communicated: "shared" is the same on all ranks, "own" has this rank's position
-        in its loader and its random states.
+        See [Note: Resuming]. Nothing is communicated.
 
         Raises:
             LoopError: inside a step, between its first micro-batch and `update()`. If another loop
@@ -363,8 +375,8 @@ class AdaptiveBatch:
         """
         if not isinstance(self.batches, ExternalBatches):
             self._require_no_open_step()
-        if self._update.log is not None:
-            self._update.log.flush()  # as its rows up to here are part of the state
+        if self.run_log is not None:
+            self.run_log.flush()  # as its rows up to here are part of the state
         position = self.batches.state_dict()
         return {
             "version": _STATE_VERSION,
@@ -401,12 +413,12 @@ class AdaptiveBatch:
                 f"state version {state['version']} is not {_STATE_VERSION}, which this release "
                 "reads; resume with the release that wrote it"
             )
-        shared, own = state["shared"], state["own"]
+        shared, own = state["shared"], state["own"]  # the order: see [Note: Resuming]
         warn_of_changes(shared["settings"], self._update.settings)
         self._update.load_state_dict(shared, own)
-        if self._update.log is not None:
+        if self.run_log is not None:
             step = self.steps + self.skipped
-            self._update.log.load_state_dict({"step": step, "samples": self.samples})
+            self.run_log.load_state_dict({"step": step, "samples": self.samples})
         self._step = None
         rank, ranks = self._collectives.rank, self._collectives.ranks
         same_rank = (own["rank"], own["ranks"]) == (rank, ranks)
@@ -504,7 +516,7 @@ class AdaptiveBatch:
         policy, rule = self.controller.policy, options.get("lr_scaling", "sqrt")
         every = options.get("every") or (self.meter.every if self.meter.every > 1 else None)
         log.rank = self._collectives.rank
-        log.settings = {
+        log.loop_settings = {
             "policy": type(policy).__name__ if " object at 0x" in repr(policy) else repr(policy),
             **({"target": policy.target} if isinstance(policy, SimiGrad) else {}),
             "batch_size": self.controller.decision.batch_size,
@@ -516,7 +528,6 @@ class AdaptiveBatch:
             "every": every,
             "optimizer": type(self.optimizer).__name__,
             "world_size": self._collectives.ranks,
-            **log.settings,
         }
         return log
 
@@ -524,11 +535,11 @@ class AdaptiveBatch:
 
     def _open_log(self) -> None:
         """Opens the log before the first step; a refusal ends all ranks. Collective."""
-        if self._update.log is None:
+        if self.run_log is None:
             return
         refusal = None
         try:
-            self._update.log.open()
+            self.run_log.open()
         except RunError as error:
             refusal = error
         ((refused,), *_) = self._collectives.all_gather(refusal is not None, subject="the log")

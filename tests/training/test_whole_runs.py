@@ -1,10 +1,4 @@
-"""Faults of whole runs: disks, signals, checkpoints of others, worlds of one, calls left out."""
-
-import json
-import subprocess
-import sys
-import time
-import warnings
+"""Faults of whole runs: checkpoints of others, worlds of one, calls left out."""
 
 import pytest
 import torch
@@ -15,87 +9,8 @@ from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.log.tensorboard import TensorBoardLog
-from bigbatch_recipes.run_directory import RunDirectory
 from numbered_samples import Shard, build, network, run, steps_of
 from tensors import same
-
-# disks and logs
-
-TRAIN = "from bigbatch.cli import main; main()"
-NARROW = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)); {TRAIN}"
-SHORT = [
-    "digits",
-    "--policy",
-    "fixed",
-    "--batch-size",
-    "64",
-    "--epochs",
-    "3",
-    "--checkpoint-every",
-    "20 steps",
-    "--quiet",
-]
-
-
-def bigbatch(code, *arguments, **options):
-    command = [sys.executable, "-c", code, "train", *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
-
-
-@pytest.mark.release
-def test_a_disk_that_fills_up_stops_neither_training_nor_a_resumption(tmp_path):
-    """No file may be longer than 6,000 bytes: nothing else fails of itself on a full disk."""
-    run = tmp_path / "run"
-    training = bigbatch(NARROW, *SHORT, "--run-dir", run)
-    _, said = training.communicate(timeout=120)
-    for lost in ("metrics are not", "TensorBoard events are not", "the checkpoint could not"):
-        assert 1 == said.count(f"bigbatch: note: {lost} be")
-    assert 2 == training.returncode
-    assert "report.html cannot be written: File too large" in said  # the training is over
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert list(range(1, len(rows) + 1)) == [row["step"] for row in rows]  # no half line
-    again = bigbatch(TRAIN, "--resume", run, "--quiet")
-    _, said = again.communicate(timeout=120)
-    assert 0 == again.returncode, said
-
-
-def test_events_that_cannot_be_written_are_said_once_and_training_continues(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {})
-    run.events.write_text("no folder")
-    row = dict.fromkeys(("loss", "batch_size", "similarity", "noise_scale"), 1.0) | {
-        "metrics": None
-    }
-    with pytest.warns(UserWarning, match="TensorBoard events are not being written"):
-        events = TensorBoardLog(run, 1)
-    with warnings.catch_warnings(action="error"), events:
-        for step in (1, 2):
-            events.append({**row, "step": step, "lr": [0.1]})
-
-
-@pytest.mark.release
-def test_a_run_that_is_terminated_continues_from_its_checkpoint(tmp_path):
-    """SIGTERM, as before a preemption, is a kill: what stands on disk is whole at any moment."""
-    whole, ended = tmp_path / "whole", tmp_path / "ended"
-    length = [*SHORT[:4], "20", *SHORT[5:]]
-    first = bigbatch(TRAIN, *length, "--run-dir", whole)
-    training = bigbatch(TRAIN, *length, "--run-dir", ended)
-    while training.poll() is None and not (ended / "checkpoint.pt").exists():
-        time.sleep(0.01)
-    training.terminate()
-    training.communicate(timeout=120)
-    assert -15 == training.returncode
-    again = bigbatch(TRAIN, "--resume", ended, "--quiet")
-    assert 0 == again.wait(timeout=120)
-    assert 0 == first.wait(timeout=120)
-    rows = [
-        [{**json.loads(line), "elapsed_seconds": 0} for line in (run / "metrics.jsonl").open()]
-        for run in (whole, ended)
-    ]
-    assert rows[0] == rows[1]
-
 
 # checkpoints of others
 

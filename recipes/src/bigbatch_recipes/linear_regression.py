@@ -1,28 +1,31 @@
-"""Linear regression by SGD and VR-SGD: many arms train at once on the same draws.
+"""Linear regression by SGD and VR-SGD: figures 1 and 3 of the VRGD paper, and a table.
 
     y = sum_i W_i x_i,  W_i = i  (i = 1 .. 10);   w_0 = 0;   loss = E (w x - y)^2
 
-Shapes: S seeds, L learning rates, K groups (the paper's devices, our micro-batches), 10 weights.
-From the paper: W, w_0, the mean squared error, 100 steps, batches of 2,048, gamma = 0.1. Ours:
-input distributions, learning rates, K = 64, a fresh batch each step, and 4,096 fixed inputs for
-the loss.
+Many arms train at once on the same draws. Shapes: S seeds, L learning rates, K groups (the paper's
+devices, our micro-batches), 10 weights. From the paper: W, w_0, the mean squared error, 100 steps,
+batches of 2,048, gamma = 0.1. Ours: input distributions, which the paper does not name, learning
+rates, K = 64, a fresh batch each step, and 4,096 fixed inputs for the loss.
 
 Source:
     VRGD (Jiang et al. 2023, arXiv 2309.13681), sections 7.2 and 7.3.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from bigbatch.optim.functional import gsnr
-from bigbatch_recipes.linear_regression.input_distributions import INPUTS, InputDistribution
+from bigbatch_recipes.output_directory import create_directory_atomically
 
+INPUTS = 10
 STEPS = 100
 BATCH = 2048
 GROUPS = 64
@@ -32,7 +35,74 @@ TRUTH = torch.arange(1, INPUTS + 1, dtype=torch.float64)
 GAMMAS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 KS = tuple(2**power for power in range(1, 11))
 STIFFNESS = tuple(0.01 * 2 ** (power / 4) for power in range(39))  # lr x curvature, .01 to 7.2
-PASSES = 2  # over the batches of a distribution: the controls need the mean r of the first pass
+COLUMNS = (
+    *("inputs", "lr", "method", "mean r", "SGD, lr", "VR-SGD, lr", "SGD, lr x mean r"),
+    "steps for SGD's loss",
+)
+
+_ROUNDING = 1e-27  # the loss of weights that are exact up to float64's rounding
+
+
+@dataclass(frozen=True)
+class InputDistribution:
+    """Independent inputs x_i of one shape, each with its own mean and standard deviation.
+
+    Args:
+        name: its name in tables and figures.
+        uniform: whether draws are uniform; they are normal otherwise.
+        mean: mean of every input.
+        std: standard deviation of each input.
+        lrs: learning rates to compare at.
+        shown: the learning rate that the first figure draws.
+    """
+
+    name: str
+    uniform: bool
+    mean: float
+    std: tuple[float, ...]
+    lrs: tuple[float, ...]
+    shown: float
+
+    def draw(self, generator: torch.Generator, samples: int) -> Tensor:
+        """Inputs of shape (samples, 10), float64."""
+        shape = (samples, INPUTS)
+        if self.uniform:
+            z = torch.rand(shape, generator=generator, dtype=torch.float64)
+            z = (z - 0.5) * math.sqrt(12)
+        else:
+            z = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return z * torch.tensor(self.std, dtype=torch.float64) + self.mean
+
+    @property
+    def curvature(self) -> float:
+        """Largest eigenvalue of the Hessian 2 E[x x^T]; SGD diverges from lr = 2 / it on."""
+        moments = torch.diag(torch.tensor(self.std, dtype=torch.float64).square()) + self.mean**2
+        return 2 * float(torch.linalg.eigvalsh(moments)[-1])
+
+
+_BOX = math.sqrt(1 / 12)  # standard deviation of a uniform draw from an interval of length 1
+
+DISTRIBUTIONS = (
+    InputDistribution("N(0, 1)", False, 0.0, (1.0,) * INPUTS, (0.005, 0.02, 0.1), 0.02),
+    InputDistribution("U(-1, 1)", True, 0.0, (2 * _BOX,) * INPUTS, (0.02, 0.1), 0.1),
+    InputDistribution("U(0, 1)", True, 0.5, (_BOX,) * INPUTS, (0.02, 0.1, 0.2, 0.3, 0.38), 0.2),
+    InputDistribution(
+        "N, sine",
+        False,
+        0.0,
+        tuple(math.sin(i * math.pi / 11) for i in range(1, 11)),
+        (0.02, 0.05, 0.1),
+        0.05,
+    ),
+    InputDistribution(
+        "N, triangle",
+        False,
+        0.0,
+        tuple(min(i, 11 - i) / 5 for i in range(1, 11)),
+        (0.02, 0.05, 0.1),
+        0.05,
+    ),
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -155,11 +225,7 @@ def losses_of(weights: Tensor, test: Tensor) -> Tensor:
 
 
 def train(
-    inputs: InputDistribution,
-    arms: Iterable[Arm],
-    seeds: int,
-    steps: int = STEPS,
-    advance: Callable[[], None] = lambda: None,
+    inputs: InputDistribution, arms: Iterable[Arm], seeds: int, steps: int = STEPS
 ) -> dict[Arm, Trace]:
     """Trains every arm on the same batches.
 
@@ -168,7 +234,6 @@ def train(
         arms: the arms to compare.
         seeds: runs of each arm.
         steps: number of steps of each run.
-        advance: called after each step, to show progress.
     """
     draws = Draws(inputs, seeds)
     test = moments(draws.test, 1).squeeze(1)
@@ -184,7 +249,6 @@ def train(
             after, r = step(before, groups[arm.k], lrs[number], arm.gamma, arm.r_max)
             weights[number].append(after)
             factors[number].append(r)
-        advance()
     traces = {}
     for group, group_weights, group_factors in zip(arm_groups, weights, factors, strict=True):
         w, r = torch.stack(group_weights, 2), torch.stack(group_factors, 2)
@@ -267,28 +331,96 @@ def arms_along(parameter: str, clip: str, lr: float) -> dict[float, Arm]:
     return {value: CLIPS[clip](lr, **{parameter: value}) for value in values}
 
 
-def study(
-    inputs: InputDistribution,
-    seeds: int,
-    steps: int = STEPS,
-    advance: Callable[[], None] = lambda: None,
-) -> Findings:
+def study(inputs: InputDistribution, seeds: int, steps: int = STEPS) -> Findings:
     """Trains all arms of an input distribution, then SGD at each VR arm's lr x mean(r).
 
     Args:
         inputs: the input distribution.
         seeds: runs of each arm.
         steps: number of steps of each run.
-        advance: called after each step of each of the `PASSES`.
     """
     arms = {make(lr) for make in METHODS.values() for lr in (*inputs.lrs, *lr_grid(inputs))}
     for lr in inputs.lrs:
         for clip in CLIPS:
             arms |= {*arms_along("gamma", clip, lr).values(), *arms_along("k", clip, lr).values()}
-    findings = Findings(inputs, train(inputs, arms, seeds, steps, advance))
+    findings = Findings(inputs, train(inputs, arms, seeds, steps))
     vr_arms = [clip(lr) for clip in CLIPS.values() for lr in inputs.lrs]
     vr_arms += [findings.best(clip) for clip in CLIPS]
     controls = {arm: sgd(arm.lr * findings.mean_r(arm).median) for arm in vr_arms}
-    traces = train(inputs, controls.values(), seeds, steps, advance)
+    traces = train(inputs, controls.values(), seeds, steps)
     findings.controls.update({arm: traces[control] for arm, control in controls.items()})
     return findings
+
+
+def run(path: Path, seeds: int) -> str:
+    """Trains all arms, and writes table.md, figure1.svg and figure3.svg to a new directory.
+
+    Args:
+        path: the directory; must not exist.
+        seeds: runs of each arm.
+    Returns:
+        The table.
+    Raises:
+        RunError: something is at `path` already.
+    """
+    torch.set_num_threads(1)  # tensors this small gain nothing from more
+    with create_directory_atomically(path) as folder:
+        return write([study(inputs, seeds) for inputs in DISTRIBUTIONS], folder)
+
+
+def write(findings: Sequence[Findings], folder: Path) -> str:
+    """Writes the table and both figures into `folder`; returns the table."""
+    from bigbatch_recipes import linear_regression_figures as figures
+
+    (folder / "figure1.svg").write_text(figures.figure1(findings))
+    (folder / "figure3.svg").write_text(figures.figure3(findings))
+    cells = [COLUMNS, *(row for finding in findings for row in rows_of(finding))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, tuple("-" * width for width in widths))
+    lines = (
+        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    )
+    table = "".join(f"| {line} |\n" for line in lines)
+    (folder / "table.md").write_text(table)
+    return table
+
+
+def rows_of(findings: Findings) -> Iterator[tuple[str, ...]]:
+    """Both clips at every learning rate, then SGD and each clip at its own best one."""
+    for lr in findings.inputs.lrs:
+        for clip, method in CLIPS.items():
+            yield _row(findings, f"{lr:g}", clip, sgd(lr), method(lr))
+    sgd_arm = findings.best("SGD")
+    for clip in CLIPS:
+        arm = findings.best(clip)
+        yield _row(findings, f"best: {sgd_arm.lr:.3g}, {arm.lr:.3g}", clip, sgd_arm, arm)
+
+
+def _row(findings: Findings, lr: str, clip: str, sgd_arm: Arm, arm: Arm) -> tuple[str, ...]:
+    losses = (findings.final(sgd_arm), findings.final(arm), findings.control(arm))
+    mean, steps = findings.mean_r(arm).median, steps_text(findings.steps_needed(arm, sgd_arm))
+    if losses[0].median < _ROUNDING:
+        steps = "-"
+    return findings.inputs.name, lr, clip, f"{mean:.3f}", *map(loss_text, losses), steps
+
+
+def loss_text(loss: Spread) -> str:
+    """Median [least, most]; a loss below 1e-27 is float64's rounding."""
+
+    def text_of(value: float) -> str:
+        if value < _ROUNDING:
+            return "rounding"
+        return f"{value:.3g}" if value < math.inf else "diverged"
+
+    return _spread_text(loss, text_of)
+
+
+def steps_text(steps: Spread) -> str:
+    """Median [least, most]."""
+    return _spread_text(steps, lambda value: f"{value:g}" if value < math.inf else "never")
+
+
+def _spread_text(spread: Spread, text_of: Callable[[float], str]) -> str:
+    middle, least, most = map(text_of, (spread.median, spread.least, spread.most))
+    return middle if least == most else f"{middle} [{least}, {most}]"
