@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from bigbatch_recipes.datasets.click_rows import Batch, Clicks
+from bigbatch_recipes.datasets.click_log import Batch, Clicks
 from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
 from bigbatch_recipes.settings import Settings
 

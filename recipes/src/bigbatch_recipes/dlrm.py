@@ -13,9 +13,15 @@ from torch import nn
 
 from bigbatch.errors import SettingError
 from bigbatch_recipes.ctr_metrics import click_loss, click_scores
-from bigbatch_recipes.datasets.click_rows import Batch, Clicks
-from bigbatch_recipes.datasets.criteo import CRITEO, read_criteo, split
-from bigbatch_recipes.datasets.criteo_tsv import CATEGORIES, NUMBERS
+from bigbatch_recipes.datasets.click_log import (
+    CATEGORIES,
+    CRITEO,
+    NUMBERS,
+    Batch,
+    Clicks,
+    read_criteo,
+    split,
+)
 from bigbatch_recipes.datasets.synthetic_clicks import click_log
 from bigbatch_recipes.models.dlrm_network import DLRM
 from bigbatch_recipes.recipe import OURS, Arms, Data, Grid, Recipe, Sweep
