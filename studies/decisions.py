@@ -7,10 +7,14 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 
+from bigbatch.log.atomic_files import write_atomically
+from bigbatch.log.chart import Mark, Panel, Series
+from bigbatch.log.chart_svg import svg
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.goodput import Goodput
@@ -54,6 +58,7 @@ _WORSE = 2  # candidates worse than the best one, after which the next ones are 
 _TUNING = 1000  # what a tuning seed is larger
 _TRIED = ((1.0, 1.0), (1.0, 1.5), (0.7, 1.0), (0.7, 1.5), (0.5, 1.5), (0.5, 2.5))  # of rate, length
 _TIME_SCATTER, _PAUSES, _PAUSE = 0.05, 0.02, 5.0  # of step times: sd, and rare long steps
+_SHOWN = 1.0, 1000.0  # regrets in the figure, %
 _BEDS: tuple[tuple[str, Optimizer, float, float, float, float], ...] = (
     # spectrum, optimizer, overhead, target, noise with a greedy rate, with another one
     ("1/i", "sgd", 10, 0.1, 4, 4),
@@ -96,19 +101,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Arm:
-    """Candidates, of which the best in hindsight is run.
-
-    Args:
-        name: the name in tables.
-        candidates: as a function of the overhead and the first batch size.
-        is_timed: whether the policy is given times of steps.
-        follows_decay: whether it needs a rate that decays.
-    """
+    """Candidates, of which the best in hindsight is run."""
 
     name: str
-    candidates: Callable[[float, int], list[Candidate]]
-    is_timed: bool = False
-    follows_decay: bool = False
+    candidates: Callable[[float, int], list[Candidate]]  # of overhead and first batch size
+    is_timed: bool = False  # whether the policy is given times of steps
+    follows_decay: bool = False  # whether it needs a rate that decays
 
 
 def _fixed(size: int) -> Candidate:
@@ -181,20 +179,14 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Regret:
-    """One policy on one bed.
+    """One policy on one bed: times, samples and steps over those of the best schedule, less 1.
 
-    Args:
-        arm: name of the policy.
-        bed: the bed.
-        policy: the candidate that was run.
-        times, samples, steps: over those of the best schedule, less 1, one per seed; infinite where
-            the target was not reached.
-        best: the best schedule.
+    One of each per seed; infinite where the target was not reached.
     """
 
     arm: str
     bed: Bed
-    policy: Policy
+    policy: Policy  # the candidate that was run
     times: list[float]
     samples: list[float]
     steps: list[float]
@@ -285,14 +277,8 @@ def simulate(
 ) -> Outcome:
     """A training whose controller sees measured statistics, as a real one does.
 
-    Args:
-        bed: the training.
-        arm: says whether steps are timed.
-        candidate: has the policy.
-        start: the first batch size.
-        rates: has the peak rate and the length of a decay.
-        seed: of the measurements, losses and times.
-        limit: time after which the training is given up.
+    It starts at the batch size `start`, has the peak rate and the length of the decay of `rates`,
+    and is given up at the time `limit`. The seed is of measurements, losses and times.
     """
     generator = np.random.default_rng(seed)
     policy = candidate.policy
@@ -405,6 +391,38 @@ def summary(regrets: Sequence[Regret]) -> Iterator[Row]:
             }
 
 
+def figure(regrets: Sequence[Regret]) -> list[Panel]:
+    """A panel for each rate, with a point for each policy and bed, and their medians."""
+    arms = list(dict.fromkeys(one.arm for one in regrets))
+    panels = []
+    for rate in dict.fromkeys(one.bed.rate for one in regrets):
+        beds: dict[str, list[float]] = {arm: [] for arm in arms}
+        for one in regrets:
+            if one.bed.rate == rate:
+                percent = 100 * median(one.times)
+                beds[one.arm].append(min(max(percent, _SHOWN[0]), _SHOWN[1]))
+        points = [(x, place) for place, arm in enumerate(arms) for x in beds[arm]]
+        medians = [(median(xs), arms.index(arm)) for arm, xs in beds.items() if xs]
+        named = {"a bed": points, "median of the beds": medians}
+        series = [
+            Series(name, [x for x, _ in found], [y for _, y in found], kind="points", style=style)
+            for style, (name, found) in enumerate(named.items())
+        ]
+        title = f"{rate} rate: more time than the best schedule, %"
+        panels.append(
+            Panel(
+                title,
+                f"{_SHOWN[0]:g} or less, {_SHOWN[1]:,.0f} or more",
+                series,
+                x_log=10,
+                y_names=arms,
+                marks=[Mark("", x=10)],
+                size=(560, 60 + 18 * len(arms)),
+            )
+        )
+    return panels
+
+
 def _percent(regret: float) -> str:
     return f"{100 * regret:+.0f} %" if math.isfinite(regret) else "failed"
 
@@ -422,6 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--beds", type=int, help="beds of each rate [10]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=_SEEDS, help="trainings of each policy")
+    parser.add_argument("--figure", type=Path, help="SVG of all regrets")
     parser.add_argument("--tiny", action="store_true", help="one bed, one training")
     given = parser.parse_args(arguments)
     if given.tiny:
@@ -430,6 +449,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = f"over the best schedule; median of {given.seeds} seeds"
     show(title, (one.row() for one in regrets))
     show(f"{title}, and over beds", summary(regrets))
+    if given.figure is not None:
+        drawn = svg(figure(regrets), key=True, standalone=True)
+        write_atomically(given.figure, drawn.encode())
 
 
 if __name__ == "__main__":

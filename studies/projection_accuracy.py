@@ -6,14 +6,13 @@ python -m studies.projection_accuracy --seeds 3
 import argparse
 import copy
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from statistics import fmean, stdev
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from bigbatch.optional_packages import import_optional
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch_recipes.digits import network
@@ -39,7 +38,7 @@ def run(seeds: int, steps: int) -> Iterator[Row]:
 
 def _measurements(seed: int, steps: int) -> Iterator[tuple[GradientStatistics, GradientStatistics]]:
     """Both statistics of each step of a training."""
-    datasets: Any = import_module("sklearn.datasets")
+    datasets = import_optional("sklearn.datasets", "experiments")
     images, labels = map(torch.tensor, datasets.load_digits(return_X_y=True))
     images = images.float().view(-1, 1, 8, 8) / 16
     torch.manual_seed(seed)

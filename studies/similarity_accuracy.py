@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+from bigbatch.log.atomic_files import write_atomically
+from bigbatch.log.chart import Panel, Series
+from bigbatch.log.chart_svg import svg
+from bigbatch.log.series_style import NEUTRAL
 from bigbatch.statistics.meter import GradientMeter
 from studies.markdown_tables import Row, show
 from studies.synthetic_gradients import (
@@ -27,24 +31,15 @@ _COUNTS = (2, 4, 8, 16, 32, 64)  # k
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two estimates of one similarity.
-
-    Args:
-        population: name of the population.
-        near: the similarity that N was chosen for.
-        micro_batches, samples: k and N.
-        truth: phi = 1 / (1 + 2 B_simple / N).
-        similarities: estimates from all pairs of micro-batches, one per trial.
-        halves: cosines of the two halves, one per trial.
-    """
+    """Two estimates of one similarity."""
 
     population: str
-    near: float
+    near: float  # the similarity that N was chosen for
     micro_batches: int
     samples: int
-    truth: float
-    similarities: list[float]
-    halves: list[float]
+    truth: float  # phi = 1 / (1 + 2 B_simple / N)
+    similarities: list[float]  # from all pairs of micro-batches, one per trial
+    halves: list[float]  # cosines of the two halves, one per trial
 
     def error(self, estimates: Sequence[float]) -> float:
         """Root of the mean squared error."""
@@ -88,21 +83,59 @@ def compare(population: Population, trials: int) -> Iterator[Comparison]:
             )
 
 
+def figure(comparisons: Sequence[Comparison]) -> list[Panel]:
+    """Means and standard deviations by k, a panel for each population."""
+    panels = []
+    for name in dict.fromkeys(one.population for one in comparisons):
+        series = []
+        for near in SIMILARITIES:
+            line = [one for one in comparisons if (one.population, one.near) == (name, near)]
+            counts = [one.micro_batches for one in line]
+            truths = [one.truth for one in line]
+            series.append(Series("truth", counts, truths, style=NEUTRAL, label=""))
+            estimates = {
+                "similarity, all pairs": [one.similarities for one in line],
+                "halves": [one.halves for one in line],
+            }
+            for style, (kind, values) in enumerate(estimates.items()):
+                means = [fmean(one) for one in values]
+                deviations = [stdev(one) for one in values]
+                series.append(
+                    Series(
+                        kind,
+                        [1.06 ** (2 * style - 1) * count for count in counts],
+                        means,
+                        low=[m - d for m, d in zip(means, deviations, strict=True)],
+                        high=[m + d for m, d in zip(means, deviations, strict=True)],
+                        bars=True,
+                        markers=True,
+                        style=style,
+                        label="",
+                    )
+                )
+        panels.append(Panel(f"similarity: {name}", "micro-batches", series, x_log=2))
+    return panels
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table for each population."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, help="folder with fashion-mnist/, for a real network")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=_TRIALS, help="steps of each row")
+    parser.add_argument("--figure", type=Path, help="SVG of means and deviations")
     parser.add_argument("--tiny", action="store_true", help="two steps of a small population")
     given = parser.parse_args(arguments)
+    compared: list[Comparison] = []
+    drawn_from = populations(given.seed, given.data)
     if given.tiny:
-        found, given.trials = iter([synthetic("gaussian", None, 0, dimensions=200)]), 2
-    else:
-        found = populations(given.seed, given.data)
-    for population in found:
-        rows = (one.row() for one in compare(population, given.trials))
-        show(f"two estimates, {given.trials} trials", rows)
+        drawn_from, given.trials = iter([synthetic("gaussian", None, 0, dimensions=200)]), 2
+    for population in drawn_from:
+        compared += (found := list(compare(population, given.trials)))
+        show(f"two estimates, {given.trials} trials", [one.row() for one in found])
+    if given.figure is not None:
+        drawn = svg(figure(compared), columns=2, key=True, standalone=True)
+        write_atomically(given.figure, drawn.encode())
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def test_every_module_is_a_study_or_serves_one():
     imported = set()
     for file in FOLDER.rglob("*.py"):
         for folder, names in re.findall(
-            r"^from (studies[\w.]*) import (\(.*?\)|.*)", file.read_text(), re.M | re.S
+            r"^from (studies[\w.]*) import (\([^)]*\)|.*)", file.read_text(), re.M
         ):
             imported |= {folder, *(f"{folder}.{name}" for name in re.findall(r"\w+", names))}
     served = {name for name in MODULES if name not in RUN}

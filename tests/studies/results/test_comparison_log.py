@@ -1,16 +1,17 @@
 """The log of a comparison is read as it was written, and has every run once."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
 from bigbatch.errors import RunError
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.sweep import Point, start_sweep, trainings_of
+from bigbatch_recipes.sweep_results import read_sweep_results
 from log_rows import add_rows, row, write_log
 from made_runs import SCORE, fresh, log_of, tuning
-from studies.results.run_log import LoggedRun, log_text, logged_runs, read_log
+from studies.results.comparison import logged_runs
+from studies.results.comparison_log import LoggedRun, log_text, read_log
 
 FAILED = LoggedRun("b", 0.1, 3, tuning=False, failure='killed\nby "signal" 9')
 
@@ -65,27 +66,12 @@ def test_the_scores_are_those_of_fresh_runs_also_where_the_first_failed():
 @pytest.mark.parametrize(("chosen", "at_edge"), [(0.1, True), (0.2, False), (0.4, True)])
 def test_the_least_and_the_largest_rate_are_edges(chosen, at_edge):
     log = log_of(fresh("a", 0, lr=chosen), *(tuning("a", lr=lr) for lr in (0.1, 0.2, 0.4)))
-    assert at_edge == log.at_edge("a")
+    assert f"{chosen}" + " (edge)" * at_edge == log.rate_text("a")
 
 
 def test_one_rate_alone_has_no_edge():
-    assert not log_of(fresh("a", 0)).at_edge("a")
-    assert not log_of(fresh("a", 0), tuning("a")).at_edge("a")
-
-
-@pytest.mark.parametrize("group", ["arms", "controls"])
-@pytest.mark.parametrize(("runs", "missing"), [(0, 14), (6, 8), (13, 1), (14, 0)])
-def test_the_runs_of_an_arm_with_tuned_values_of_its_own_are_all_counted(
-    tmp_path, group, runs, missing
-):
-    """Two rates and three clips, each tuned with one seed, and eight fresh seeds."""
-    about = {"rates": [], "seeds": 8, "tune_seeds": 1, "arms": {}}
-    about[group] = {"a": {"lr": (0.1, 0.2), "r_max": (1.0, 2.0, 10.0), "policy": "fixed"}}
-    made = [*(tuning("a") for _ in range(6)), *(fresh("a", seed) for seed in range(8))]
-    log = replace(log_of(*made[:runs]), about=about)
-    (tmp_path / "log.json").write_text(log_text(log))
-    for one in (log, read_log(tmp_path / "log.json")):
-        assert ({"a": missing} if missing else {}) == one.missing
+    assert "0.1" == log_of(fresh("a", 0)).rate_text("a")
+    assert "0.1" == log_of(fresh("a", 0), tuning("a")).rate_text("a")
 
 
 def made_sweep(path, scores, *, tune_seeds=1):
@@ -109,7 +95,7 @@ SCORES = {(0.1, 1000): 80.0, (0.2, 1000): 90.0, (0.2, 0): 91.0, (0.2, 1): 92.0}
 
 def test_runs_of_a_sweep_are_logged_with_their_curves(tmp_path):
     made_sweep(tmp_path / "sweep", SCORES)
-    tuned, best, first, second = logged_runs(tmp_path / "sweep", {})
+    tuned, best, first, second = logged_runs(read_sweep_results(tmp_path / "sweep"), {})
     assert [(True, 0.1, 1000), (True, 0.2, 1000)] == [
         (run.tuning, run.lr, run.seed) for run in (tuned, best)
     ]
@@ -124,14 +110,16 @@ def test_fresh_runs_of_another_rate_than_the_best_are_left_out(tmp_path):
     """The best run of tuning had failed at first, so that another rate was trained."""
     scores = {**SCORES, (0.1, 0): 10.0, (0.1, 1): 11.0}
     made_sweep(tmp_path / "sweep", scores)
-    runs = [run for run in logged_runs(tmp_path / "sweep", {}) if not run.tuning]
+    runs = [
+        run for run in logged_runs(read_sweep_results(tmp_path / "sweep"), {}) if not run.tuning
+    ]
     assert [(0.2, 0), (0.2, 1)] == [(run.lr, run.seed) for run in runs]
 
 
 def test_a_run_that_failed_is_logged_once_with_its_reason(tmp_path):
     made_sweep(tmp_path / "sweep", SCORES)
     failures = {"a,lr=0.2-seed1": "no space left", "a,lr=0.1-seed1000": "killed by signal 9"}
-    runs = logged_runs(tmp_path / "sweep", failures)
+    runs = logged_runs(read_sweep_results(tmp_path / "sweep"), failures)
     assert 4 == len({(run.lr, run.seed) for run in runs}) == len(runs)
     assert {(1, False): "no space left", (1000, True): "killed by signal 9"} == {
         (run.seed, run.tuning): run.failure for run in runs if run.failure
