@@ -9,7 +9,7 @@ import pytest
 
 from bigbatch.errors import RunError
 from bigbatch_recipes import RECIPES
-from bigbatch_recipes.datasets.criteo_tsv import read_clicks
+from bigbatch_recipes.datasets.click_log import read_clicks
 from bigbatch_recipes.datasets.files import text_of
 from bigbatch_recipes.datasets.glue_tasks import read_task
 from bigbatch_recipes.datasets.idx_files import read_images

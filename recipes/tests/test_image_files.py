@@ -1,4 +1,4 @@
-"""Images by class: three layouts, one reading; what is damaged is named."""
+"""Images by class: two layouts, one reading; what is damaged is named."""
 
 import io
 import pickle
@@ -16,8 +16,8 @@ from bigbatch_recipes.datasets.image_files import (
     ImageFiles,
     random_resized_crop,
     resize_and_center_crop,
+    splits_of,
 )
-from bigbatch_recipes.datasets.image_splits import splits_of
 from bigbatch_recipes.datasets.in_memory import identity_collate
 from real_data import FOLDER, needs
 
@@ -63,15 +63,7 @@ def in_one_tar(folder, split):
     write_tar(folder / f"{split}.tar", images_of(split))
 
 
-def in_shards(folder, split):
-    for number, (name, data) in enumerate(images_of(split).items()):
-        label = str(CLASSES.index(name.partition("/")[0])).encode()
-        key = f"part.1/{number:03}"
-        members = {f"{key}.jpg": data, f"{key}.cls": label, f"{key}.json": b"{}"}
-        write_tar(folder / f"imagenet-{split}-{number:06}.tar", members)
-
-
-LAYOUTS = [in_folders, in_one_tar, in_shards]
+LAYOUTS = [in_folders, in_one_tar]
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -97,7 +89,7 @@ def test_every_layout_gives_the_same_images_with_the_same_classes(folder):
     assert [(100, 0), (110, 1), (140, 0), (150, 1)] == shades_of(val)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_a_table_classes_are_numbered_in_the_order_of_their_names(tmp_path, layout):
     for split in ("train", "val"):
         layout(tmp_path, split)
@@ -108,7 +100,7 @@ def test_without_a_table_classes_are_numbered_in_the_order_of_their_names(tmp_pa
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_workers_cut_what_one_process_cuts(tmp_path, context):
     for split in ("train", "val"):
-        in_shards(tmp_path, split)
+        in_one_tar(tmp_path, split)
     data = ImageFiles(splits_of(tmp_path, 2)[0], PART, seed=3)
     data.set_epoch(2)
     expected = data.__getitems__(range(4))
@@ -238,27 +230,12 @@ def test_a_compressed_tar_is_refused(tmp_path):
 
 def test_the_tar_of_tars_of_the_publisher_is_to_be_packed_again(tmp_path):
     write_tar(tmp_path / "train.tar", {"n01440764.tar": b"", "n01443537.tar": b""})
-    with pytest.raises(RunError, match=r"no member CLASS/NAME\.JPEG, but n01440764\.tar"):
-        splits_of(tmp_path, 2)
-
-
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
-        ({"0.jpg": b""}, "0 has 1 images and 0 classes"),
-        ({"0.cls": b"0"}, "0 has 0 images and 1 classes"),
-        ({"0.jpg": b"", "0.cls": b"cat"}, r"0\.cls is 'cat', and must be the number"),
-        ({}, "are empty"),
-    ],
-)
-def test_a_sample_of_a_shard_has_an_image_and_a_class(tmp_path, members, message):
-    write_tar(tmp_path / "train-000000.tar", members)
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(RunError, match=r"train\.tar has no CLASS/NAME\.JPEG"):
         splits_of(tmp_path, 2)
 
 
 def test_another_number_of_classes_is_refused(folder):
-    with pytest.raises(SettingError, match=r"train-000000.* has class 1|2 classes, not 1"):
+    with pytest.raises(SettingError, match="2 classes, not 1"):
         splits_of(folder, 1)
 
 
@@ -267,15 +244,7 @@ def test_fewer_classes_than_are_trained_on_are_refused(folder):
         splits_of(folder, 3)
 
 
-def test_shards_to_judge_by_may_lack_a_class(tmp_path):
-    in_shards(tmp_path, "train")
-    in_shards(tmp_path, "val")
-    for path in sorted(tmp_path.glob("*-val-*"))[2:]:
-        path.unlink()
-    assert [0, 0] == list(splits_of(tmp_path, 2)[1].labels)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:2])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_class_that_is_not_trained_on_is_refused(tmp_path, layout):
     for split in ("train", "val"):
         layout(tmp_path, split)
@@ -286,7 +255,7 @@ def test_a_class_that_is_not_trained_on_is_refused(tmp_path, layout):
 
 def test_the_missing_split_is_said(tmp_path):
     in_folders(tmp_path, "train")
-    with pytest.raises(RunError, match=r"has no val images; a folder val/CLASS, val\.tar or"):
+    with pytest.raises(RunError, match=r"has no val images; a folder val/CLASS or val\.tar"):
         splits_of(tmp_path, 2)
     (tmp_path / "val").mkdir()
     with pytest.raises(RunError, match=r"val has no CLASS/NAME\.JPEG"):

@@ -6,7 +6,7 @@ import pytest
 
 from bigbatch.errors import RunError
 from bigbatch.policies.policy import TrainingState
-from bigbatch_recipes.open_loop import Replay, mean_schedule
+from bigbatch_recipes.earlier_runs import Replay, mean_schedule
 from log_rows import add_rows, row, write_log
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from bigbatch.optim import VRLAMB, VRAdam
 from bigbatch_recipes import EXPERIMENTS, RECIPES
-from bigbatch_recipes.linear_regression import experiment
-from bigbatch_recipes.vrgd_table1 import COLUMNS
+from bigbatch_recipes import linear_regression as experiment
+from bigbatch_recipes.vrgd_paper import COLUMNS
 
 PAGE = Path(__file__).parents[2] / "docs/published-numbers.md"
 TEXT = PAGE.read_text()

@@ -7,7 +7,7 @@ import pytest
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.dry_run import sources
 from bigbatch_recipes.sweep import points_of, sweep_of, trainings_of
-from bigbatch_recipes.vrgd_table1 import COLUMNS
+from bigbatch_recipes.vrgd_paper import COLUMNS
 
 RESNET56, RESNET50 = RECIPES["cifar10-resnet56"], RECIPES["imagenet-resnet50"]
 BERT = RECIPES["bert-pretrain"]

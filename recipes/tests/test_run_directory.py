@@ -1,12 +1,10 @@
 """Runs on disk: atomic, truthful after a kill, and never overwritten."""
 
-import fcntl
 import json
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from multiprocessing import Pipe, get_context
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 from bigbatch.errors import RunError
 from bigbatch.log.history import history_of
 from bigbatch_recipes import RECIPES
-from bigbatch_recipes.init_from_run import init_from
+from bigbatch_recipes.earlier_runs import init_from
 from bigbatch_recipes.output_directory import create_directory_atomically, release, reserve
 from bigbatch_recipes.run_config import read_trainings, study_yaml, trainings_as_dict
 from bigbatch_recipes.run_directory import RunDirectory
@@ -232,7 +230,7 @@ def begin_study(path):
 
 
 @pytest.mark.parametrize("begin", [begin_run, begin_study])
-@pytest.mark.parametrize("call", ["fcntl.flock", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("call", ["os.fsync", "os.replace"])
 def test_a_kill_while_a_directory_is_made_leaves_its_place_free(tmp_path, monkeypatch, begin, call):
     def kill(*_):
         raise SystemExit
@@ -245,54 +243,6 @@ def test_a_kill_while_a_directory_is_made_leaves_its_place_free(tmp_path, monkey
     assert [] == list(tmp_path.iterdir())
     begin(place)
     assert [place] == list(tmp_path.iterdir())
-
-
-def fill(place, pipe):
-    with create_directory_atomically(place) as directory:
-        (directory / "half").touch()
-        pipe.send(directory)
-        pipe.recv()
-
-
-def filling(place):
-    """A process that fills a directory until it is asked to end; how, and the directory."""
-    parent, child = Pipe()
-    process = get_context("fork").Process(target=fill, args=(place, child))
-    process.start()
-    return process, parent, parent.recv()
-
-
-def test_what_a_killed_process_left_is_taken_away_and_what_another_fills_is_not(tmp_path):
-    (local := tmp_path / ".notes.01234567").mkdir()  # somebody else's
-    killed, _, left = filling(tmp_path / "first")
-    live, pipe, filled = filling(tmp_path / "second")
-    killed.kill()
-    killed.join()
-    assert left.exists()
-    with create_directory_atomically(tmp_path / "third"):
-        pass
-    assert (False, True) == (left.exists(), filled.exists())
-    pipe.send("end")
-    live.join()
-    assert {"second", "third", local.name} == {path.name for path in tmp_path.iterdir()}
-    assert (tmp_path / "second" / "half").exists()
-
-
-def test_where_directories_cannot_be_held_a_run_is_made_and_nothing_taken_away(
-    tmp_path, monkeypatch
-):
-    """As over NFS, where a lock needs a file that is open to be written."""
-
-    def refuse(*_):
-        raise OSError(9, "Bad file descriptor")
-
-    left = tmp_path / ".run.01234567.bigbatch"
-    left.mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", refuse)
-        RunDirectory.create(tmp_path / "run", {})
-    assert left.exists()
-    assert (tmp_path / "run" / "settings.json").exists()
 
 
 @pytest.fixture

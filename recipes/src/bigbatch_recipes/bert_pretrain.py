@@ -14,8 +14,16 @@ from bigbatch_recipes.models.bert import SAVED_AS, TINY, bert, load_tokenizer, v
 from bigbatch_recipes.pretraining_loss import example, loss_of, scores_of
 from bigbatch_recipes.recipe import OURS, Arm, Data, Recipe, Result, Sweep
 from bigbatch_recipes.settings import Settings
-from bigbatch_recipes.vrgd_paper import BY_MEDIAN, CLIPS, MEDIAN, VRGD
-from bigbatch_recipes.vrgd_table1 import LONG, ROWS, SIMIGRAD, columns
+from bigbatch_recipes.vrgd_paper import (
+    BY_MEDIAN,
+    CLIPS,
+    LONG,
+    MEDIAN,
+    ROWS,
+    SIMIGRAD,
+    VRGD,
+    columns,
+)
 
 _SIMIGRAD_LONG: Arm = {
     **ROWS,

@@ -14,7 +14,7 @@ from bigbatch.policies.controller import Controller
 from bigbatch.policies.own_policy import own_policy
 from bigbatch.policies.parse import build_policy, is_own
 from bigbatch.policies.policy import Policy, needs_of
-from bigbatch_recipes.open_loop import Replay
+from bigbatch_recipes.earlier_runs import Replay
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_settings, require_choice
 

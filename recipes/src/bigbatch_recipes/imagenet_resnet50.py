@@ -11,11 +11,12 @@ from torch import nn
 
 from bigbatch.errors import SettingError
 from bigbatch_recipes.datasets.image_files import (
+    FILES,
     ImageFiles,
     random_resized_crop,
     resize_and_center_crop,
+    splits_of,
 )
-from bigbatch_recipes.datasets.image_splits import FILES, splits_of
 from bigbatch_recipes.datasets.location import DatasetLocation
 from bigbatch_recipes.datasets.subset import Subset, scored_indices
 from bigbatch_recipes.image_classification import (
@@ -129,7 +130,7 @@ IMAGENET_RESNET50 = Recipe(
         "ImageNet",
         folders=("imagenet", "imagenet-1k", "ILSVRC2012", "tiny-imagenet-20"),
         files=FILES,
-        source="ILSVRC 2012 (image-net.org), as folders, tars or shards of train and val images",
+        source="ILSVRC 2012 (image-net.org), as folders or tars of train and val images",
         size="1,281,167 and 50,000 images of 1,000 classes",
     ),
     arms={

@@ -22,12 +22,11 @@ from bigbatch.training.oom_hints import is_out_of_memory
 from bigbatch_recipes.build_optimizer import base_of, build_controller, build_optimizer
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.distributed_eval import device_of, finite_scores, to_device
+from bigbatch_recipes.earlier_runs import init_from, mean_factor
 from bigbatch_recipes.engines.ddp_engine import DDP
 from bigbatch_recipes.engines.deepspeed_engine import DeepSpeed
 from bigbatch_recipes.engines.engine import Engine
 from bigbatch_recipes.hold_out import hold_out
-from bigbatch_recipes.init_from_run import init_from
-from bigbatch_recipes.lr_control import mean_factor
 from bigbatch_recipes.lr_schedule import LRSchedule
 from bigbatch_recipes.process_group import broadcast_tensors, is_rank_zero, rank, run_on_rank_zero
 from bigbatch_recipes.recipe import Batch, Data, Recipe

@@ -1,12 +1,21 @@
-"""Images that are decoded and cropped on access.
+"""Images by class, in folders or in one tar a split, which are decoded and cropped on access.
 
-A random crop depends on the seed, the epoch and the image's number alone: a training that resumes
-after a kill sees the same crops, whatever the number of its workers and ranks.
+    train/CLASS/NAME.JPEG    val/CLASS/NAME.JPEG    folders
+    train.tar                val.tar                uncompressed, members CLASS/NAME.JPEG
+
+The number of a class is its line in classes.tsv if that exists, else the index of its name in
+sorted order. No file stays open, so workers may be started in any way. A random crop depends on
+the seed, the epoch and the image's number alone: a training that resumes after a kill sees the
+same crops, whatever the number of its workers and ranks.
 """
 
 import io
 import math
-from collections.abc import Callable, Sequence
+import os
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import numpy
 import torch
@@ -15,13 +24,141 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from bigbatch.errors import RunError
-from bigbatch_recipes.datasets.image_splits import Split
+from bigbatch.errors import RunError, SettingError
+from bigbatch_recipes.datasets.files import text_of
 from bigbatch_recipes.datasets.in_memory import BatchDataset
 
 Crop = Callable[[Image.Image, Generator], Image.Image]
 
+FILES = ("train/*/*", "train.tar")
+_SUFFIXES = (".jpeg", ".jpg", ".png")
+_BLOCK = 512  # bytes of a tar's header, and of the zeros at its end
 _ATTEMPTS = 10  # draws of a crop that lies inside the image
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images and their classes.
+
+    Args:
+        root: the folder, or the tar.
+        names: CLASS/NAME of each image, as bytes in one array: one object, not millions.
+        labels: number of each image's class.
+        spans: offset and size of each image in the tar; None in a folder.
+    """
+
+    root: Path
+    names: NDArray[numpy.bytes_]
+    labels: list[int]
+    spans: NDArray[numpy.int64] | None
+
+    def name(self, index: int) -> str:
+        """Where an image is, for messages."""
+        return str(self.root / os.fsdecode(self.names[index]))
+
+    def read(self, index: int) -> bytes:
+        """The contents of an image's file.
+
+        Raises:
+            RunError: the file is missing.
+        """
+        tar = self.spans is not None
+        offset, size = self.spans[index].tolist() if self.spans is not None else (0, -1)
+        try:
+            with (self.root if tar else Path(self.name(index))).open("rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except OSError as error:
+            raise RunError(
+                f"{self.name(index)} cannot be read ({error}); put it back, and resume"
+            ) from error
+
+
+def splits_of(folder: Path, classes: int) -> tuple[Split, Split]:
+    """The training and validation images of a folder.
+
+    Args:
+        folder: a folder in one of the two layouts.
+        classes: required number of classes.
+    Raises:
+        RunError: files are missing or damaged.
+        SettingError: the number of classes is another one.
+    """
+    table = folder / "classes.tsv"
+    lines = text_of(table).splitlines() if table.is_file() else []
+    class_names = [line.split("\t")[0] for line in lines if line]
+    train = _read_split(folder, "train", class_names, classes)
+    return train, _read_split(folder, "val", class_names, classes)
+
+
+def _read_split(folder: Path, split: str, class_names: list[str], classes: int) -> Split:
+    """One of the two splits; an empty list of class names is filled."""
+    root, tar = folder / split, folder / f"{split}.tar"
+    spans = None
+    if root.is_dir():
+        names = sorted(_files_in(root))
+    elif tar.is_file():
+        root, members = tar, list(_members_of(tar))
+        names = [name for name, *_ in members]
+        spans = numpy.array([span for _, *span in members], dtype=numpy.int64)
+    else:
+        raise RunError(
+            f"{folder} has no {split} images; a folder {split}/CLASS or {split}.tar must be there"
+        )
+    if not names:
+        raise RunError(f"{root} has no CLASS/NAME.JPEG; put each class into a folder of its own")
+    image_classes = [name.partition("/")[0] for name in names]
+    labels = _labels_of(image_classes, class_names, classes, root)
+    return Split(root, numpy.array([os.fsencode(name) for name in names]), labels, spans)
+
+
+def _files_in(folder: Path) -> Iterator[str]:
+    for class_folder in filter(Path.is_dir, folder.iterdir()):
+        for entry in os.scandir(class_folder):
+            if entry.name.lower().endswith(_SUFFIXES):
+                yield f"{class_folder.name}/{entry.name}"
+
+
+def _members_of(path: Path) -> Iterator[tuple[str, int, int]]:
+    """CLASS/NAME, offset and size of the images in a tar, which must be complete.
+
+    tarfile takes a damaged or missing header for the end; the real end is a block of zeros.
+    """
+    last = "its start"
+    try:
+        with tarfile.open(path, "r:") as tar:
+            while (member := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]  # frees the headers
+                last, name = member.name, PurePosixPath(member.name)
+                is_image = name.suffix.lower() in _SUFFIXES and name.parent.name
+                if member.isfile() and is_image:
+                    yield f"{name.parent.name}/{name.name}", member.offset_data, member.size
+            end = tar.offset
+        with path.open("rb") as file:
+            file.seek(end)
+            if file.read(_BLOCK) == bytes(_BLOCK):
+                return
+    except (OSError, ValueError, tarfile.TarError) as error:
+        raise RunError(
+            f"{path} is no whole, uncompressed tar after {last} ({error}); replace it"
+        ) from error
+    raise RunError(f"{path} is cut short or damaged after {last}; replace it")
+
+
+def _labels_of(
+    image_classes: list[str], class_names: list[str], classes: int, path: Path
+) -> list[int]:
+    """The number of each image's class."""
+    if not class_names:
+        class_names += sorted(set(image_classes))
+    if len(class_names) != classes:
+        raise SettingError(
+            f"{path} has {len(class_names)} classes, not {classes}; set classes to that"
+        )
+    if unknown := sorted(set(image_classes) - set(class_names)):
+        raise RunError(f"{path} has a class {unknown[0]}, which is none of those to train on")
+    number_of = {name: number for number, name in enumerate(class_names)}
+    return [number_of[name] for name in image_classes]
 
 
 class ImageFiles(BatchDataset):

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
-from bigbatch_recipes.datasets.click_rows import CLICK, Packed
-from bigbatch_recipes.datasets.criteo_tsv import CATEGORIES, NUMBERS
+from bigbatch_recipes.datasets.click_log import CATEGORIES, CLICK, NUMBERS, Packed
 
 _SEED = 0  # one log for every seed and arm
 _FACTORS = 4
