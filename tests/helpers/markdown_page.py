@@ -10,17 +10,21 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import click
 import yaml
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser
 from torch.distributed.run import get_args_parser
-from typer.main import get_command
 
 from bigbatch.cli.advise_command import argument_parser
-from bigbatch.cli.app import app
+from bigbatch.cli.log_commands import compare_parser, replay_parser, report_parser
 
 ROOT = Path(__file__).parents[2]
+OWN_PARSERS = {
+    "advise": argument_parser,
+    "compare": compare_parser,
+    "report": report_parser,
+    "replay": replay_parser,
+}
 SNIPPET = "--8<--"  # a file that the site includes, which a test of its own runs
 
 
@@ -55,6 +59,17 @@ def parse_commands(example: Example) -> None:
     assert not command, f"a quotation does not end: {command}"
 
 
+def parse_recipe_command(name: str, arguments: list[str]) -> None:
+    """Lets a command of the recipes read its arguments."""
+    from bigbatch_recipes.cli.launched_command import typer_command
+    from bigbatch_recipes.cli.recipe_list import list_recipes
+    from bigbatch_recipes.cli.sweep_command import sweep
+    from bigbatch_recipes.cli.train_command import train
+
+    command = typer_command({"list": list_recipes, "train": train, "sweep": sweep}[name])
+    command.make_context(name, list(arguments))
+
+
 def parse_command(words: list[str]) -> None:
     """Raises if a program of ours, torch's launcher or make would refuse these words."""
     while words and "=" in words[0]:  # variables of the environment
@@ -69,28 +84,18 @@ def parse_command(words: list[str]) -> None:
             parse_command(program)
         case ["python", str(script), *_] if script.startswith("examples/"):
             assert (ROOT / script).exists(), script
-        case ["bigbatch", "advise", *arguments]:
-            argument_parser().parse_args(arguments)
-        case ["bigbatch", *arguments]:
-            parse_arguments(get_command(app), "bigbatch", arguments)
+        case ["bigbatch", name, *arguments] if name in OWN_PARSERS:
+            OWN_PARSERS[name]().parse_args(arguments)
+        case ["bigbatch", name, *arguments] if name in ("list", "train", "sweep"):
+            parse_recipe_command(name, arguments)
+        case ["bigbatch", option] if option in ("--help", "--version"):
+            pass
+        case ["bigbatch", *words]:
+            raise ValueError(f"bigbatch has no command {words}")
         case ["make", *targets]:
             makefile = (ROOT / "Makefile").read_text()
             for target in targets:
                 assert "=" in target or f"\n{target}:" in makefile, target
-
-
-def parse_arguments(
-    command: click.Command, name: str, arguments: list[str], parent: click.Context | None = None
-) -> None:
-    """Lets a command read its arguments, and the commands of a group theirs."""
-    try:
-        context = command.make_context(name, list(arguments), parent=parent)
-    except click.exceptions.Exit:  # of --help and --version
-        return
-    rest = [*context._protected_args, *context.args]
-    if rest and isinstance(command, click.Group):
-        inner_name, inner, rest = command.resolve_command(context, rest)
-        parse_arguments(inner, inner_name, rest, context)
 
 
 EVALUATORS = {

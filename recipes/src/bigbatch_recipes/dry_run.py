@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from bigbatch.policies.plan_constraints import PlanConstraints
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
