@@ -62,6 +62,7 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def bigbatch(monkeypatch, capsys):
     """Runs the command in this process; returns (exit status, standard output, standard error)."""
+
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["bigbatch", *map(str, arguments)])
         status = 0

@@ -47,7 +47,6 @@ def command(code, *arguments):
 @pytest.mark.parametrize(
     "module",
     [
-        "typer",
         "torch",
         pytest.param("bigbatch_recipes.study", marks=pytest.mark.release),
         pytest.param("bigbatch_recipes.cli.train_command", marks=pytest.mark.thorough),

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from rich.console import Console
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.history import history_of
@@ -78,7 +77,7 @@ def folders_of(run):
 def left_and_resumed(rank, ranks, folder, asked):
     """Rows of a run that is left after some steps, and resumed by another training."""
     quiet()
-    view = LiveView(Console(), quiet=True)
+    view = LiveView(quiet=True)
     run = RunDirectory(folder / "run", asked.as_dict())
     first = Training(DIGITS, asked)
     rows = [seen(record) for record in itertools.islice(first.engine.steps(first.loss), CUT)]

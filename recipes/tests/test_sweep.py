@@ -37,7 +37,7 @@ WRONG = [
     (["--grid", "recipe=a,b"], "'recipe' cannot vary"),
     (["--grid", "arm=none"], "arm 'none' is unknown"),
     (["--grid", "optimizer=magic"], "optimizer 'magic' is unknown"),
-    (["--grid", "policy=magic"], "policy='magic' must be one of"),
+    (["--grid", "policy=magic"], "policy 'magic' is unknown; choose one of: fixed"),
     (["--grid", "min_batch=512", "--grid", "max_batch=256"], "the sweep has no point"),
     (["--grid", "lr=0.1", "--tune", "target"], "tuned target must be in the grid: lr"),
     (["--resume", "x", "--grid", "lr=0.1"], "--resume does not go together with --grid"),
@@ -491,13 +491,13 @@ from pathlib import Path
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.parallel_runs import train_sweep
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of
-from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.console import LiveView
 
 print("begins")
 settings = DIGITS.settings().with_changes({"epochs": 1, "samples": 200})
 points = points_of(DIGITS, sweep_of(DIGITS, settings, ["lr=0.1"], ()), settings)
 start_sweep(DIGITS, Path(sys.argv[1]), points, (), 1)
-print(train_sweep(Path(sys.argv[1]), 1, LiveView(plain_console(), quiet=True)))
+print(train_sweep(Path(sys.argv[1]), 1, LiveView(quiet=True)))
 """
 EPOCHS = ("--set", "epochs=4")
 GRID = ("digits", "--grid", "lr=0.01,0.02", "--seeds", "1", *EPOCHS, "--jobs", "2")

@@ -7,6 +7,8 @@ import json
 import shlex
 import sys
 import tomllib
+from argparse import ArgumentParser
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,10 @@ from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser
 from torch.distributed.run import get_args_parser
 
+from bigbatch.cli import log_commands
 from bigbatch.cli.advise_command import argument_parser
-from bigbatch.cli.log_commands import compare_parser, replay_parser, report_parser
 
 ROOT = Path(__file__).parents[2]
-OWN_PARSERS = {
-    "advise": argument_parser,
-    "compare": compare_parser,
-    "report": report_parser,
-    "replay": replay_parser,
-}
 SNIPPET = "--8<--"  # a file that the site includes, which a test of its own runs
 
 
@@ -59,17 +55,6 @@ def parse_commands(example: Example) -> None:
     assert not command, f"a quotation does not end: {command}"
 
 
-def parse_recipe_command(name: str, arguments: list[str]) -> None:
-    """Lets a command of the recipes read its arguments."""
-    from bigbatch_recipes.cli.launched_command import typer_command
-    from bigbatch_recipes.cli.recipe_list import list_recipes
-    from bigbatch_recipes.cli.sweep_command import sweep
-    from bigbatch_recipes.cli.train_command import train
-
-    command = typer_command({"list": list_recipes, "train": train, "sweep": sweep}[name])
-    command.make_context(name, list(arguments))
-
-
 def parse_command(words: list[str]) -> None:
     """Raises if a program of ours, torch's launcher or make would refuse these words."""
     while words and "=" in words[0]:  # variables of the environment
@@ -80,22 +65,58 @@ def parse_command(words: list[str]) -> None:
             module = ["-m"] if options.module else []
             program = [*module, options.training_script, *options.training_script_args]
             parse_command(["python", *program])
+        case ["python", "-m", str(module), *arguments] if module.startswith("studies."):
+            parse_study(module, arguments)
         case ["python", "-m", *program]:
             parse_command(program)
         case ["python", str(script), *_] if script.startswith("examples/"):
             assert (ROOT / script).exists(), script
-        case ["bigbatch", name, *arguments] if name in OWN_PARSERS:
-            OWN_PARSERS[name]().parse_args(arguments)
-        case ["bigbatch", name, *arguments] if name in ("list", "train", "sweep"):
-            parse_recipe_command(name, arguments)
-        case ["bigbatch", option] if option in ("--help", "--version"):
+        case ["bigbatch"] | ["bigbatch", "--help" | "--version"]:
             pass
-        case ["bigbatch", *words]:
-            raise ValueError(f"bigbatch has no command {words}")
+        case ["bigbatch", "advise", *arguments]:
+            argument_parser().parse_args(arguments)
+        case ["bigbatch", "compare" | "report" | "replay" as command, *arguments]:
+            getattr(log_commands, f"{command}_parser")().parse_args(arguments)
+        case ["bigbatch", "train" | "sweep" | "list" as command, *arguments]:
+            parse_recipe_command(command, arguments)
+        case ["bigbatch", *_]:
+            raise AssertionError(f"there is no such command: {words}")
         case ["make", *targets]:
             makefile = (ROOT / "Makefile").read_text()
             for target in targets:
                 assert "=" in target or f"\n{target}:" in makefile, target
+
+
+def parse_recipe_command(command: str, arguments: list[str]) -> None:
+    """Lets a command of the recipes read its arguments."""
+    module = {"list": "recipe_list"}.get(command, f"{command}_command")
+    parser = getattr(import_module(f"bigbatch_recipes.cli.{module}"), f"{command}_parser")()
+    if "--help" not in arguments:
+        parser.parse_args(arguments)
+
+
+class _ParsedError(Exception):
+    """The arguments of a study are read; it shall not run."""
+
+
+def parse_study(name: str, arguments: list[str]) -> None:
+    """Lets a study read its arguments, up to the point where it would begin."""
+
+    def parse_and_stop(parser: ArgumentParser, *given: Any, **options: Any) -> None:
+        parse(parser, *given, **options)
+        raise _ParsedError
+
+    sys.path.append(str(ROOT))
+    module = import_module(name)
+    module = import_module(f"{name}.__main__") if hasattr(module, "__path__") else module
+    parse, ArgumentParser.parse_args = ArgumentParser.parse_args, parse_and_stop
+    try:
+        module.main(arguments)
+    except _ParsedError:
+        return
+    finally:
+        ArgumentParser.parse_args = parse
+    raise AssertionError(f"{name} parsed no arguments")
 
 
 EVALUATORS = {

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
-from bigbatch.errors import LoopError, RunError, SettingError
+from bigbatch.errors import LoopError, RankError, RunError, SettingError
 from bigbatch.log.history import find_runs, history_of, table_of
 from log_rows import row, write_log
 from made_records import made_record
@@ -229,9 +229,13 @@ def test_a_folder_that_has_rows_is_refused_before_the_first_step(tmp_path):
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     model = network()
     weights = model.weight.clone()
-    for train in (lambda: train_steps(loop(tmp_path / "run", model), 1), log_of):
+    train, log = loop(tmp_path / "run", model), bb.RunLog(tmp_path / "run")
+    for step in (
+        *[lambda: train_steps(train, 1)] * 2,  # the second time too
+        *[lambda: log.step(MEASURED, optimizer=optimizer())] * 2,
+    ):
         with pytest.raises(RunError, match="another folder, remove this one, or load the checkpoi"):
-            train() if train is not log_of else log_of(tmp_path / "run", 1)
+            step()
     assert torch.equal(weights, model.weight)
     assert before == (tmp_path / "run" / "metrics.jsonl").read_bytes()
 
@@ -367,8 +371,31 @@ def test_the_log_of_another_training_is_refused(tmp_path):
     log_of(tmp_path / "run", 3).close()
     log = bb.RunLog(tmp_path / "run")
     log.load_state_dict({"step": 2, "samples": 99})
-    with pytest.raises(RunError, match=r"64 samples at step 2.* state 99: .* another training"):
-        log.step(MEASURED, optimizer=optimizer())
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"64 samples at step 2.* state 99: .* another trai"):
+            log.step(MEASURED, optimizer=optimizer())
+    assert [1, 2, 3] == steps_in(tmp_path / "run")
+
+
+def test_one_log_has_one_training(tmp_path):
+    log = bb.RunLog(tmp_path / "run")
+    train_steps(loop(log), 2)
+    with pytest.raises(RunError, match=r"step 1 comes after step 2 .* make another RunLog"):
+        train_steps(loop(log), 1)
+    assert [1, 2] == steps_in(tmp_path / "run")
+
+
+def test_two_writers_of_one_process_are_told_apart(tmp_path):
+    first, second = loop(tmp_path / "run"), loop(tmp_path / "run")
+    one, other = iter(first), iter(second)
+    for step, train in ((next(one), first), (next(other), second)):
+        for x, y in step:
+            step.backward(cross_entropy(train.model(x), y))
+        if train is first:
+            step.update()
+    with pytest.raises(RunError, match="rows of another writer too; give each its own log"):
+        step.update()
+    assert [1] == steps_in(tmp_path / "run")
 
 
 def test_rows_that_are_missing_before_a_resumption_are_said(tmp_path):
@@ -494,6 +521,27 @@ def test_rank_0_alone_writes_and_the_log_continues(ranks, tmp_path):
     assert "rank 0 cannot write the log" in refusals[1]
     ranks(2)(on_ranks, path, 2, states)
     assert [1, 2, 3, 4] == steps_in(path)
+
+
+def measured_on_ranks(rank, ranks, path):
+    log_of(path, 2).scores(accuracy=rank)
+
+
+def test_a_loop_that_measures_writes_on_rank_0_alone(ranks, tmp_path):
+    ranks(2)(measured_on_ranks, tmp_path / "run")
+    assert [1, 2] == steps_in(tmp_path / "run")
+    assert {"accuracy": 0.0} == history_of(tmp_path / "run").rows[1]["metrics"]
+
+
+def on_one_rank(rank, ranks, path):
+    """The log is given on rank 0 alone; what is said."""
+    model = torch.nn.parallel.DistributedDataParallel(network())
+    with pytest.raises(RankError, match="the log is None there and given on rank 0"):
+        loop(path if rank == 0 else None, model)
+
+
+def test_a_log_is_given_on_all_ranks(ranks, tmp_path):
+    ranks(2)(on_one_rank, tmp_path / "run")
 
 
 def test_other_ranks_create_nothing(ranks, tmp_path):

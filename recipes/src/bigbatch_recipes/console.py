@@ -1,59 +1,41 @@
-"""Progress and results of trainings, as lines and tables."""
+"""Progress and results of trainings, as lines and tables on standard output."""
 
 import math
-from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table as RichTable
+import shutil
+import sys
 
 from bigbatch.log.history import Table
 from bigbatch.log.paired_differences import Differences
 from bigbatch.log.step_record import StepRecord
+from bigbatch.log.text_table import text_table
 from bigbatch.statistics.averages import NoiseAverage
 
-_UNLIMITED = 10_000  # columns of a console that is wide enough for any table
 _LINES = 5  # of a training
 _WINDOWS = 50  # similarity and noise scale are averaged over total samples / _WINDOWS
-
-
-def plain_console(**options: Any) -> Console:
-    """A console that prints brackets and colons as text, not as rich's markup.
-
-    Args:
-        options: further options of rich's `Console`.
-    """
-    return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 class LiveView:
     """Prints the progress and the results of trainings.
 
     Args:
-        console: a `plain_console`.
         quiet: whether to print results alone, without progress.
     """
 
-    def __init__(self, console: Console, *, quiet: bool = False) -> None:
-        self.console = console
+    def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
 
     def print(self, text: str) -> None:
-        """Prints one line."""
-        self.console.print(text, soft_wrap=True)
+        """Prints a text."""
+        sys.stdout.write(f"{text}\n")
 
     def progress(self, text: str) -> None:
-        """Prints one line, unless the view is quiet."""
+        """Prints a text, unless the view is quiet."""
         if not self._quiet:
             self.print(text)
 
     def table(self, table: Table, title: str) -> None:
-        """Prints a table; cells are wrapped where the console is too narrow for whole words."""
-        rich_table = _rich_table(table, title, wraps=False)
-        unlimited = self.console.options.update(max_width=_UNLIMITED)
-        if self.console.measure(rich_table, options=unlimited).minimum > self.console.width:
-            rich_table = _rich_table(table, title, wraps=True)
-        self.console.print(rich_table)
+        """Prints a table as wide as the terminal."""
+        self.print(text_table(table, title, shutil.get_terminal_size().columns))
 
     def differences(self, differences: Differences | None) -> None:
         """Prints the table of differences; nothing where there is no other arm."""
@@ -96,16 +78,3 @@ class TrainingView:
                 f"batch {record.decision.batch_size}{self._noise}  lr {record.lr[0]:.3g}  "
                 f"loss {record.loss:.3f}{self._scores}  {speed:,.0f} samples/s"
             )
-
-
-def _rich_table(table: Table, title: str, *, wraps: bool) -> RichTable:
-    headers = [column.replace(" ", "\n") for column in table.columns]
-    rich_table = RichTable(*headers, title=title, title_justify="left", box=SIMPLE_HEAD)
-    rich_table.columns[0].overflow, rich_table.columns[0].min_width = "fold", 8
-    for number, column in enumerate(rich_table.columns[1:], start=1):
-        column.justify, column.no_wrap, column.overflow = "right", not wraps, "fold"
-        if not wraps:
-            column.min_width = max((len(row[number]) for row in table.rows), default=0)
-    for row in table.rows:
-        rich_table.add_row(*row)
-    return rich_table

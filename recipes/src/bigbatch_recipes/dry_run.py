@@ -6,11 +6,9 @@ It reads no data, and has no weights, no optimizer and no other ranks.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from textwrap import fill
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
+from bigbatch.log.history import Table
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller, controller_of
 from bigbatch.policies.lr_scaling import resolve_scaling
@@ -20,6 +18,7 @@ from bigbatch.setting_types import Count, check_setting
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch_recipes.build_loop import lr_scaling_of
 from bigbatch_recipes.build_optimizer import build_controller
+from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.lr_schedule import LRSchedule
 from bigbatch_recipes.recipe import OURS, SEEDS, Recipe
 from bigbatch_recipes.settings import Settings, Value
@@ -30,6 +29,7 @@ NOT_TIMED = "How long a training of the paper's scale takes was not measured."
 
 _FEWEST_BACKWARDS = 4  # of a step; a VR optimizer compares 8, on DeepSpeed 8 of each rank
 _SCHEDULE_POINTS = 1_000  # at which a schedule's smallest and largest batch are searched
+_WIDTH = 80  # letters of a line
 _SCALES = {False: "small", True: "paper"}
 
 Rows = dict[str, str]
@@ -183,7 +183,7 @@ def _values(settings: Settings) -> dict[str, Value]:
 
 
 def show_dry_run(
-    recipe: Recipe, settings: Mapping[bool, Settings], ranks: int | None, console: Console
+    recipe: Recipe, settings: Mapping[bool, Settings], ranks: int | None, view: LiveView
 ) -> None:
     """Prints settings with their sources, sizes, plans and rates.
 
@@ -191,7 +191,7 @@ def show_dry_run(
         recipe: the recipe.
         settings: settings by scale; True is the paper's.
         ranks: number of ranks; None for 1 at the small scale, and the paper's at the paper's.
-        console: the console to print to.
+        view: prints them.
     """
     runs = {
         paper_scale: dry_run(recipe, each, ranks or (recipe.paper_ranks if paper_scale else 1))
@@ -202,11 +202,13 @@ def show_dry_run(
         sourced = sources(recipe, each, paper_scale=paper_scale)
         values[paper_scale] = {name: _value_text(one) for name, one in sourced.items()}
         value_sources = {name: one.source for name, one in sourced.items()}  # of the last scale
-    console.print(f"{recipe.name}: {recipe.summary} ({recipe.paper})")
-    console.print(_table("setting", values, value_sources))
-    console.print(_table("fact", {scale: _facts(run) for scale, run in runs.items()}))
+    facts = {paper_scale: _facts(run) for paper_scale, run in runs.items()}
+    view.table(
+        _table("setting", values, value_sources), fill(f"{recipe.name}: {recipe.summary}", _WIDTH)
+    )
+    view.table(_table("fact", facts), f"source: {recipe.paper}")
     for line in _notes(recipe, settings, runs):
-        console.print(line)
+        view.print(fill(line, _WIDTH))
 
 
 def _facts(run: DryRun) -> Rows:
@@ -240,16 +242,15 @@ def _plan_facts(planned: PlanEstimate, run: DryRun) -> Rows:
 
 def _table(header: str, by_scale: Mapping[bool, Rows], sources: Rows | None = None) -> Table:
     """One row per name, one column per scale, and a column of sources where they are given."""
-    columns = [_SCALES[paper_scale] for paper_scale in by_scale]
-    table = Table(header, *columns, box=SIMPLE_HEAD, pad_edge=False)
+    columns = [header, *(_SCALES[scale] for scale in by_scale)]
+    rows = [
+        [name, *(each.get(name, "-") for each in by_scale.values())]
+        for name in dict.fromkeys(name for each in by_scale.values() for name in each)
+    ]
     if sources is not None:
-        table.add_column("source")
-    for column in table.columns:
-        column.overflow = "fold"
-    for name in dict.fromkeys(name for rows in by_scale.values() for name in rows):
-        cells = [rows.get(name, "-") for rows in by_scale.values()]
-        table.add_row(name, *cells, *([] if sources is None else [sources[name]]))
-    return table
+        columns.append("source")
+        rows = [[*row, sources[row[0]]] for row in rows]
+    return Table(tuple(columns), [tuple(row) for row in rows])
 
 
 def _value_text(one: SourcedValue) -> str:

@@ -29,7 +29,7 @@ from bigbatch.errors import BigbatchError, RunError
 from bigbatch.log.atomic_files import lock_folder
 from bigbatch.log.history import history_of
 from bigbatch.setting_types import Count, check_setting
-from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.run_config import PREREQUISITES, read_trainings
 from bigbatch_recipes.study import settings_from, train_directory
 from bigbatch_recipes.sweep_results import SweepResults, read_sweep_results
@@ -156,7 +156,7 @@ def _train(
     _prepare_worker(gpus)
     if end is not None and time.time() >= end:
         return Outcome(path.name)
-    view = LiveView(plain_console(), quiet=True)
+    view = LiveView(quiet=True)
     notes: list[str] = []
     try:
         with warnings.catch_warnings(record=True) as caught:

@@ -49,12 +49,6 @@ class StepReader(Subscriber):
     `.grad` is what the backwards left only until the loop clips or unscales it, and a closure may
     run inside `optimizer.step()`. So a step is read at the end of its last backward, whose number
     is that of the step before. Errors end the reading of a step, never the program.
-
-    Args:
-        training: the training.
-        forwards: its forwards.
-        way: how to read.
-        limits: with k, the groups of a backward, and its samples if they are stated.
     """
 
     def __init__(
@@ -182,9 +176,6 @@ class StepReader(Subscriber):
                 f"{', '.join(map(str, samples))} samples, so it is unknown how many there are"
             )
         self._sizes.append(float(self._stated or samples[0] or 0))
-
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Not needed: the meter reads it."""
 
     def end(self) -> None:
         """A backward is complete."""

@@ -60,9 +60,6 @@ class UnshardedTap(GradientTap):
     """Leaf hooks on the parameters that FSDP2 gathers, as [Note: FSDP2's shards] has it.
 
     The last backward of a step has to reduce.
-
-    Args:
-        units: the parameters that each FSDP module shards.
     """
 
     def __init__(self, units: dict[nn.Module, list[_Owned]]) -> None:

@@ -31,7 +31,8 @@ _GRAD = operator.attrgetter("grad")
 #   step is checked. A DTensor and its local shard are counted apart, so both versions are added.
 # - Values are read only where stamps differ between micro-batches, as the user may have called
 #   zero_grad(), which begins a new step; and before the first one, where `.grad` is not None.
-# - Writes through `.data` are not counted. `GradAliasing`, which relies on the sums, compares some.
+# - Writes through `.data` are not counted. Where VR optimizers rely on the sums, they compare some
+#   (`optim/local_step.py`).
 class GradGuard:
     """What this rank holds of `.grad`: its version, its sum over micro-batches, its scale.
 

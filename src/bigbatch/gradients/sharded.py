@@ -92,11 +92,7 @@ class ShardSumsGuard(GradGuard):
 
 
 class AccumulateTap(GradientTap):
-    """Post-accumulate hooks on sharded parameters, which report S_j.
-
-    Args:
-        guard: the guard of the same source.
-    """
+    """Post-accumulate hooks on sharded parameters, which report S_j."""
 
     def __init__(self, guard: ShardSumsGuard) -> None:
         super().__init__()

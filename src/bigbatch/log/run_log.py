@@ -6,10 +6,10 @@
 
 [Note: Rows on disk]
 Every line is written in one call and flushed, so that a kill loses at most the line that was being
-written. Nothing in the folder changes before the first row: a log may be built, and a checkpoint
-loaded, without a training. Before the first row the folder is locked, and the rows after the
-position of the loaded state are removed, with a last line that has no end. Without a loaded state a
-folder that has rows is refused. So the rows of a file are always those of one training, in order.
+written. Nothing in the folder changes before the first row (`open`): a log may be built, and a
+checkpoint loaded, without a training. Before the first row the folder is locked, and rows after the
+position of the loaded state are removed, with a last line that has no end (`_cut_rows`). Without a
+loaded state a folder that has rows is refused. So a file has the rows of one training, in order.
 """
 
 import os
@@ -24,7 +24,6 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -96,12 +95,14 @@ class RunLog:
         }
         if tensorboard:
             import_optional("tensorboard", "tensorboard")
+        self.loop_settings: dict[str, Any] = {}  # of an AdaptiveBatch; `settings` go before them
         self.rank: int | None = None  # None to ask torch.distributed
         self.write_errors: dict[str, Exception] = {}  # by file or folder; missing after a success
         self._tensorboard = tensorboard
         self._events: TensorBoardWriter | None = None
         self._unlock: Callable[[], object] | None = None  # while the folder is open
         self._unwritten: deque[bytes] = deque()
+        self._length = 0  # bytes of the rows in the file
         self._warnings: set[str] = set()
         self._step = self._samples = 0
         self._sizes: tuple[int, int] | None = None  # batch size and micro-batches of the last step
@@ -116,7 +117,11 @@ class RunLog:
     @property
     def writes(self) -> bool:
         """Whether this is rank 0, which alone writes."""
-        return (_rank() if self.rank is None else self.rank) == 0
+        if self.rank is not None:
+            return self.rank == 0
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank() == 0
+        return os.environ.get("RANK", "0") == "0"  # of torchrun, before there is a process group
 
     def __enter__(self) -> "RunLog":
         return self
@@ -140,7 +145,8 @@ class RunLog:
         """Adds the next step of a loop that only measures; steps and samples are counted here.
 
         Args:
-            statistics: as the meter returned them; None for a step that was not measured.
+            statistics: as the meter returned them, not averaged; None for a step that was not
+                measured.
             optimizer: has the learning rates of the step: call this before `scheduler.step()`.
             loss: mean loss over the batch.
             epoch: complete passes over the data.
@@ -190,20 +196,24 @@ class RunLog:
         """
         if not self._step:
             raise LoopError("scores belong to a step, and none was logged yet; log them after one")
-        values = _numbers(scores)
-        if not values or not self.writes:
-            return
-        self.open()
-        self._write({"step": self._step, "metrics": values})
-        self._show(lambda events: events.add_scores(self._step, values))
+        if scores:
+            self._add({"step": self._step, "metrics": _numbers(scores)})
 
     def _append(self, row: Row) -> None:
-        row = {name: finite(value) for name, value in row.items()}
+        if row["step"] <= self._step:
+            raise RunError(
+                f"step {row['step']} comes after step {self._step} in {self.path}: a log has one "
+                "training; make another RunLog, or load the checkpoint to continue this one"
+            )
+        self._add({name: finite(value) for name, value in row.items()})
+        self._step, self._samples = row["step"], row["samples"]
+
+    def _add(self, row: Row) -> None:
         if self.writes:
             self.open()
-            self._write(row)
-            self._show(lambda events: events.add_row(row))
-        self._step, self._samples = row["step"], row["samples"]
+            self._unwritten.append(line_of(row))
+            self._write_rows()
+            self._add_events(row)
 
     # the folder
 
@@ -218,25 +228,29 @@ class RunLog:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._unlock = weakref.finalize(self, os.close, lock_folder(self.path))
-            self._prepare_rows()
-            write_atomically(self.path / SETTINGS, settings_json(self.settings))
-            self.metrics.touch()
-        except OSError as error:
-            self.close()
-            raise RunError(f"{self.path} cannot be written: {error.strerror}") from None
-        except RunError:
-            self.close()
+            self._length = self._cut_rows()
+            settings = {**self.loop_settings, **self.settings}
+            write_atomically(self.path / SETTINGS, settings_json(settings))
+        except BaseException as error:
+            self._release()
+            if isinstance(error, OSError):
+                raise RunError(f"{self.path} cannot be written: {error.strerror}") from None
             raise
 
     def close(self) -> None:
         """Writes what could not be written before, and releases the folder."""
         if self._unlock is not None:
             self.flush()
-            self._unlock()
-            self._unlock, self._continues = None, True
+            self._release()
+            self._continues = True
         if self._events is not None:
             self._events.close()
             self._events = None
+
+    def _release(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
 
     def flush(self) -> bool:
         """Writes rows that could not be written before, to the disk itself; returns whether."""
@@ -254,63 +268,75 @@ class RunLog:
             self._warnings.add(message)
             warnings.warn(f"{message} ({error}); training continues", stacklevel=4)
 
-    def _prepare_rows(self) -> None:
-        """Removes rows after the present position; refuses those of another training."""
-        if not self.metrics.exists():
-            last: Row = {"step": 0, "samples": 0}
-        elif not self._continues and b"\n" in self.metrics.read_bytes():
+    def _cut_rows(self) -> int:
+        """Removes rows after the present position; returns the bytes of those before it.
+
+        Raises:
+            RunError: a line is damaged, or the rows are those of another training.
+        """
+        self.metrics.touch()
+        *lines, _ = self.metrics.read_bytes().split(b"\n")
+        if lines and not self._continues:
             raise RunError(
                 f"{self.path} has the rows of a training, and no state of it was loaded; write to "
                 "another folder, remove this one, or load the checkpoint to continue it"
             )
-        else:
-            length, last = _rows_until(self.metrics, self._step)
-            os.truncate(self.metrics, length)
-        if last["step"] == self._step and last["samples"] != self._samples:
+        length, step, samples = 0, 0, 0
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = parse_line(line)
+                if row["step"] > self._step:
+                    break
+                step, samples = row["step"], row.get("samples", samples)
+            except (ValueError, KeyError, TypeError):
+                place = f"{self.metrics}, line {number}"
+                raise RunError(f"{place} is damaged; restore the file, or train again") from None
+            length += len(line) + 1
+        if step == self._step and samples != self._samples:
             raise RunError(
-                f"{self.path} has {last['samples']:,} samples at step {last['step']}, and the "
-                f"loaded state {self._samples:,}: it is the log of another training; name its own"
+                f"{self.path} has {samples:,} samples at step {step}, and the loaded state "
+                f"{self._samples:,}: it is the log of another training; name its own"
             )
-        if last["step"] < self._step and self._continues:
+        if step < self._step:
             warnings.warn(
-                f"{self.path} ends at step {last['step']} and the training continues after step "
+                f"{self.path} ends at step {step} and the training continues after step "
                 f"{self._step}; the rows between are missing",
-                stacklevel=5,
+                stacklevel=6,
             )
-
-    def _write(self, row: Row) -> None:
-        self._unwritten.append(line_of(row))
-        self._write_rows()
+        os.truncate(self.metrics, length)
+        return length
 
     def _write_rows(self) -> bool:
         """Writes the rows that are not in the file yet; returns whether that succeeded."""
-        length = self.metrics.stat().st_size if self.metrics.exists() else 0
+        if not self._unwritten:
+            return True
+        if self.metrics.exists() and self.metrics.stat().st_size > self._length:
+            raise RunError(f"{self.metrics} has rows of another writer too; give each its own log")
         try:
             with self.metrics.open("ab") as file:
                 while self._unwritten:
                     file.write(self._unwritten[0])
                     file.flush()
-                    length += len(self._unwritten.popleft())
+                    self._length += len(self._unwritten.popleft())
         except OSError as error:
             with suppress(OSError):
-                os.truncate(self.metrics, length)  # removes an incomplete line
+                os.truncate(self.metrics, self._length)  # removes an incomplete line
             self.warn_not_written("metrics", "metrics are not being written", error)
         else:
             self.write_errors.pop("metrics", None)
         return not self._unwritten
 
-    def _show(self, add: Callable[[TensorBoardWriter], None]) -> None:
-        """Adds to the TensorBoard events; any error gives one warning, and ends them."""
+    def _add_events(self, row: Row) -> None:
+        """Adds a row to the TensorBoard events; any error gives one warning, and ends them."""
         if not self._tensorboard:
             return
         try:
             if self._events is None:
-                self._events = TensorBoardWriter(self.path / "events", self._step + 1)
-            add(self._events)
+                self._events = TensorBoardWriter(self.path / "events", row["step"])
+            self._events.add(row)
         except Exception as error:
             self._tensorboard = False
-            message = "TensorBoard events are not being written"
-            self.warn_not_written("events", message, error)
+            self.warn_not_written("events", "TensorBoard events are not being written", error)
 
     # resumption
 
@@ -329,8 +355,8 @@ class RunLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the step of a saved state; the next row removes rows of later steps."""
-        self.close()
         self._unwritten.clear()
+        self.close()
         self._step, self._samples = int(state["step"]), int(state["samples"])
         self._sizes = state.get("sizes")
         self._earlier_seconds = state.get("elapsed_seconds", 0.0)
@@ -344,16 +370,14 @@ class RunLog:
 
 def settings_json(settings: Mapping[str, Any]) -> bytes:
     """Text of settings.json: the settings, and what ran them."""
-    versions = {
-        "bigbatch": __version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-    }
     document = {
         "schema": SCHEMA,
         "settings": dict(settings),
-        "versions": versions,
+        "versions": {
+            "bigbatch": __version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+        },
         "machine": platform.platform(),
     }
     return dumps(document, indent=1).encode() + b"\n"
@@ -361,33 +385,3 @@ def settings_json(settings: Mapping[str, Any]) -> bytes:
 
 def _numbers(scores: Mapping[str, Value]) -> dict[str, float | None]:
     return {name: finite(float(score)) for name, score in scores.items()}
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))  # of torchrun, before the process group
-
-
-def _rows_until(metrics: Path, step: int) -> tuple[int, Row]:
-    """(bytes of the rows up to a step, the last row among them).
-
-    Raises:
-        RunError: a line is damaged.
-    """
-    length, last = 0, {"step": 0, "samples": 0}
-    *lines, _ = metrics.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = parse_line(line)
-            later = int(row["step"]) > step
-        except (ValueError, KeyError, TypeError):
-            raise RunError(
-                f"{metrics}, line {number} is damaged; restore the file, or train again"
-            ) from None
-        if later:
-            break
-        length += len(line) + 1
-        last = row if "samples" in row else last
-    return length, last

@@ -1,7 +1,6 @@
 """The rows of a log as TensorBoard events."""
 
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 
 from bigbatch.log.row_schema import Row
@@ -25,13 +24,10 @@ class TensorBoardWriter:
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=_FLUSH)
         self.close = weakref.finalize(self, self._writer.close)
 
-    def add_row(self, row: Row) -> None:
-        """Adds a step."""
-        values = {name: row[name] for name in _SCALARS}
-        self.add_scores(row["step"], {**values, "lr": row["lr"][0], **(row["metrics"] or {})})
-
-    def add_scores(self, step: int, scores: Mapping[str, float | None]) -> None:
-        """Adds values of a step; those that are None are left out."""
-        for name, value in scores.items():
+    def add(self, row: Row) -> None:
+        """Adds the values of a step, or scores after it; those that are None are left out."""
+        values = {name: row.get(name) for name in _SCALARS} | (row["metrics"] or {})
+        values["lr"] = row["lr"][0] if "lr" in row else None
+        for name, value in values.items():
             if value is not None:
-                self._writer.add_scalar(name, value, step)
+                self._writer.add_scalar(name, value, row["step"])

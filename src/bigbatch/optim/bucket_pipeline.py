@@ -1,8 +1,8 @@
 """Reduces DDP's buckets in one step: from every rank's sums to r g on all ranks.
 
-The thread that runs DDP's hooks sends everything, in the order of the buckets, which is the same on
-all ranks. A bucket is scattered when it is ready, scaled when the next one is ready, and gathered
-after that. So two buckets are in flight while the backward continues.
+A bucket is scattered when it is ready, scaled and sent back when the next one is ready, and
+received after that: two are in flight while the backward continues.
+See [Note: GSNR inside DDP's all-reduce] in `ddp_comm_hook.py`.
 """
 
 from dataclasses import dataclass

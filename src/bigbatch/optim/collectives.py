@@ -1,7 +1,4 @@
-"""Flat tensors scattered over ranks and gathered again: all-to-all, then all-gather.
-
-Together they send as much as an all-reduce; in between, each rank has a shard of the sum.
-"""
+"""Flat tensors scattered over ranks and gathered again: all-to-all, then all-gather."""
 
 import itertools
 import os

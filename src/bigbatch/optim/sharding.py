@@ -1,6 +1,7 @@
 """Sharded parameters: their gradient source, their local shards, and sums over their ranks.
 
-This module never imports DTensor first: no parameter is sharded unless it is imported already.
+See [Note: FSDP2's shards] in `gradients/fsdp2.py`. This module never imports DTensor first: no
+parameter is sharded unless it is imported already.
 """
 
 import sys

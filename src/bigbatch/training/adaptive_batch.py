@@ -22,7 +22,7 @@ from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
-from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
+from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.policies.controller import Controller, controller_of, warn_of_changes
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Policy, SimiGrad, needs_of
@@ -516,7 +516,7 @@ class AdaptiveBatch:
         policy, rule = self.controller.policy, options.get("lr_scaling", "sqrt")
         every = options.get("every") or (self.meter.every if self.meter.every > 1 else None)
         log.rank = self._collectives.rank
-        log.settings = {
+        log.loop_settings = {
             "policy": type(policy).__name__ if " object at 0x" in repr(policy) else repr(policy),
             **({"target": policy.target} if isinstance(policy, SimiGrad) else {}),
             "batch_size": self.controller.decision.batch_size,
@@ -528,7 +528,6 @@ class AdaptiveBatch:
             "every": every,
             "optimizer": type(self.optimizer).__name__,
             "world_size": self._collectives.ranks,
-            **log.settings,
         }
         return log
 

@@ -16,7 +16,7 @@ from bigbatch.data.rank_consistency import HostCollectives, checksum, facts_of, 
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
-from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
+from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
@@ -423,6 +423,7 @@ class Update:
             "scheduler": type(self.clock.scheduler).__name__,
             "scaler": None if self.scaler is None else type(self.scaler).__name__,
             "learning rates of the last step": None if self.record is None else self.record.lr,
+            "the log": "given" if self.log is not None else None,
             "the plan": self.plan,
             "the meter's step": meter.step,
             "the interval of measured steps": self.interval.every,

@@ -58,9 +58,7 @@ class RememberedPlans:
     was not conclusive.
 
     Args:
-        parameter_of: leaf -> the watched parameter that it is; None for another leaf.
-        model: the model, whose buffers have no samples; None if it is unknown.
-        checks_samples: whether extra backwards may check where the samples are.
+        parameter_of, model, checks_samples: see `GroupTap`.
     """
 
     def __init__(

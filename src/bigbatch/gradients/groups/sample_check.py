@@ -102,12 +102,7 @@ class _Output(NamedTuple):
 
 
 class _Frontier:
-    """Where backwards of the samples of some uses start and end.
-
-    Args:
-        found: the uses.
-        roots: where the backward of the loss starts.
-    """
+    """Where backwards of the samples of some uses start and end; see `check_samples`."""
 
     def __init__(self, found: ParameterUses, roots: Sequence[Edge]) -> None:
         self._found = found
@@ -190,9 +185,8 @@ class _Attempt:
     """Backwards of halves of the samples, if these are in certain places of the frontier.
 
     Args:
-        found: the uses.
+        found, grouping: see `check_samples`.
         frontier: where backwards start and end.
-        grouping: the groups of the samples.
         attempt: the number of each output's place; the last one if it has fewer.
     """
 

@@ -15,7 +15,7 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import SettingError
-from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer, micro_batch_optimizer
+from bigbatch.optim.variance_reduced import VarianceReduced, micro_batch_optimizer
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling
@@ -212,7 +212,7 @@ class DeepSpeedScheduler(LRScheduler):
         self._scheduler.load_state_dict(state_dict)
 
 
-def _source(engine: Any, vr_optimizer: MicroBatchOptimizer | None) -> ZeroSource:
+def _source(engine: Any, vr_optimizer: VarianceReduced | None) -> ZeroSource:
     """The source of the engine's gradients, which its optimizers read too."""
     layout = layout_of(engine)
     source = ZeroSource(engine, layout)
