@@ -22,7 +22,7 @@ SHORT = ("--epochs", "1", "--set", "samples=256")
 
 WRONG = [
     (["train", "nonsense"], "recipe 'nonsense' is unknown; choose one of: digits"),
-    (["train", "--bogus"], "No such option: --bogus"),
+    (["train", "--bogus"], "unrecognized arguments: --bogus"),
     (["train", "--policy", "magic"], "policy 'magic' is unknown; choose one of: fixed, simigrad"),
     (["train", "--optimizer", "magic"], "optimizer 'magic' is unknown; choose one of: sgd,"),
     (["train", "--target", "1.5"], "target=1.5 must be a number in (-1, 1)"),
@@ -138,7 +138,7 @@ def test_a_damaged_config_is_one_line(bigbatch, tmp_path, name, content, message
 def test_an_argument_that_is_no_text_is_one_line(bigbatch):
     status, _, err = bigbatch("train", "digits", "\udcff")
     assert (2, 1) == (status, err.count("\n"))
-    assert "(\\udcff)" in err
+    assert "\\udcff" in err
 
 
 def test_help_teaches_by_example(bigbatch):
@@ -257,7 +257,7 @@ def test_the_option_of_a_setting_stands_under_the_heading_of_its_section(bigbatc
             found[match[1].replace("-", "_")] = heading
     for name in SECTIONS.keys() - {"recipe", "arm", "seed", "data", "task"}:
         assert SECTIONS[name] == found[name]
-    assert "Options" == found["help"] == found["dry_run"]
+    assert "options" == found["dry_run"]
 
 
 def test_what_is_set_changes_an_arm_that_is_trained_alone(bigbatch, tmp_path):
