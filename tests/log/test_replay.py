@@ -468,7 +468,7 @@ def test_a_mistake_is_one_line(bigbatch, run, arguments, message, tmp_path, monk
 def test_a_run_that_is_none_is_one_line(bigbatch, tmp_path):
     status, _, err = bigbatch("replay", tmp_path / "nowhere", "--policy", "fixed:8")
     assert (2, 1) == (status, err.count("\n"))
-    assert "nowhere has no metrics.jsonl" in err
+    assert "there is no run directory" in err
 
 
 def test_no_walk_takes_fewer_samples_than_a_step_can_be_cut_into(logged):
