@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from bigbatch.log.curves import COLORS, add_grid, write_figure
 from matplotlib.figure import Figure
 
-from bigbatch.log.curves import COLORS, add_grid, write_figure
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.goodput import Goodput

@@ -27,7 +27,7 @@ from bigbatch.statistics.averages import NoiseAverage as NoiseAverage
 from bigbatch.statistics.meter import GradientMeter as GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics as GradientStatistics
 from bigbatch.training.adaptive_batch import AdaptiveBatch as AdaptiveBatch
-from bigbatch.training.branch_result import BranchTestResult as BranchTestResult
+from bigbatch.training.branch_test import BranchTestResult as BranchTestResult
 from bigbatch.training.distributed_state import DistributedState as DistributedState
 from bigbatch.training.find_micro_batch import largest_micro_batch as largest_micro_batch
 from bigbatch.training.group_check import check_groups as check_groups

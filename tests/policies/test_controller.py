@@ -34,7 +34,8 @@ from bigbatch import (
     TrainingState,
 )
 from bigbatch.errors import SettingError
-from bigbatch.policies.plan_constraints import PlanConstraints
+from bigbatch.policies.controller import controller_of
+from bigbatch.policies.plan import PlanConstraints
 from bigbatch.statistics.averages import AdaptiveAverage
 from bigbatch.statistics.confidence import Interval
 from property_tests import property_test
@@ -149,9 +150,12 @@ def test_the_base_batch_is_where_it_starts_unless_stated():
 
 @pytest.mark.parametrize(("asked", "warnings_"), [(1, 0), (3, 1), (4, 0), (16, 0)])
 def test_only_whoever_asked_for_a_lower_bound_is_warned_that_it_is_raised(asked, warnings_):
-    cutting = PlanConstraints(ranks=1, micro_batch=16, fixed_micro_batch=False, min_micro_batches=4)
+    cutting = PlanConstraints(
+        virtual_ranks=1, micro_batch=16, fixed_micro_batch=False, min_micro_batches=4
+    )
     with warnings.catch_warnings(record=True, action="always") as said:
-        controller = cutting.controller(SimiGrad(min_batch=asked), 64, None, 960)
+        policy = SimiGrad(min_batch=asked)
+        controller = controller_of(policy, cutting, batch_size=64, base_batch=None, samples=960)
     assert max(asked, 4) == controller.min_batch
     assert warnings_ == len(said)
 

@@ -14,7 +14,7 @@ from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.late_switch import SwitchMoment
 from bigbatch.policies.parse import arguments_of
-from bigbatch.policies.plan_constraints import MinMicroBatches
+from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiGrad
 from bigbatch.setting_types import (
     Cosine,

@@ -10,16 +10,15 @@ from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, Smoothing, WarmupLength
 from bigbatch.policies.goodput import Goodput
 from bigbatch.policies.hysteresis import DeadBand, Hysteresis
-from bigbatch.policies.plan import clamp, require_bounds
+from bigbatch.policies.plan import PlanConstraints, clamp, require_bounds
 from bigbatch.policies.policy import (
     Decision,
     NoiseScale,
     Policy,
     TrainingState,
-    innermost,
+    has_state,
+    layers_of,
     needs_of,
-    require_policy,
-    stateful_part,
 )
 from bigbatch.setting_types import Count, Coverage, Growth, checked
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
@@ -85,13 +84,13 @@ class Controller:
         warmup: WarmupLength | None = None,
     ) -> None:
         base_batch = batch_size if base_batch is None else base_batch
+        self.needs = needs_of(policy)
         self._hysteresis = Hysteresis(dead_band, confidence)
         self._stateful_policy = _stateful(policy, has_hysteresis=bool(dead_band or confidence))
-        self.needs = needs_of(policy)
         largest_change = self.needs.max_change if max_change == "auto" else max_change
         self._average = _average(smoothing, confidence, wants_average=self.needs.average)
         self._warmup = Amount.parse(warmup) if warmup else None
-        if smoothing is None and isinstance(innermost(policy), NoiseScale | Goodput):
+        if smoothing is None and isinstance(layers_of(policy)[-1], NoiseScale | Goodput):
             warnings.warn(
                 f"{type(policy).__name__} goes by one step's noise scale, which is often infinite; "
                 'set smoothing="auto", or a window: "4K samples", say',
@@ -279,6 +278,60 @@ class Controller:
         return replace(decision, batch_size=batch_size)
 
 
+def controller_of(
+    policy: Policy | Controller,
+    constraints: PlanConstraints,
+    *,
+    batch_size: int | None,
+    base_batch: int | None,
+    samples: int | None,
+) -> Controller:
+    """The controller of a training, with bounds that the data set and its plans can keep.
+
+    Args:
+        policy: a policy, or a controller, whose bounds are narrowed.
+        constraints: what every plan has to keep.
+        batch_size: the first batch size; None with a controller.
+        base_batch: the batch size that the learning rate is for; default: `batch_size`.
+        samples: samples in an epoch; None if unknown.
+    Raises:
+        SettingError: nothing lies between the bounds, or the controller and the call both have
+            sizes.
+    """
+    if isinstance(policy, Controller):
+        if (batch_size, base_batch) != (None, None):
+            raise SettingError(
+                "the controller has batch_size and base_batch of its own; leave them out here"
+            )
+        controller = policy
+    else:
+        assert batch_size is not None
+        controller = Controller(policy, batch_size, base_batch)
+    if samples is not None and samples < (ranks := constraints.virtual_ranks):
+        raise SettingError(f"{samples} samples of an epoch are too few for {ranks} (virtual) ranks")
+    min_batch, is_new = controller.min_batch, controller.decision.reason == "start"
+    start = controller.first_batch_size if is_new else controller.decision.batch_size
+    if samples is not None and min_batch > samples:
+        raise SettingError(f"min_batch={min_batch} exceeds the {samples} samples of an epoch")
+    controller.limit(max_batch=samples)
+    smallest = constraints.plan(1, 1, controller.max_batch).batch_size
+    if 1 < min_batch < smallest:
+        warnings.warn(
+            f"min_batch={min_batch} is raised to {smallest}, the smallest step that can be cut "
+            f"into {constraints.min_micro_batches} micro-batches",
+            stacklevel=4,
+        )
+    controller.limit(min_batch=smallest)
+    if controller.decision.batch_size != start:
+        warnings.warn(
+            f"batch_size={start} is out of bounds; min_batch={controller.min_batch} and "
+            f"max_batch={controller.max_batch} hold, so training starts with "
+            f"{controller.decision.batch_size}",
+            stacklevel=4,
+        )
+    return controller
+
+
 def _average(
     smoothing: str | None, confidence: float | None, *, wants_average: bool
 ) -> NoiseAverage | AdaptiveAverage | None:
@@ -309,8 +362,7 @@ def warn_of_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> Non
 
 def _stateful(policy: Policy, *, has_hysteresis: bool) -> Any:
     """The part of a policy that has a state to save, if any."""
-    require_policy(policy)
-    part = stateful_part(policy)
+    part = next(filter(has_state, layers_of(policy)), None)
     if part is not None and has_hysteresis:
         raise SettingError(
             "dead_band and confidence ask a policy about other cases, which one that remembers "

@@ -93,12 +93,9 @@ def target_of(name: str, target: float | None) -> float | None:
 
 
 def _usage(name: str) -> str:
-    keys = list(arguments_of(name))
-    if name == "schedule":
-        return f"{name}:TEXT; {keys[1]}=..."
-    if name in _SEMICOLONS:
-        return f"{name}:{'; '.join(f'{key}=...' for key in keys)}"
-    return f"{name}:{','.join(f'{key}=...' for key in keys)}"
+    separator = "; " if name in _SEMICOLONS else ","
+    usage = separator.join(f"{key}=..." for key in arguments_of(name))
+    return f"{name}:{usage.replace('text=...', 'TEXT')}"
 
 
 _NESTED: dict[str, Callable[[str], Policy]] = {  # arguments that are schedules or policies

@@ -1,9 +1,12 @@
 """Rounds a batch size to ranks x micro-batch x accumulation; nothing else in the package rounds."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from bigbatch.errors import SettingError
-from bigbatch.setting_types import Count, checked
+from bigbatch.setting_types import Count, In, checked
+
+MinMicroBatches = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]
 
 
 @checked
@@ -86,6 +89,50 @@ class BatchPlan:
             f"no batch size between min_batch={min_batch} and max_batch={max_batch} can be cut "
             f"into ranks={ranks} x at least {lowest} micro-batches of "
             f"{f'{micro}' if micro else f'at most {max_micro}'}; widen the bounds"
+        )
+
+
+@dataclass(frozen=True)
+class PlanConstraints:
+    """Constraints on every plan of a training.
+
+    Args:
+        virtual_ranks: ranks that share a step.
+        micro_batch: most samples in one backward.
+        fixed_micro_batch: whether every backward has that many.
+        min_micro_batches: fewest micro-batches, over all ranks, of a step that is measured.
+        groups: groups of samples in a backward, of which each counts as a micro-batch; None for
+            none.
+    """
+
+    virtual_ranks: int
+    micro_batch: int
+    fixed_micro_batch: bool
+    min_micro_batches: int
+    groups: int | None = None
+
+    def plan(
+        self, batch_size: int, min_batch: int, max_batch: int | None, *, compared: bool = True
+    ) -> BatchPlan:
+        """The plan for a batch size.
+
+        Args:
+            batch_size: samples over all ranks.
+            min_batch: lower bound.
+            max_batch: upper bound; None for none.
+            compared: whether micro-batches are compared; otherwise a single backward may do.
+        """
+        backwards = -(-self.min_micro_batches // (self.groups or 1)) if compared else 1
+        if self.groups and compared:
+            min_batch = max(min_batch, self.min_micro_batches)  # samples, one of each group
+        return BatchPlan.fit(
+            batch_size,
+            self.virtual_ranks,
+            max_micro=self.micro_batch,
+            min_micro_batches=backwards,
+            min_batch=min_batch,
+            max_batch=max_batch,
+            micro=self.micro_batch if self.fixed_micro_batch else None,
         )
 
 

@@ -177,21 +177,17 @@ class SimiGrad:
 
     def next_batch(self, similarity: float, batch_size: int) -> int:
         """Applies the paper's rule, bounds included."""
-        if not math.isfinite(similarity):
-            pass
-        elif similarity < self.target:
+        if -math.inf < similarity < self.target:
             batch_size = max(batch_size + 1, int(self.grow * batch_size))
-        elif similarity > self.target and batch_size > 1:
+        elif self.target < similarity < math.inf and batch_size > 1:
             batch_size = max(1, min(batch_size - 1, int(self.shrink * batch_size)))
         return clamp(batch_size, self.min_batch, self.max_batch)
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Applies the rule to the last decision, before it was rounded."""
         phi = statistics.similarity
-        if not math.isfinite(phi):
-            order = "not finite, target"
-        else:
-            order = "<" if phi < self.target else ">" if phi > self.target else "="
+        order = "<" if phi < self.target else ">" if phi > self.target else "="
+        order = order if math.isfinite(phi) else "not finite, target"
         reason = f"similarity {phi:.3f} {order} {self.target:g}"
         return Decision(self.next_batch(phi, now.target_batch_size), reason)
 
@@ -351,32 +347,24 @@ def needs_of(policy: Policy) -> Needs:
     """What a policy needs of the loop that asks it.
 
     Raises:
-        SettingError: its attribute `needs` is something else.
+        SettingError: it is not a policy, or its attribute `needs` is something else.
     """
+    require_policy(policy)
     needs = getattr(policy, "needs", Needs())
     if not isinstance(needs, Needs):
         raise SettingError(f"{type(policy).__name__}.needs is {needs!r}; set needs = bb.Needs(...)")
     return needs
 
 
-def innermost(policy: Policy) -> Policy:
-    """The policy inside all wrappers."""
-    while isinstance(policy, Wrapper) and policy.policy is not None:
-        policy = policy.policy
-    return policy
+def layers_of(policy: Policy) -> list[Any]:
+    """The policy, and those inside it, from the outermost."""
+    inner = policy.policy if isinstance(policy, Wrapper) else None
+    return [policy, *(layers_of(inner) if inner is not None else ())]
 
 
 def has_state(value: object) -> bool:
     """Whether an object has a state that can be saved and loaded."""
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def stateful_part(policy: Policy) -> Any:
-    """The policy, or the first one inside it, that has a state; None if none has."""
-    part: Any = policy
-    while isinstance(part, Wrapper) and not has_state(part):
-        part = part.policy
-    return part if has_state(part) else None
 
 
 def require_policy(policy: Policy, name: str = "policy") -> None:

@@ -51,7 +51,7 @@ class NoiseAverage:
     ) -> None:
         self.window, self.unit = window, unit
         self.confidence = confidence
-        self._scatter = Scatter()
+        self.scatter = Scatter()
         self._grad_sqnorm = 0.0
         self._grad_variance = 0.0
         self._weight = 0.0  # sum of the weights of all steps
@@ -76,14 +76,14 @@ class NoiseAverage:
         self._grad_sqnorm = decay * self._grad_sqnorm + share * noise.grad_sqnorm
         self._grad_variance = decay * self._grad_variance + share * noise.grad_variance
         self._weight = decay * self._weight + share
-        self._scatter.update(noise.grad_sqnorm, noise.grad_variance, decay, share)
+        self.scatter.update(noise.grad_sqnorm, noise.grad_variance, decay, share)
         return True
 
     def at(self, noise: GradientStatistics) -> GradientStatistics:
         """`noise` with signal, noise and interval of the window, to which it is not added."""
         signal, variance, interval = self.grad_sqnorm, self.grad_variance, None
         if self.confidence is not None:
-            interval = self._scatter.interval(
+            interval = self.scatter.interval(
                 signal, variance, noise.samples, self._weight, self.confidence
             )
         return replace(noise, grad_sqnorm=signal, grad_variance=variance, interval=interval)
@@ -94,14 +94,9 @@ class NoiseAverage:
         return self._filling > -math.expm1(-_FILLED) * (1 - 1e-9)
 
     @property
-    def step_variances(self) -> tuple[float, float]:
-        """Variances of one step's signal and noise; infinite before the second step."""
-        return self._scatter.step_variances
-
-    @property
     def variance_share(self) -> float:
         """Variance of the averages over that of a step; nan before the first."""
-        return self._scatter.variance_share(self._weight)
+        return self.scatter.variance_share(self._weight)
 
     @property
     def grad_sqnorm(self) -> float:
@@ -121,14 +116,14 @@ class NoiseAverage:
             "unit": self.unit,
             "weight": self._weight,
             "filling": self._filling,
-            "scatter": self._scatter.state(),
+            "scatter": self.scatter.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state."""
         self._grad_sqnorm, self._grad_variance = state["grad_sqnorm"], state["grad_variance"]
         self._weight, self._filling = state["weight"], state["filling"]
-        self._scatter.load(state["scatter"])
+        self.scatter.load(state["scatter"])
 
 
 class AdaptiveAverage:
@@ -201,7 +196,7 @@ class AdaptiveAverage:
 
     def _longest(self) -> int:
         """Index of the longest window that agrees with all shorter ones."""
-        step = self._averages[_SCATTER].step_variances
+        step = self._averages[_SCATTER].scatter.step_variances
         for long in range(1, len(_WINDOWS)):
             shorter = self._averages[:long]
             if not all(_agree(short, self._averages[long], step) for short in shorter):

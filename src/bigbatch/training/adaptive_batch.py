@@ -23,15 +23,13 @@ from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
-from bigbatch.policies.controller import Controller, warn_of_changes
-from bigbatch.policies.plan import BatchPlan
-from bigbatch.policies.plan_constraints import PlanConstraints
+from bigbatch.policies.controller import Controller, controller_of, warn_of_changes
+from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Policy, SimiGrad, needs_of
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.branch_plan import DEFAULT_REPEATS, DEFAULT_SHARE, BranchRequest, Repeats
-from bigbatch.training.branch_result import BranchTestResult
-from bigbatch.training.branch_test import LossOf, branch_test, require_supported
+from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test, require_supported
 from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterval
 from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
@@ -44,6 +42,18 @@ _NOT_ENDED = (
     "step.update() was not called for the last step; call it at the end of each step, and after an "
     "exception load an earlier checkpoint"
 )
+
+
+# [Note: Resuming]
+# A state has two parts. "shared" is equal on all ranks: counts, controller, scheduler, timings of
+# steps, the number of samples that the pass has consumed. "own" is of one rank: its seconds, its
+# position in its loader, its random states. So on as many ranks each loads its own state, and the
+# run is the same to the last bit; on another number of ranks any shared part will do.
+# Nothing is communicated in saving: a rank that saves alone would wait for the others forever.
+# Loading has one order. The settings of both runs are compared before anything changes. `Update`
+# comes before the batches, whose sampler is told the epoch; the batches come before the bounds of
+# the batch size, since only a resumed loader may know its length. Random states come last: reading
+# up to the position draws numbers (shuffling, augmentation), as it did in the run that was saved.
 
 
 class AdaptiveBatch:
@@ -130,8 +140,12 @@ class AdaptiveBatch:
             batch_size = needs_of(policy).batch_size or of_all_ranks or None
         has_size = isinstance(policy, Controller) or batch_size is not None
         constraints = self._build_constraints(options, has_size=has_size)
-        self.controller = constraints.controller(
-            policy, batch_size, options.get("base_batch"), self.batches.samples, self.meter.groups
+        self.controller = controller_of(
+            policy,
+            constraints,
+            batch_size=batch_size,
+            base_batch=options.get("base_batch"),
+            samples=self.batches.samples,
         )
         lr_scaling = options.get("lr_scaling", "sqrt")
         self._update = Update(
@@ -273,17 +287,10 @@ class AdaptiveBatch:
             S(B) = S_min (1 + B / B_crit)
 
         S(B) is the number of samples in which batch size B reaches a loss, from this state, with
-        the learning rate that `lr_scaling` gives to B (constant over a branch, without clipping).
-        So B_crit belongs to this rule at this rate. If gradients are mostly noise, S(B) follows
-        the formula where the rate is near its best. SGD far below its best rate is another matter:
-        with "sqrt" S grows as sqrt(B), and B_crit only repeats the middle of `batch_sizes`; with
-        "linear" S hardly grows and the interval has no upper end. B_crit also belongs to the length
-        of the branches: a loss that is farther away has a larger one.
-
-        A repeat trains every branch on the same samples, which no other repeat has, and compares
-        losses on other samples again. `critical_batch` of statistics/critical_batch.py has the
-        estimate and its t-interval over repeats. Losses are those of training (dropout and
-        BatchNorm as in training, dropout the same for all branches).
+        the learning rate that `lr_scaling` gives to B. So B_crit belongs to this rule at this rate,
+        and to the length of the branches; docs/policies.md says where it means little. A repeat
+        trains every branch on the same samples, which no other repeat has, and compares losses on
+        other samples again.
 
         Call it between two steps. Afterwards, also after an error, all is as before to the last
         bit: weights, buffers, `.grad`, the optimizer, training modes, random states, the position
@@ -359,8 +366,7 @@ class AdaptiveBatch:
     def state_dict(self) -> dict[str, Any]:
         """Everything except model, optimizer and scaler; loads with `weights_only=True`.
 
-        Nothing is communicated: "shared" is the same on all ranks, "own" has this rank's position
-        in its loader and its random states.
+        See [Note: Resuming]. Nothing is communicated.
 
         Raises:
             LoopError: inside a step, between its first micro-batch and `update()`. If another loop
@@ -406,7 +412,7 @@ class AdaptiveBatch:
                 f"state version {state['version']} is not {_STATE_VERSION}, which this release "
                 "reads; resume with the release that wrote it"
             )
-        shared, own = state["shared"], state["own"]
+        shared, own = state["shared"], state["own"]  # the order: see [Note: Resuming]
         warn_of_changes(shared["settings"], self._update.settings)
         self._update.load_state_dict(shared, own)
         if self.run_log is not None:
@@ -471,6 +477,7 @@ class AdaptiveBatch:
             micro_batch,
             options.get("fixed_micro_batch", False),
             self._min_micro_batches(options.get("min_micro_batches")),
+            self.meter.groups,
         )
 
     def _build_interval(self, options: LoopOptions) -> MeasuringInterval:

@@ -175,22 +175,21 @@ def check_groups(
     with _restored(model), torch.enable_grad():
         mode = _set_mode(model, lambda: _loss(model, loss_fn, x, y))
         random = random_state()
-        grouped = _GroupedGradients(model, names, grouping, weight)
-        grouped.backward(_loss(model, loss_fn, x, y))
-        loop = _Loop(grouped)
+        compared = _ComparedGradients(model, names, grouping, weight)
+        compared.add_batch(_loss(model, loss_fn, x, y))
         for d, (lo, hi) in enumerate(pairwise(accumulate(grouping.sizes, initial=0))):
-            if grouped.weights[d]:
+            if compared.weights[d]:
                 restore_random_state(random)
                 part = None if y is None else slice_samples(y, lo, hi)
-                loop.backward(d, _loss(model, loss_fn, slice_samples(x, lo, hi), part))
-    one_backward, from_loop = loop.statistics()
+                compared.add_group(d, _loss(model, loss_fn, slice_samples(x, lo, hi), part))
+    one_backward, loop = compared.statistics()
     return GroupCheck(
-        samples, grouping.groups, loop.parameters(names), one_backward, from_loop, tolerance, mode
+        samples, grouping.groups, compared.parameters(), one_backward, loop, tolerance, mode
     )
 
 
-class _GroupedGradients:
-    """The groups' gradients of one backward.
+class _ComparedGradients:
+    """The groups' gradients of one backward, h_d, and of a backward for each group, h'_d.
 
     Args:
         model: the model.
@@ -207,84 +206,76 @@ class _GroupedGradients:
         weight: Tensor | None,
     ) -> None:
         self.weights = [*(grouping.sizes if weight is None else grouping.sums(weight))]
-        self.whole: dict[Tensor, Tensor] = {}  # G
-        self.refusals: dict[Tensor, str] = {}
-        self.gradients: dict[Tensor, Tensor] = {}  # h_d, (k, *shape)
-        self._parameters, self._samples, self._weight = list(names), grouping.samples, weight
+        self._names, self._samples, self._weight = names, grouping.samples, weight
         self._tap = GroupTap(
             grouping.groups, lambda leaf: leaf if leaf in names else None, {}, model
         )
         self._tap.exact = True
+        self._whole: dict[Tensor, Tensor] = {}  # G
+        self._refusals: dict[Tensor, str] = {}
+        self._groups: dict[Tensor, Tensor] = {}  # h_d, (k, *shape)
+        self._sums: dict[Tensor, Tensor] = {}  # sum_d h'_d
+        self._errors: dict[Tensor, float] = {}  # sum_d |h_d - h'_d|^2
+        self._squares: dict[Tensor, float] = {}  # sum_d |h'_d|^2
+        self._scatter = 0.0  # sum_d |h'_d|^2 / n_d
 
-    def backward(self, loss: Tensor) -> None:
-        """Runs the backward; writes to no `.grad`."""
+    def add_batch(self, loss: Tensor) -> None:
+        """Runs the one backward; writes to no `.grad`."""
         self._tap.prepare([loss], self._samples, self._weight)
-        self.whole = gradients_of(loss, self._parameters)
-        for parameter, gradient in self.whole.items():
+        self._whole = gradients_of(loss, list(self._names))
+        for parameter, gradient in self._whole.items():
             groups = self._tap.take(parameter, gradient)
             refusal = self._tap.refusals.get(parameter, "")
             if groups is None or refusal:
-                self.refusals[parameter] = refusal
+                self._refusals[parameter] = refusal
             else:
-                self.gradients[parameter] = groups.gradients
+                self._groups[parameter] = groups.gradients
         self._tap.forget()
+        self._sums = {p: torch.zeros_like(p) for p in self._groups}
+        self._errors, self._squares = (dict.fromkeys(self._groups, 0.0) for _ in range(2))
 
-
-class _Loop:
-    """Backwards of single groups, compared with those of one backward."""
-
-    def __init__(self, grouped: _GroupedGradients) -> None:
-        self._grouped = grouped
-        self._covered = list(grouped.gradients)
-        self._total = sum(grouped.weights)
-        self._errors = dict.fromkeys(self._covered, 0.0)  # sum_d |h_d - h'_d|^2
-        self._squares = dict.fromkeys(self._covered, 0.0)  # sum_d |h'_d|^2
-        self._sums = {p: torch.zeros_like(p) for p in self._covered}  # sum_d h'_d
-        self._scatter = 0.0  # sum_d |h'_d|^2 / n_d
-
-    def backward(self, d: int, loss: Tensor) -> None:
-        """The backward of the mean loss of group d alone."""
-        weight = self._grouped.weights[d]
-        gradients = gradients_of(loss, self._covered)
-        for parameter in self._covered:
+    def add_group(self, d: int, loss: Tensor) -> None:
+        """Runs the backward of the mean loss of group d alone."""
+        share = self.weights[d] / sum(self.weights)
+        gradients = gradients_of(loss, list(self._groups))
+        for parameter, groups in self._groups.items():
             expected = torch.zeros_like(parameter)
             if parameter in gradients:
-                expected = gradients[parameter] * (weight / self._total)
+                expected = gradients[parameter] * share
             self._sums[parameter] += expected
             square = _square(expected)
             self._squares[parameter] += square
-            self._errors[parameter] += _square(
-                self._grouped.gradients[parameter][d].to(expected.dtype) - expected
-            )
-            self._scatter += square / weight
+            self._errors[parameter] += _square(groups[d].to(expected.dtype) - expected)
+            self._scatter += square / self.weights[d]
 
-    def parameters(self, names: Mapping[Tensor, str]) -> tuple[ParameterCheck, ...]:
+    def parameters(self) -> tuple[ParameterCheck, ...]:
         """The result of every parameter that has a gradient."""
-        whole, refusals = self._grouped.whole, self._grouped.refusals
-        squares = {p: _square(g) for p, g in whole.items()}
+        squares = {p: _square(g) for p, g in self._whole.items()}
         total = math.fsum(squares.values()) or 1.0
         smallest = _SMALL**2 * math.fsum(self._squares.values())
-        rows = []
-        for parameter in whole:
-            error = math.nan
-            if parameter in self._errors:
-                error = _ratio(self._errors[parameter], max(self._squares[parameter], smallest))
-            shape, share = tuple(parameter.shape), squares[parameter] / total
-            refusal = refusals.get(parameter, "")
-            rows.append(ParameterCheck(names[parameter], shape, share, refusal, error))
-        return tuple(rows)
+        return tuple(
+            ParameterCheck(
+                self._names[p],
+                tuple(p.shape),
+                square / total,
+                self._refusals.get(p, ""),
+                _ratio(self._errors[p], max(self._squares[p], smallest))
+                if p in self._groups
+                else math.nan,
+            )
+            for p, square in squares.items()
+        )
 
     def statistics(self) -> tuple[GradientStatistics, GradientStatistics]:
         """Statistics of the groups of one backward, and of the loop; over covered parameters."""
-        grouped, weights = self._grouped, self._grouped.weights
         scatter = math.fsum(
-            _square(gradients[d]) / n
-            for gradients in grouped.gradients.values()
-            for d, n in enumerate(weights)
+            _square(groups[d]) / n
+            for groups in self._groups.values()
+            for d, n in enumerate(self.weights)
             if n
         )
-        k, n = sum(map(bool, weights)), self._total
-        square = math.fsum(_square(grouped.whole[p]) for p in self._covered)
+        k, n = sum(map(bool, self.weights)), sum(self.weights)
+        square = math.fsum(_square(self._whole[p]) for p in self._groups)
         of_loop = math.fsum(map(_square, self._sums.values()))
         eps = math.inf  # sums that do not fit together are what is looked for
         return (

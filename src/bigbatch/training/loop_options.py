@@ -7,7 +7,7 @@ from typing import Any, TypedDict, Unpack
 from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.log.run_log import RunLog
 from bigbatch.policies.lr_scaling import LRScaling
-from bigbatch.policies.plan_constraints import MinMicroBatches
+from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import has_state
 from bigbatch.setting_types import Count, Share, checked
 

@@ -23,8 +23,7 @@ from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.optimizer_checks import ensure_step_hooks, trained_parameters
-from bigbatch.training.step_statistics import StepStatistics
-from bigbatch.training.update import Update
+from bigbatch.training.update import StepStatistics, Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 

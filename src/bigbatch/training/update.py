@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -19,8 +20,7 @@ from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
-from bigbatch.policies.plan import BatchPlan
-from bigbatch.policies.plan_constraints import PlanConstraints
+from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state, needs_of
 from bigbatch.policies.step_time import StepTimes
 from bigbatch.statistics.averages import NoiseAverage
@@ -31,10 +31,50 @@ from bigbatch.training.measuring_interval import MeasuringInterval, Situation
 from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
-from bigbatch.training.step_statistics import StepStatistics
 from bigbatch.training.transport import require_transportable, transported
 
 _NOISE_STEPS = 16  # measured steps over which the noise is averaged for a branch test
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """Everything that a decision rests on, read from the step's gradients; equal on all ranks.
+
+    Args:
+        samples: samples of the step, over all ranks.
+        micro_batches: backwards of the step, over all ranks.
+        statistics: None if it could not be measured.
+        loss: mean loss over the batch.
+        finite: whether every gradient is finite.
+        vanishes: whether every gradient is zero.
+        weight_per_sample: mean weight of a sample.
+        elapsed_seconds: time spent training so far, mean over the ranks.
+        previous_seconds: time of the step before, mean over the ranks; 0 if unknown.
+        checksums: a checksum of each rank's state, which must be equal.
+    """
+
+    samples: int
+    micro_batches: int
+    statistics: GradientStatistics | None
+    loss: float
+    finite: bool
+    vanishes: bool
+    weight_per_sample: float
+    elapsed_seconds: float
+    previous_seconds: float
+    checksums: list[float]
+
+
+# [Note: Agreement of ranks]
+# Every rank decides by itself, and all decide alike by construction: statistics, loss, seconds and
+# `finite` are read from sums over the ranks, so they are the same number on each, and a policy is a
+# function of them. Nothing is sent to agree on a decision. What may still differ is code (another
+# setting, a scheduler that one rank advanced, a policy that reads a clock), and it would end in
+# ranks that wait for each other in vain. So each rank adds a checksum of everything that decides a
+# step, `_facts`, to the sums of that step: the comparison costs no message and no wait. It is of
+# the state *before* the decision, and so tells of a difference one step after it came up, before
+# the optimizer steps. Only if checksums differ are the facts themselves sent, for the error.
+# Seconds differ between ranks; decisions use their mean, which is sent with the checksum.
 
 
 class Update:
@@ -85,13 +125,9 @@ class Update:
         self._timed: tuple[int, bool] | None = None  # the last step: its size, whether measured
         rule = repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function"
         self.settings = {  # as text; must be equal on all ranks
-            "micro_batch": repr(constraints.micro_batch),
-            "fixed_micro_batch": repr(constraints.fixed_micro_batch),
-            "min_micro_batches": repr(constraints.min_micro_batches),
-            "groups": repr(meter.groups),
+            **{name: repr(value) for name, value in vars(constraints).items()},
             "remainder": repr(batches.remainder),
             "order": batches.order,
-            "virtual_ranks": repr(batches.virtual_ranks),
             "lr_scaling": rule,
             "transport": repr(transport),
             **interval.settings,
@@ -144,8 +180,7 @@ class Update:
     def fit_plan(self, batch_size: int, *, compared: bool = True) -> BatchPlan:
         """The plan of a step of so many samples; one backward may do if none are compared."""
         bounds = self._controller.min_batch, self._controller.max_batch
-        groups = self.meter.groups
-        return self._constraints.plan(batch_size, *bounds, compared=compared, groups=groups)
+        return self._constraints.plan(batch_size, *bounds, compared=compared)
 
     def factor(self, batch_size: int, statistics: GradientStatistics | None) -> float:
         """The factor of the learning rate in a step of so many samples."""
@@ -191,7 +226,7 @@ class Update:
                 self._lr_changes.accept()
 
     def rank_message(self) -> tuple[float, float]:
-        """A rank's message in every step: its elapsed seconds, and a checksum of its state."""
+        """A rank's elapsed seconds and a checksum of its state; [Note: Agreement of ranks]."""
         several = self.collectives.ranks > 1
         return self.elapsed_seconds, self._checksum(waits=False) if several else 0.0
 
@@ -223,7 +258,7 @@ class Update:
                 or an earlier call failed half way.
             RankError: the ranks differ in what decides a step.
         """
-        subject = "what decides a step"
+        subject = "what decides a step"  # see [Note: Agreement of ranks]
         self.collectives.require_equal(step.checksums, subject, self._facts)
         self.clock.require_ready()
         if self.clock.scheduler is None:
@@ -370,7 +405,7 @@ class Update:
     # what must be equal on all ranks
 
     def _facts(self, *, waits: bool = True) -> dict[str, str]:
-        """Everything that must be equal on all ranks, by name, as text."""
+        """What must be equal on all ranks, by name, as text; see [Note: Agreement of ranks]."""
         optimizer, reader, meter = self.optimizer, self.reader, self.meter
         kind = type(optimizer).__name__ if reader is None else reader.describe()
         facts = {

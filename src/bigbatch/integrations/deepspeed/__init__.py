@@ -18,7 +18,7 @@ from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer, micro_batc
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling
-from bigbatch.policies.plan_constraints import MinMicroBatches
+from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import Fixed, Policy
 from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
