@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from bigbatch.errors import SettingError
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log.history import history_of
 from bigbatch_recipes.char_lm import CHAR_LM
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.hold_out import hold_out
 from bigbatch_recipes.study import build_training
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
-from bigbatch_recipes.sweep_files import as_json
 from bigbatch_recipes.sweep_results import read_sweep_results
-from log_rows import row
+from log_rows import row, write_log
 
 SETTINGS = DIGITS.settings()
 ARGUMENTS = ("--grid", "lr=0.02,0.1", "--grid", "policy=fixed,simigrad", "--tune", "lr")
@@ -125,7 +124,7 @@ def tuned(tmp_path):
             score = {"test accuracy, %": 10.0 + one.seed}
         else:
             continue
-        RunDirectory.create(path / name, one.as_dict()).append(row(1, metrics=score))
+        write_log(path / name, [row(1, metrics=score)], one.as_dict())
     assert 16 == len(trainings)
     return path
 
@@ -141,9 +140,9 @@ def test_held_out_scores_choose_and_fresh_seeds_are_shown(tuned):
     assert "chosen on held-out training samples with seeds 1000 to 1001" in sweep.title
     assert ["lr=0.1,target=0.2 (lr)", "lr=0.02,target=0.4 (lr)"] == sweep.at_edges
     assert 4 == len(sweep.begun)  # the curves of seeds that are shown
-    first = as_json(sweep)["points"][0]
-    assert [1000, 1001] == [run["seed"] for run in first["tuning"]]
-    assert [] == first["runs"]
+    first = sweep.points[0]
+    assert [1000, 1001] == [run.seed for run in first.tuning]
+    assert [] == first.runs
 
 
 def test_tuning_runs_without_a_score_lose(tuned):
@@ -174,7 +173,7 @@ def test_a_tuned_sweep_trains_every_point_briefly_and_the_best_on_all_data(bigba
     assert 4 == len(tuning_runs)
     expected = {f"lr=0.1,policy={p}-seed{n}" for p in ("fixed", "simigrad") for n in (0, 1)}
     assert expected == names - tuning_runs
-    rows = RunDirectory.open(path / min(names - tuning_runs)).rows()
+    rows = history_of(path / min(names - tuning_runs)).rows
     assert 6 <= sum(one["metrics"] is not None for one in rows) <= 7  # of 1,347 samples
     replayed = bigbatch(
         *("train", "digits", "--policy", "schedule", "--epochs", "1", "--seed", "0"),
@@ -186,8 +185,8 @@ def test_a_tuned_sweep_trains_every_point_briefly_and_the_best_on_all_data(bigba
         ),
     )
     assert 0 == replayed[0], replayed
-    own = RunDirectory.open(next(path.glob("*simigrad*-seed1"))).rows()
-    assert len(own) == pytest.approx(len(RunDirectory.open(tmp_path / "replay").rows()), rel=0.1)
+    own = history_of(next(path.glob("*simigrad*-seed1"))).rows
+    assert len(own) == pytest.approx(len(history_of(tmp_path / "replay").rows), rel=0.1)
 
 
 def test_a_replay_needs_runs_of_another_seed(tuned, bigbatch):

@@ -82,7 +82,7 @@ def test_a_run_that_is_killed_often_ends_as_if_never_killed(bigbatch, tmp_path, 
     points = sorted(chance.sample(range(1, steps - 20), kills))
     killed_before_its_end = 0
     for lines in points:
-        existing = (killed / "config.yaml").exists()
+        existing = (killed / "settings.json").exists()
         command = ["--resume", str(killed), "--quiet"]
         command = command if existing else [*SETTINGS, *LENGTH, "--run-dir", str(killed)]
         process = subprocess.Popen([*TRAIN, *command])

@@ -5,14 +5,13 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from bigbatch.errors import RunError
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.lr_control import mean_factor
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.train_run import Training, train_run
 
 SHORT = DIGITS.settings().with_changes(
@@ -37,7 +36,7 @@ def vr_arm(tmp_path_factory):
     """A short run with variance reduction."""
     settings = SHORT.with_changes({"optimizer": "vr-momentum"})
     run = RunDirectory.create(tmp_path_factory.mktemp("runs") / "vr_arm", settings.as_dict())
-    train_run(Training(DIGITS, settings), run, LiveView(Console(), quiet=True), "vr_arm")
+    train_run(Training(DIGITS, settings), run, LiveView(quiet=True), "vr_arm")
     return run.path
 
 

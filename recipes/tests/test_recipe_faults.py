@@ -7,15 +7,15 @@ from itertools import count
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 
 from bigbatch.errors import RunError
 from bigbatch.gradients import is_of_network, note_waiting
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log.history import history_of
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.train_run import Training, train_run
 
 SETTINGS = DIGITS.settings().with_changes(
@@ -150,11 +150,11 @@ def test_a_run_with_a_skipped_step_that_continues_writes_every_step_once(tmp_pat
         return value * torch.nan if number == 4 * 2 + 1 else value
 
     run = RunDirectory.create(tmp_path / "run", SETTINGS.as_dict())
-    view = LiveView(Console(), quiet=True)
+    view = LiveView(quiet=True)
     with pytest.raises(Killed), pytest.warns(UserWarning, match="not finite"):
         train_run(Training(digits(loss=loss), SETTINGS), run, view, "")
-    assert [3] == [row["step"] for row in run.rows() if row["skipped"]]
-    assert 8 == len(run.rows())
+    assert [3] == [row["step"] for row in history_of(run.path).rows if row["skipped"]]
+    assert 8 == len(history_of(run.path).rows)
     train_run(Training(DIGITS, SETTINGS), run, view, "")
-    logged = EventAccumulator(str(run.events)).Reload().Scalars("batch_size")
-    assert list(range(1, len(run.rows()) + 1)) == [event.step for event in logged]
+    logged = EventAccumulator(str(run.path / "events")).Reload().Scalars("batch_size")
+    assert list(range(1, len(history_of(run.path).rows) + 1)) == [event.step for event in logged]

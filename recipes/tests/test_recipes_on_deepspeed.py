@@ -7,13 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from rich.console import Console
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log.history import history_of
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS
-from bigbatch_recipes.dry_run import dry_run
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.train_run import Training, train_run
 from deepspeed_training import quiet
 from tensors import same
@@ -78,7 +77,7 @@ def folders_of(run):
 def left_and_resumed(rank, ranks, folder, asked):
     """Rows of a run that is left after some steps, and resumed by another training."""
     quiet()
-    view = LiveView(Console(), quiet=True)
+    view = LiveView(quiet=True)
     run = RunDirectory(folder / "run", asked.as_dict())
     first = Training(DIGITS, asked)
     rows = [seen(record) for record in itertools.islice(first.engine.steps(first.loss), CUT)]
@@ -96,7 +95,9 @@ def test_a_run_that_was_left_continues_where_it_was(deepspeed_ranks, tmp_path, s
     expected, _, weights = deepspeed_ranks(2)(curve, asked)[0]
     rows, resumed = deepspeed_ranks(2)(left_and_resumed, tmp_path, asked)[0]
     assert expected[:CUT] == rows
-    written = [(row["batch_size"], row["samples"], row["loss"]) for row in run.rows()]
+    written = [
+        (row["batch_size"], row["samples"], row["loss"]) for row in history_of(run.path).rows
+    ]
     assert [row[:3] for row in expected[CUT:]] == written
     assert same(weights, resumed)
     assert [f"epoch{asked.epochs}-step{len(expected)}"] == folders_of(run)
@@ -149,12 +150,11 @@ def sums_kept(rank, ranks, asked):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed"])
-def test_vr_keeps_no_sums_on_ranks_or_on_deepspeed_as_a_dry_run_says(deepspeed_ranks, engine):
+def test_vr_keeps_no_sums_on_ranks_or_on_deepspeed(deepspeed_ranks, engine):
     ranks = 2 if engine == "ddp" else 1
     asked = settings(optimizer="vr-sgd", engine=engine, clip=1.0, batch_size=64)
     for found in deepspeed_ranks(ranks)(sums_kept, asked):
         assert (8, 0) == found
-    assert (0, 0) == dry_run(DIGITS, asked, ranks).memory.sums
 
 
 def saved_on_a_full_disk(rank, ranks, folder, asked):
@@ -279,4 +279,4 @@ def test_the_command_trains_and_resumes_on_deepspeed(tmp_path, ranks):
     assert 0 == made.returncode, made.stderr
     again = start(*command, "--resume", tmp_path / "run")
     assert 0 == again.returncode, again.stderr
-    assert 1347 == RunDirectory.open(tmp_path / "run").rows()[-1]["samples"]
+    assert 1347 == history_of(tmp_path / "run").rows[-1]["samples"]

@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from bigbatch.errors import RankError, RunError
-from bigbatch.log.atomic_files import reserve
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
+from bigbatch_recipes.output_directory import reserve
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.study import start_study
 from bigbatch_recipes.torchrun import Launch
 
@@ -21,7 +21,7 @@ def never():
 
 def begin(place):
     place.mkdir()
-    (place / "config.yaml").touch()
+    (place / "settings.json").touch()
 
 
 def test_workers_after_a_restart_continue_where_the_first_began(tmp_path):
@@ -82,7 +82,7 @@ def test_a_restart_without_the_store_knows_what_its_launch_began(tmp_path, launc
 
 def test_a_launch_without_a_name_knows_no_run_by_it(tmp_path, launch):
     run_of(tmp_path / "run-1", launch("none"))
-    assert "launch" not in (tmp_path / "run-1" / "config.yaml").read_text()
+    assert not (tmp_path / "run-1" / "launch.txt").exists()
     with pytest.raises(RunError, match="already in use"):
         launch("none").choose_directory(lambda: tmp_path / "run-1")
     assert tmp_path / "run-2" == reserve(tmp_path, "run", launch("none").id)

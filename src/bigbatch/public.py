@@ -6,6 +6,7 @@ from bigbatch.advisor.cluster_time import Network as Network
 from bigbatch.data.batches import Batches as Batches
 from bigbatch.data.sampler import ElasticDistributedSampler as ElasticDistributedSampler
 from bigbatch.errors import BigbatchError as BigbatchError
+from bigbatch.log.run_log import RunLog as RunLog
 from bigbatch.log.step_record import StepRecord as StepRecord
 from bigbatch.policies.batch_schedule import Schedule as Schedule
 from bigbatch.policies.controller import Controller as Controller

@@ -14,7 +14,6 @@ from bigbatch.advisor.batch_advice import DEVICES
 from bigbatch.advisor.html_page import html_page
 from bigbatch.advisor.lines_to_add import lines_to_add, schedule
 from bigbatch.advisor.observations import Observations
-from bigbatch.advisor.svg_chart import Line, Mark, log_chart
 from bigbatch.advisor.text_page import bars, conclusion, number, text_page, two_digits
 from bigbatch.errors import LoopError, SettingError
 from made_observations import advice_of, machine, measured, steady
@@ -343,32 +342,6 @@ def test_numbers_have_two_or_three_digits():
     expected = ["inf", "0.0123", "12.3", "1,235", "0"]
     assert expected == [number(x) for x in (math.inf, 0.01234, 12.34, 1234.6, 0.0)]
     assert [0, 7, 42, 120, 12000] == [two_digits(x) for x in (0.5, 7, 42, 128.9, 12999)]
-
-
-@pytest.mark.parametrize(
-    "points",
-    [
-        [(1, 1.0)],
-        [(1, 1e-9), (2, 1e9)],
-        [(0.5, 5.0), (0.5, 5.0)],
-        [(i, 1.0 + i) for i in range(1, 2000)],
-    ],
-)
-@pytest.mark.parametrize("log_x", [False, True])
-def test_a_chart_stays_within_its_frame(points, log_x):
-    marks = [Mark("<here>", x=3.0), Mark("present", y=2.0)]
-    chart = log_chart([Line("a & b", points)], marks, x="x", y="y", log_x=log_x)
-    page = Page(chart)
-    assert "<here>" in page.text
-    positions = [float(v) for name, v in page.attributes if name in ("x1", "x2", "x")]
-    heights = [float(v) for name, v in page.attributes if name in ("y1", "y2", "y")]
-    assert all(0 <= x <= 640 for x in positions)
-    assert all(0 <= y <= 260 for y in heights)
-    assert len(re.findall('class="grid"', chart)) <= 7
-
-
-def test_a_chart_without_points_is_empty():
-    assert "" == log_chart([Line("a", [])], [], x="x", y="y")
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import time
 from dataclasses import replace
 
 import pytest
+from bigbatch.cli.app import COMMANDS
 
 from bigbatch.cli import main
-from bigbatch.cli.app import COMMANDS
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import HELP, SECTIONS, SETTING_TYPES
 
 COMMAND = [sys.executable, "-c", "from bigbatch.cli import main; main()"]
@@ -88,14 +88,14 @@ WRONG = [
     (["train", "--data", "nowhere"], "there is no data folder nowhere"),
     (["train", "--data", "."], "recipe 'digits' brings its own data"),
     (["train", "--resume", "nowhere"], "there is no run directory nowhere"),
-    (["train", "--resume", "."], "cannot be read as a run of bigbatch"),
+    (["train", "--resume", "."], "cannot be read as the settings of a log"),
     (["train", "--resume", "x", "--target", "0.1"], "--resume does not go together with --target"),
     (
         ["train", "--target", "0.1", "--seeds", "2"],
         "--target, of a single training, does not go together",
     ),
     (["compare", "nowhere"], "there is no run directory nowhere"),
-    (["report", "."], "cannot be read as a run of bigbatch"),
+    (["report", "."], "has no metrics.jsonl"),
     (["report"], "RUN"),
 ]
 
@@ -127,8 +127,8 @@ def test_an_output_directory_in_use_is_left_alone(bigbatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.yaml", "kind: run\nschema: 3\nsettings: {recipe: 5}", "are missing"),
-        ("config.yaml", "kind: run\nschema: 3\nsettings: {wings: 2}", "unknown settings ['wings']"),
+        ("settings.json", '{"schema": 3, "settings": {"recipe": 5}}', "are missing"),
+        ("settings.json", '{"schema": 3, "settings": {"wings": 2}}', "unknown settings ['wings']"),
         ("study.yaml", "kind: study\nschema: 3\nsettings: {}", "lists no trainings"),
         ("study.yaml", "kind: study\nschema: 3\nsettings: {trainings: [1]}", "lists no trainings"),
         ("study.yaml", "kind: run\nschema: 3\nsettings: {}", "is a run of schema 3"),
@@ -143,8 +143,7 @@ def test_a_damaged_config_is_one_line(bigbatch, tmp_path, name, content, message
 
 @pytest.mark.parametrize("line", ["[1]", '{"step": 1}', "\udcff"])
 def test_a_damaged_log_is_one_line(bigbatch, tmp_path, line):
-    config = "kind: run\nschema: 3\nsettings: {}"
-    (tmp_path / "config.yaml").write_text(config)
+    (tmp_path / "settings.json").write_text('{"schema": 3, "settings": {}}')
     log = f"{line}\n{line}\n".encode(errors="surrogateescape")
     (tmp_path / "metrics.jsonl").write_bytes(log)
     for command in ("compare", "report"):
@@ -220,7 +219,7 @@ def trained(tmp_path_factory):
 
 def test_a_training_leaves_a_whole_run_directory(trained):
     names = {path.name for path in trained.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "checkpoint.pt", "events", "report.html"} <= names
+    assert {"settings.json", "metrics.jsonl", "checkpoint.pt", "events", "report.html"} <= names
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert list(range(1, len(rows) + 1)) == [row["step"] for row in rows]
     assert sum(row["batch_size"] for row in rows) == rows[-1]["samples"] == 1347

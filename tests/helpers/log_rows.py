@@ -1,4 +1,22 @@
-"""A row of metrics.jsonl."""
+"""Rows of metrics.jsonl, and logs that no training has written."""
+
+import json
+
+from bigbatch.log.run_log import settings_json
+
+
+def write_log(path, rows, settings=None):
+    """Writes the folder of a log; returns it."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "settings.json").write_bytes(settings_json(settings or {}))
+    add_rows(path, rows)
+    return path
+
+
+def add_rows(path, rows):
+    """Adds rows to a log."""
+    with (path / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def row(step, *, batch=32, accuracy=None, **changes):

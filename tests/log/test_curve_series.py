@@ -5,10 +5,9 @@ from statistics import fmean
 
 import pytest
 
-from bigbatch.log.curve_series import AXES, chosen_rows, panels_of
-from bigbatch.log.curves import curves
-from bigbatch.log.metrics import History
-from bigbatch.log.svg_panels import panel_svg
+from bigbatch.log.chart_svg import svg
+from bigbatch.log.curve_series import AXES, chosen_rows, panels_of, short_names
+from bigbatch.log.history import History
 from log_rows import row
 
 LOSS, SCORE, BATCH, SIMILARITY, NOISE, RATE = range(6)
@@ -16,12 +15,18 @@ LOSS, SCORE, BATCH, SIMILARITY, NOISE, RATE = range(6)
 
 def run(tmp_path, rows, seed=0, arm="a", epochs=1, **settings):
     settings = {"arm": arm, "seed": seed, "epochs": epochs, **settings}
-    return History(tmp_path / f"{arm}{seed}", settings, None, rows)
+    return History(tmp_path / f"{arm}{seed}", settings, rows)
 
 
 def one_of(histories, panel, x="samples"):
-    (curve,) = panels_of(histories, x)[panel].curves
-    return curve
+    line, *_ = panels_of(histories, x)[panel].series
+    return line
+
+
+def points_of(line):
+    """Place, center, least and largest value of each point."""
+    ends = zip(line.low, line.high, strict=True) if line.low else [(None, None)] * len(line.x)
+    return [(x, y, *end) for x, y, end in zip(line.x, line.y, ends, strict=True)]
 
 
 @pytest.fixture
@@ -46,14 +51,12 @@ def three(tmp_path):
 
 
 def test_a_line_is_the_mean_over_seeds_and_its_band_their_range(three):
-    points = one_of(three, LOSS).points
+    points = points_of(one_of(three, LOSS))
     assert 20 == len(points)
-    for step, point in enumerate(points, start=1):
-        assert (2 + step, 1 + step, 3 + step) == pytest.approx(
-            (point.center, point.low, point.high)
-        )
-    scores = one_of(three, SCORE).points
-    assert [(60, 50, 70)] * 2 == [pytest.approx((p.center, p.low, p.high)) for p in scores]
+    for step, (_, *values) in enumerate(points, start=1):
+        assert (2 + step, 1 + step, 3 + step) == pytest.approx(values)
+    scores = points_of(one_of(three, SCORE))
+    assert [(60, 50, 70)] * 2 == [pytest.approx(values) for _, *values in scores]
 
 
 def test_the_line_is_the_median_where_the_runs_ask_for_it(three):
@@ -61,31 +64,31 @@ def test_the_line_is_the_median_where_the_runs_ask_for_it(three):
         history.settings["over_seeds"] = "median"
         for one in history.rows:
             one["loss"] = loss
-    assert {2.0} == {point.center for point in one_of(three, LOSS).points}
+    assert {2.0} == {*one_of(three, LOSS).y}
 
 
 def test_seeds_are_compared_at_the_same_samples_whatever_the_axis(three):
     for x, expected in {"samples": 640, "step": 20, "elapsed_seconds": fmean((20, 40, 60))}.items():
-        last = one_of(three, LOSS, x).points[-1]
-        assert (expected, 22) == pytest.approx((last.x, last.center))
+        line = one_of(three, LOSS, x)
+        assert (expected, 22) == pytest.approx((line.x[-1], line.y[-1]))
 
 
 def test_a_long_run_is_averaged_by_parts_of_an_epoch(tmp_path):
     rows = [row(s, epoch=(s - 1) // 100, loss=float(s)) for s in range(1, 2001)]
-    points = one_of([run(tmp_path, rows, epochs=20)], LOSS).points
-    assert 60 == len(points)
-    assert 100 == rows[round(points[2].x / 32) - 1]["step"]  # three points an epoch
-    assert fmean(range(1, 34)) == points[0].center
+    line = one_of([run(tmp_path, rows, epochs=20)], LOSS)
+    assert 60 == len(line.x)
+    assert 100 == rows[round(line.x[2] / 32) - 1]["step"]  # three points an epoch
+    assert fmean(range(1, 34)) == line.y[0]
 
 
 def test_a_loss_counts_by_its_samples(tmp_path):
     rows = [row(1, batch=30, loss=1.0), row(2, batch=10, loss=5.0, samples=40)]
     many = [row(n + 3, batch=1, samples=41 + n, loss=1.0) for n in range(4000)]
-    first = one_of([run(tmp_path, rows + many)], LOSS).points[0]
+    first = one_of([run(tmp_path, rows + many)], LOSS).y[0]
     samples = [30, 10] + [1] * (4040 // 60 + 1 - 40)
     losses = [1.0, 5.0] + [1.0] * (len(samples) - 2)
     expected = sum(n * loss for n, loss in zip(samples, losses, strict=True)) / sum(samples)
-    assert expected == pytest.approx(first.center, rel=0.01)
+    assert expected == pytest.approx(first, rel=0.01)
 
 
 def test_the_last_step_of_an_epoch_is_in_no_batch_size_or_rate(tmp_path):
@@ -96,8 +99,8 @@ def test_the_last_step_of_an_epoch_is_in_no_batch_size_or_rate(tmp_path):
         for n, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
     history = run(tmp_path, rows, epochs=5)
-    assert {512} == {point.center for point in one_of([history], BATCH).points}
-    assert {0.512} == {round(point.center, 9) for point in one_of([history], RATE).points}
+    assert {512} == {*one_of([history], BATCH).y}
+    assert {0.512} == {round(rate, 9) for rate in one_of([history], RATE).y}
     assert 10 == len(chosen_rows(rows))
 
 
@@ -110,8 +113,8 @@ def test_the_only_step_of_an_epoch_counts():
 def test_a_seed_without_a_step_in_a_bin_has_a_value_between_its_neighbours(tmp_path):
     few = [row(1, batch=320, loss=10.0), row(2, batch=320, loss=20.0)]
     many = [row(s, batch=32, loss=5.0) for s in range(1, 21)]
-    points = one_of([run(tmp_path, few), run(tmp_path, many, 1)], LOSS).points
-    highs = [point.high for point in points[9:]]  # in the bins before there is one run
+    line = one_of([run(tmp_path, few), run(tmp_path, many, 1)], LOSS)
+    highs = line.high[9:]  # in the bins before there is one run
     assert 10 == pytest.approx(highs[0], abs=1)
     assert 20 == highs[-1]
     assert highs == sorted(highs)
@@ -122,32 +125,31 @@ def test_noise_is_averaged_over_runs_before_the_noise_scale_is_computed(tmp_path
         rows = [row(s, grad_sqnorm=signal, grad_variance=100.0) for s in range(1, 9)]
         return run(tmp_path, rows, seed)
 
-    (point, *_) = one_of([noisy(0, 1.0), noisy(1, 3.0)], NOISE).points
-    assert (50, 100 / 3, 100) == pytest.approx((point.center, point.low, point.high))
-    (point, *_) = one_of([noisy(0, -1.0), noisy(1, 3.0)], NOISE).points
-    assert (100, 100 / 3, math.inf) == pytest.approx((point.center, point.low, point.high))
+    (_, *values), *_ = points_of(one_of([noisy(0, 1.0), noisy(1, 3.0)], NOISE))
+    assert (50, 100 / 3, 100) == pytest.approx(values)
+    (_, *values), *_ = points_of(one_of([noisy(0, -1.0), noisy(1, 3.0)], NOISE))
+    assert (100, 100 / 3, math.inf) == pytest.approx(values)
 
 
 def test_an_infinite_noise_scale_leaves_a_gap(tmp_path):
     signals = [1.0, 1.0, -1.0, 1.0, 1.0]
     rows = [row(s, grad_sqnorm=signal) for s, signal in enumerate(signals, start=1)]
-    curve = one_of([run(tmp_path, rows)], NOISE)
-    assert [2, 2] == [len(part) for part in curve.segments]
-    assert [] == curve.bands  # one run has no range
+    line = one_of([run(tmp_path, rows)], NOISE)
+    assert [True, True, False, True, True] == [math.isfinite(y) for y in line.y]
+    assert [] == line.low  # one run has no range
 
 
 def test_measured_intervals_are_drawn(tmp_path):
     ends = {"similarity_interval": [-0.2, 0.6], "noise_scale_interval": [30.0, None]}
-    rows = [row(s, **ends) for s in range(1, 11)]
-    history = run(tmp_path, rows)
-    assert {(-0.2, 0.6)} == {(p.low, p.high) for p in one_of([history], SIMILARITY).interval}
-    noise = one_of([history], NOISE)
-    assert {(30.0, math.inf)} == {(p.low, p.high) for p in noise.interval}
+    history = run(tmp_path, [row(s, **ends) for s in range(1, 11)])
     panels = panels_of([history], "samples")
-    assert 2 == panel_svg(panels[SIMILARITY], ["a"]).count('class="interval"')
-    drawn = panel_svg(panels[NOISE], ["a"])
-    assert 1 == drawn.count('class="interval"')  # the other end is infinite
-    curves([history], "samples")
+    for panel, interval in ((SIMILARITY, (-0.2, 0.6)), (NOISE, (30.0, math.inf))):
+        _, low, high = panels[panel].series
+        assert low.dotted
+        assert high.dotted
+        assert interval == (*set(low.y), *set(high.y))
+    assert 2 == svg([panels[SIMILARITY]]).count('class="line dotted"')
+    assert 1 == svg([panels[NOISE]]).count('class="line dotted"')  # the other end is infinite
 
 
 @pytest.mark.parametrize("x", AXES)
@@ -157,18 +159,27 @@ def test_every_number_of_a_log_can_be_drawn(tmp_path, x, huge):
     odd["metrics"] = {"score": huge}
     runs = [run(tmp_path, [row(1), row(2), row(3, **odd), row(4, **odd)], seed) for seed in (0, 1)]
     for panel in panels_of(runs, x):
-        assert "nan" not in panel_svg(panel, ["a"])
-        assert "inf" not in panel_svg(panel, ["a"])
-    curves(runs, x).savefig(tmp_path / "curves.png", format="png")
+        assert "nan" not in svg([panel])
+        assert "inf" not in svg([panel])
 
 
 def test_a_run_that_ended_early_never_turns_a_line_back(tmp_path):
     slow = [row(s, elapsed_seconds=10.0 * s) for s in range(1, 11)]
     fast = [row(s, elapsed_seconds=1.0 * s) for s in range(1, 21)]
-    xs = [
-        p.x
-        for p in one_of(
-            [run(tmp_path, slow), run(tmp_path, fast, 1)], LOSS, "elapsed_seconds"
-        ).points
-    ]
+    xs = one_of([run(tmp_path, slow), run(tmp_path, fast, 1)], LOSS, "elapsed_seconds").x
     assert sorted(xs) == xs
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["fixed-32", "simigrad"], ["fixed-32", "simigrad"]),
+        (["policy=simigrad,lr=0.1", "policy=simigrad,lr=0.2"], ["lr=0.1", "lr=0.2"]),
+        (["policy=fixed,batch_size=32", "policy=simigrad,target=0.2"], ["1", "2"]),
+        (["policy=simigrad,target=0.2"], ["1"]),
+        (["policy=simigrad,lr=0.1", "policy=simigrad"], ["1", "2"]),
+        ([], []),
+    ],
+)
+def test_long_names_are_shortened_or_numbered(names, labels):
+    assert labels == short_names(names)

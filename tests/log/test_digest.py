@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 
 import bigbatch as bb
 from bigbatch.digest import file_digests, load_state, require_digests, save_state
-from bigbatch.errors import RunError, StateError
-from bigbatch.log.run_directory import RunDirectory
-from bigbatch_recipes.init_from_run import init_from
-from log_rows import row
+from bigbatch.errors import StateError
 from numbered_samples import build
 from property_tests import property_test
 
@@ -80,50 +77,10 @@ def test_a_checkpoint_of_torch_alone_is_refused():
         load_state(file, "checkpoint.pt")
 
 
-@pytest.fixture
-def run(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", {"epochs": 1})
-    run.append(row(1, accuracy=0.5))
-    run.save_checkpoint({"model": {"weight": torch.ones(10_000)}})
-    return run
-
-
 def flip_one_bit(file):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 64
     file.write_bytes(data)
-
-
-def test_a_damaged_checkpoint_is_neither_gone_on_with_nor_begun_from(run):
-    model = torch.nn.Linear(10_000, 1, bias=False)
-    before = model.weight.clone()
-    flip_one_bit(run.path / "checkpoint.pt")
-    for read in (run.load_checkpoint, run.load_weights, lambda: init_from(run.path, model)):
-        with pytest.raises(RunError, match=r"checkpoint.pt is damaged: .* restore it from a copy"):
-            read()
-    assert torch.equal(before, model.weight)
-    assert 1 == len(run.rows())
-
-
-@pytest.mark.parametrize("what", ["damaged", "gone"])
-def test_a_text_that_a_run_needs_is_not_read_where_it_is_another(run, what):
-    """Another vocabulary would make other numbers of the same text."""
-    run.save_texts({"vocab.txt": "the\nof\n"})
-    run.save_checkpoint({"model": {}})
-    assert {} == run.load_weights()
-    if what == "gone":
-        (run.path / "vocab.txt").unlink()
-    else:
-        (run.path / "vocab.txt").write_text("the\nor\n")
-    for read in (run.load_checkpoint, run.load_weights):
-        with pytest.raises(RunError, match=f"vocab.txt is {what}.* restore it from a copy"):
-            read()
-
-
-def test_a_checkpoint_without_weights_is_nothing_to_begin_from(run):
-    run.save_checkpoint({"optimizer": {}})
-    with pytest.raises(RunError, match="has no weights"):
-        run.load_weights()
 
 
 def test_a_folder_is_as_it_was_where_each_of_its_files_is(tmp_path):
@@ -149,9 +106,9 @@ def test_a_damaged_state_of_all_ranks_is_refused():
 
 
 def test_a_damaged_state_in_a_checkpoint_of_transformers_is_refused(tmp_path):
-    state = pytest.importorskip("bigbatch.integrations.transformers.checkpoint")
-    state.save(tmp_path, 0, 3, {"counts": [1, 2]})
-    assert (3, {"counts": [1, 2]}) == state.load(tmp_path, 0)
+    trainer = pytest.importorskip("bigbatch.integrations.transformers.trainer")
+    trainer.save_rank_state(tmp_path, 0, 3, {"counts": [1, 2]})
+    assert (3, {"counts": [1, 2]}) == trainer.load_rank_state(tmp_path, 0)
     flip_one_bit(tmp_path / "adaptive_batch_0.pt")
     with pytest.raises(StateError, match=r"adaptive_batch_0.pt is damaged"):
-        state.load(tmp_path, 0)
+        trainer.load_rank_state(tmp_path, 0)

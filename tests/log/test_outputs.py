@@ -1,74 +1,22 @@
-"""What the command writes: directories that appear whole, and files that are nobody else's."""
-
-import fcntl
-from multiprocessing import Pipe, get_context
+"""What the command writes: files that are nobody else's."""
 
 import pytest
-from matplotlib.figure import Figure
-from PIL import Image
 
 from bigbatch.errors import RunError
-from bigbatch.log.atomic_files import create_directory_atomically, require_own_file
-from bigbatch.log.curves import write_figure
-from bigbatch.log.run_directory import RunDirectory
-from log_rows import row
+from bigbatch.log.atomic_files import require_own_file
+from bigbatch.log.chart import Panel, Series
+from bigbatch.log.chart_svg import svg
+from bigbatch.log.html_report import write_text
+from log_rows import add_rows, row, write_log
 
 SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
 
 
-def fill(place, pipe):
-    with create_directory_atomically(place) as directory:
-        (directory / "half").touch()
-        pipe.send(directory)
-        pipe.recv()
-
-
-def filling(place):
-    """A process that fills a directory until it is asked to end; how, and the directory."""
-    parent, child = Pipe()
-    process = get_context("fork").Process(target=fill, args=(place, child))
-    process.start()
-    return process, parent, parent.recv()
-
-
-def test_what_a_killed_process_left_is_taken_away_and_what_another_fills_is_not(tmp_path):
-    (local := tmp_path / ".notes.01234567").mkdir()  # somebody else's
-    killed, _, left = filling(tmp_path / "first")
-    live, pipe, filled = filling(tmp_path / "second")
-    killed.kill()
-    killed.join()
-    assert left.exists()
-    with create_directory_atomically(tmp_path / "third"):
-        pass
-    assert (False, True) == (left.exists(), filled.exists())
-    pipe.send("end")
-    live.join()
-    assert {"second", "third", local.name} == {path.name for path in tmp_path.iterdir()}
-    assert (tmp_path / "second" / "half").exists()
-
-
-def test_where_directories_cannot_be_held_a_run_is_made_and_nothing_taken_away(
-    tmp_path, monkeypatch
-):
-    """As over NFS, where a lock needs a file that is open to be written."""
-
-    def refuse(*_):
-        raise OSError(9, "Bad file descriptor")
-
-    left = tmp_path / ".run.01234567.bigbatch"
-    left.mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", refuse)
-        RunDirectory.create(tmp_path / "run", {})
-    assert left.exists()
-    assert (tmp_path / "run" / "config.yaml").exists()
-
-
 @pytest.fixture
 def run(tmp_path):
-    run = RunDirectory.create(tmp_path / "run", SETTINGS)
+    run = write_log(tmp_path / "run", [], SETTINGS)
     for step in range(1, 6):
-        run.append(row(step, accuracy=0.5 if step == 5 else None))
+        add_rows(run, [row(step, accuracy=0.5 if step == 5 else None)])
     return run
 
 
@@ -76,37 +24,46 @@ WRITERS = {
     "report": lambda run, out: ("report", run, "-o", out),
     "replay": lambda run, out: ("replay", run, "--policy", "fixed:64", "-o", out),
 }
-OUTPUTS = [("report", ".html"), ("report", ".png"), ("report", ".svg"), ("replay", ".svg")]
+OUTPUTS = [("report", ".html"), ("report", ".svg"), ("replay", ".svg")]
 
 
 @pytest.mark.parametrize(("command", "ending"), OUTPUTS)
 def test_a_file_that_bigbatch_did_not_write_is_left_alone(bigbatch, run, tmp_path, command, ending):
     out = tmp_path / f"mine{ending}"
     out.write_bytes(b"<html>my page about bigbatch</html>")
-    status, _, said = bigbatch(*WRITERS[command](run.path, out))
+    status, _, said = bigbatch(*WRITERS[command](run, out))
     assert 2 == status
     assert f"{out} was not written by bigbatch and is left as it is" in said
     assert b"<html>my page about bigbatch</html>" == out.read_bytes()
 
 
-@pytest.mark.parametrize(("command", "ending"), [("report", ".png"), ("replay", ".svg")])
+@pytest.mark.parametrize(("command", "ending"), [("report", ".svg"), ("replay", ".svg")])
 def test_an_empty_file_and_its_own_are_replaced(bigbatch, run, tmp_path, command, ending):
     out = tmp_path / f"ours{ending}"
     out.touch()  # as mktemp makes one
     for _ in range(2):
-        status, _, said = bigbatch(*WRITERS[command](run.path, out))
+        status, _, said = bigbatch(*WRITERS[command](run, out))
         assert (0, "") == (status, said)
     assert out.stat().st_size > 1000
 
 
+FIGURE = svg([Panel("loss", "samples", [Series("a", [1, 2], [1, 2])])], standalone=True)
+
+
 def test_a_figure_of_somebody_else_is_not_taken_for_ours(tmp_path):
-    theirs = tmp_path / "plot.png"
-    Figure().savefig(theirs)
+    theirs = tmp_path / "plot.svg"
+    theirs.write_text('<svg xmlns="http://www.w3.org/2000/svg"><title>bigbatch</title></svg>')
     with pytest.raises(RunError, match="was not written by bigbatch"):
         require_own_file(theirs)
-    write_figure(Figure(), tmp_path / "ours.png")
-    require_own_file(tmp_path / "ours.png")
-    assert "bigbatch" == Image.open(tmp_path / "ours.png").text["Software"]
+    write_text(tmp_path / "ours.svg", FIGURE)
+    require_own_file(tmp_path / "ours.svg")
+
+
+@pytest.mark.parametrize("command", ["report", "replay"])
+def test_a_figure_as_png_is_refused_with_the_name_of_the_svg(bigbatch, run, tmp_path, command):
+    status, out, said = bigbatch(*WRITERS[command](run, tmp_path / "curves.png"))
+    assert (2, "", 1) == (status, out, said.count("\n"))
+    assert "figures are SVG: curves.svg" in said
 
 
 def test_a_folder_is_no_place_for_a_file(tmp_path):
@@ -114,30 +71,19 @@ def test_a_folder_is_no_place_for_a_file(tmp_path):
         require_own_file(tmp_path)
 
 
-@pytest.mark.thorough
-def test_the_figure_of_a_bench_is_refused_before_anything_is_measured(bigbatch, tmp_path):
-    out = tmp_path / "mine.png"
-    Figure().savefig(out)
-    before = out.read_bytes()
-    status, shown, said = bigbatch("bench", "similarity-accuracy", "--out", out)
-    assert (2, "") == (status, shown)
-    assert "was not written by bigbatch" in said
-    assert before == out.read_bytes()
-
-
 def test_a_figure_that_does_not_fit_leaves_the_old_one(tmp_path):
-    out = tmp_path / "curves.png"
-    write_figure(Figure(), out)
+    out = tmp_path / "curves.svg"
+    write_text(out, FIGURE)
     before = out.read_bytes()
-    (tmp_path / ".curves.png.new").symlink_to("/dev/full")
+    (tmp_path / ".curves.svg.new").symlink_to("/dev/full")
     with pytest.raises(RunError, match="cannot be written: No space left"):
-        write_figure(Figure(), out)
+        write_text(out, FIGURE)
     assert before == out.read_bytes()
 
 
 def test_without_a_place_the_report_of_a_run_is_replaced_whoever_wrote_it(bigbatch, run):
     """An earlier version's has no mark; the place within the run is ours. What is there now has."""
-    page = run.path / "report.html"
+    page = run / "report.html"
     page.write_text("<html>")
-    assert 0 == bigbatch("report", run.path)[0]
+    assert 0 == bigbatch("report", run)[0]
     require_own_file(page)

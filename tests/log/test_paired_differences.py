@@ -1,27 +1,17 @@
 """Differences between arms, paired by seed: the interval, what is counted, where it is shown."""
 
-import csv
-import io
-import json
 import math
 import random
-from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from bigbatch.errors import SettingError
-from bigbatch.log.html_report import write_report, write_sweep_files
-from bigbatch.log.metrics import history_of
+from bigbatch.log.history import history_of
 from bigbatch.log.paired_differences import differences_of, paired_difference
-from bigbatch.log.run_config import config_yaml
-from bigbatch.log.run_directory import RunDirectory
-from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.study import report_study
-from bigbatch_recipes.sweep_results import read_sweep_results
-from log_rows import row
+from bigbatch.log.text_table import text_table
+from log_rows import add_rows, row, write_log
 from property_tests import property_test
 
 ACCURACY = "test accuracy, %"
@@ -151,18 +141,17 @@ def study(path, scores, *, changes=None):
         for seed in range(len(of_arm))
     }
     path.mkdir()
-    (path / "study.yaml").write_bytes(config_yaml("study", {"trainings": settings}))
     for name, one in settings.items():
-        run = RunDirectory.create(path / name, {**one, "batch_size": len(one["arm"])})
+        run = write_log(path / name, [], {**one, "batch_size": len(one["arm"])})
         score = scores[one["arm"]][one["seed"]]
-        run.append(row(1, loss=1.0))
+        add_rows(run, [row(1, loss=1.0)])
         last = row(2, loss=1.0, metrics={ACCURACY: score, "other": 1.0})
-        run.append({**last, **(changes or {}).get((one["arm"], one["seed"]), {})})
+        add_rows(run, [{**last, **(changes or {}).get((one["arm"], one["seed"]), {})}])
     return path
 
 
 def histories(path):
-    return [history_of(RunDirectory.open(run)) for run in sorted(path.glob("*-seed*"))]
+    return [history_of(run) for run in sorted(path.glob("*-seed*"))]
 
 
 THREE = {"a": [90.0, 91.0, 95.0], "bb": [91.0, 93.0, 98.0], "ccc": [90.5, 90.5, 95.0]}
@@ -225,11 +214,11 @@ def test_arms_with_another_main_score_have_no_difference(tmp_path):
 
 def test_a_log_that_was_cut_and_resumed_counts_its_last_score(tmp_path):
     path = study(tmp_path / "study", {"a": [90.0, 91.0], "bb": [92.0, 94.0]})
-    run = RunDirectory.open(path / "bb-seed0")
-    first = run.metrics.read_text().splitlines(keepends=True)[0]
-    run.metrics.write_text(first)  # as a resumption cuts it to its checkpoint
+    run = path / "bb-seed0"
+    first = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
+    (run / "metrics.jsonl").write_text(first)  # as a resumption cuts it to its checkpoint
     assert {1: 3.0} == differences_of(histories(path)).arms["bb"].by_seed
-    run.append(row(2, loss=1.0, accuracy=0.97))
+    add_rows(run, [row(2, loss=1.0, accuracy=0.97)])
     assert {0: 7.0, 1: 3.0} == differences_of(histories(path)).arms["bb"].by_seed
 
 
@@ -251,11 +240,10 @@ def test_compare_shows_them_below_the_table(bigbatch, tmp_path):
 
 def test_the_table_of_differences_is_shown_whole_in_80_columns(tmp_path):
     changes = {("bb", 0): {"metrics": None}}
-    shown = io.StringIO()
     found = differences_of(histories(study(tmp_path / "study", THREE, changes=changes)))
-    LiveView(Console(width=80, file=shown)).differences(found)
-    assert max(map(len, shown.getvalue().splitlines())) <= 80
-    assert all(word in shown.getvalue() for word in ("[-3.85,", "+8.85]", "(1", "lack"))
+    shown = text_table(found.table(), found.title, 80)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all(word in shown for word in ("[-3.85,", "+8.85]", "(1", "lack"))
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])
@@ -273,117 +261,8 @@ def test_the_page_has_them_and_a_figure_refuses_the_option(bigbatch, tmp_path):
     page = (path / "report.html").read_text()
     assert "difference from bb, paired by seed, 95 % interval" in page
     assert "<td>-2.00</td><td>[-4.48, +0.48]</td><td>3</td><td>not distinguished</td>" in page
-    figure = tmp_path / "curves.png"
+    figure = tmp_path / "curves.svg"
     status, _, err = bigbatch("report", path, "--against", "bb", "-o", figure)
     assert 2 == status
     assert f"-o {figure} does not go together with --against" in err
     assert not figure.exists()
-
-
-def sweep(path, scores, tuned=()):
-    """A sweep of lr and target, with the scores of (lr, target) by seed; None without a run."""
-    points = {f"lr={lr},target={t}": {"lr": lr, "target": t} for lr, t in scores}
-    of_point = dict(zip(points, scores.values(), strict=True))
-    trainings = {
-        f"{name}-seed{seed}": {"arm": name, "seed": seed, "epochs": 1, "policy": "fixed"}
-        for name, values in of_point.items()
-        for seed in range(len(values))
-    }
-    description = {
-        "tuned": list(tuned),
-        "tuning_seeds": [],
-        "higher_is_better": True,
-        "points": points,
-    }
-    path.mkdir()
-    content = {"trainings": trainings, "sweep": description}
-    (path / "study.yaml").write_bytes(config_yaml("study", content))
-    for name, settings in trainings.items():
-        score = of_point[settings["arm"]][settings["seed"]]
-        if score is not None:
-            run = RunDirectory.create(path / name, settings)
-            run.append(row(1, metrics={ACCURACY: score}))
-    return read_sweep_results(path)
-
-
-SWEPT = {
-    (0.1, 0.2): [90.0, 91.0, 95.0],
-    (0.2, 0.2): [80.0, 80.0, 80.0],
-    (0.1, 0.4): [70.0, 70.0, 70.0],
-    (0.2, 0.4): [91.0, 93.0, 98.0],
-}
-
-
-def test_a_sweep_compares_its_shown_points_and_says_that_their_choice_is_left_out(tmp_path):
-    found = sweep(tmp_path / "sweep", SWEPT, ("lr",)).differences()
-    assert ["lr=0.2,target=0.4"] == list(found.arms)
-    expected = "difference from lr=0.1,target=0.2, paired by seed, 95 % interval"
-    assert f"{expected}; it leaves out the choice of lr" == found.title
-    named = read_sweep_results(tmp_path / "sweep").differences("lr=0.2,target=0.2")
-    assert ["lr=0.1,target=0.2", "lr=0.2,target=0.4"] == list(named.arms)
-    assert pytest.approx(14.0) == named.arms["lr=0.2,target=0.4"].center
-    assert sweep(tmp_path / "one", {(0.1, 0.2): [90.0]}).differences() is None
-
-
-def test_a_run_of_a_sweep_that_failed_is_a_pair_that_lacks_a_score(tmp_path):
-    scores = {(0.1, 0.2): [90.0, None, 95.0], (0.1, 0.4): [91.0, 93.0, 98.0]}
-    found = sweep(tmp_path / "sweep", scores).differences().arms["lr=0.1,target=0.4"]
-    assert ({0: 1.0, 2: 3.0}, 3) == (found.by_seed, found.pairs)
-
-
-def test_the_files_of_a_sweep_have_the_differences(tmp_path):
-    results = sweep(tmp_path / "sweep", SWEPT, ("lr",))
-    write_sweep_files(results, tmp_path)
-    document = json.loads((tmp_path / "sweep.json").read_text())
-    assert "lr=0.1,target=0.2" == document["reference"]
-    *others, last = (point["difference"] for point in document["points"])
-    assert [None] * 3 == others
-    assert pytest.approx([-0.4843, 4.4843], abs=1e-3) == [last.pop("low"), last.pop("high")]
-    counts = {"level": 0.95, "pairs": 3, "missing": 0}
-    assert {"mean": 2.0, "result": "not distinguished", **counts} == last
-    rows = list(csv.DictReader((tmp_path / "sweep.csv").open()))
-    assert [""] * 9 + ["1.0", "2.0", "3.0"] == [one["difference"] for one in rows]
-
-
-def shown_by_study(path):
-    """What `bigbatch train` or `sweep` shows at the end."""
-    shown = io.StringIO()
-    report_study(path, LiveView(Console(width=200, file=shown)))
-    return shown.getvalue()
-
-
-def test_a_study_ends_with_its_differences(tmp_path):
-    out = shown_by_study(study(tmp_path / "study", THREE))
-    assert out.index("standard deviation") < out.index("difference from a, paired by seed, 95 %")
-    assert "[-0.48, +4.48]" in out
-
-
-def test_a_sweep_ends_with_those_of_its_shown_points_and_its_page_has_them_twice(tmp_path):
-    results = sweep(tmp_path / "sweep", SWEPT, ("lr",))
-    out = shown_by_study(tmp_path / "sweep")
-    assert "[-0.48, +4.48]" in out
-    assert "-12.00" not in out  # of a point that is not shown
-    page = (tmp_path / "sweep" / "report.html").read_text()
-    assert 1 == page.count("it leaves out the choice of lr")
-    assert 2 == page.count("difference from lr=0.1,target=0.2")
-    assert "<td>lr=0.2,target=0.2</td><td>-12.00</td>" in page
-    with pytest.raises(SettingError, match="choose one of: lr=0"):
-        write_report(results.drawn, tmp_path / "no.html", "sweep", [results], against="lr=0.1")
-    assert not (tmp_path / "no.html").exists()
-
-
-@pytest.mark.thorough
-def test_trainings_of_the_command_are_paired_by_their_seeds(bigbatch, tmp_path):
-    runs, last = [], {}
-    for arm in ("fixed-32", "simigrad"):
-        for seed in (0, 1):
-            run = tmp_path / f"{arm}-{seed}"
-            arguments = ("--arm", arm, "--seed", seed, "--samples", 300, "--epochs", 1)
-            assert 0 == bigbatch("train", "digits", *arguments, "--run-dir", run, "--quiet")[0]
-            rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-            last[arm, seed] = rows[-1]["metrics"][ACCURACY]
-            runs.append(run)
-    status, out, _ = bigbatch("compare", *runs)
-    assert 0 == status
-    expected = fmean(last["simigrad", seed] - last["fixed-32", seed] for seed in (0, 1))
-    assert f"{expected:+.2f} " in out.partition("difference from")[2]

@@ -14,11 +14,11 @@ from bigbatch import (
     SimiGrad,
 )
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.metrics import history_of
+from bigbatch.log.history import history_of
 from bigbatch.log.replay import Trace, replay, time_steps
 from bigbatch.log.replay import fit_time as fit_to_times
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.policies.parse import parse_policy
+from log_rows import add_rows, write_log
 
 
 def fit_time(rows):
@@ -57,9 +57,9 @@ def logged(tmp_path):
 
     def write(rows, name="run", settings=None):
         settings = {"policy": "fixed", "epochs": 1} | (settings or {})
-        run = RunDirectory.create(tmp_path / name, settings)
+        run = write_log(tmp_path / name, [], settings)
         for row in rows:
-            run.append(row)
+            add_rows(run, [row])
         return history_of(run)
 
     return write
@@ -396,15 +396,13 @@ def test_names_with_brackets_are_shown_as_they_are(bigbatch, logged):
 
 def test_several_runs_have_a_table_each_and_one_figure(bigbatch, run, logged, tmp_path):
     other = logged(log([50] * 40), "other").path
-    for name, begins in (("figure.png", b"\x89PNG"), ("figure.svg", b"<?xml")):
-        status, out, _ = bigbatch("replay", run, other, *POLICIES, "-o", tmp_path / name)
-        assert 0 == status
-        assert 2 == out.count("the run itself took")
-        assert "other: 2,000 samples" in out
-        assert (tmp_path / name).read_bytes().startswith(begins)
+    status, out, _ = bigbatch("replay", run, other, *POLICIES, "-o", tmp_path / "figure.svg")
+    assert 0 == status
+    assert 2 == out.count("the run itself took")
+    assert "other: 2,000 samples" in out
     drawn = (tmp_path / "figure.svg").read_text()
     for label in ("the run itself", "fixed:50", "schedule:32, x2 every 1K samples", "other: batch"):
-        assert label in drawn  # in comments, as its letters are paths
+        assert label in drawn
 
 
 @pytest.mark.parametrize(
@@ -453,8 +451,8 @@ def test_a_replay_averages_as_a_controller_does_by_default(bigbatch, run):
         (["--policy", "fixed:8", "--decide-every", "0"], "decide_every=0"),
         (["--policy", "simigrad", "--confidence", "0.9", "--smoothing", "none"], "set smoothing="),
         (["--policy", "simigrad", "--smoothing", "often"], "smoothing='often' must be"),
-        (["--policy", "fixed:8", "-o", "figure.pdf"], "-o figure.pdf: the ending must be .png or"),
-        (["--policy", "fixed:8", "-o", "no/such/folder.png"], "cannot be written"),
+        (["--policy", "fixed:8", "-o", "figure.pdf"], "-o figure.pdf: the ending must be .svg"),
+        (["--policy", "fixed:8", "-o", "no/such/folder.svg"], "cannot be written"),
         ([], "--policy"),
     ],
     ids=str,

@@ -1,31 +1,33 @@
 """The report: one file that opens offline and shows what it should."""
 
-import io
 import json
+import math
 import re
 import shutil
 import subprocess
 
 import pytest
-from rich.console import Console
 
 from bigbatch.errors import RunError
-from bigbatch.log.gsnr_heatmap import heat_maps
-from bigbatch.log.html_report import write_report
-from bigbatch.log.metrics import Table, history_of, seeds_of, table_of
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log import html_report
+from bigbatch.log.history import Table, history_of, seeds_of, table_of
+from bigbatch.log.layer_heatmaps import heat_maps
 from bigbatch.log.seed_summary import SeedSummary
-from bigbatch_recipes.console import LiveView
-from log_rows import row
+from bigbatch.log.text_table import text_table
+from log_rows import add_rows, row, write_log
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 SETTINGS = {"policy": "simigrad", "target": 0.25, "epochs": 1}
 
 
+def write_report(runs, out, title):
+    html_report.write_report([history_of(run) for run in runs], out, title)
+
+
 def run_at(path, rows, **settings):
-    run = RunDirectory.create(path, {**SETTINGS, **settings})
+    run = write_log(path, [], {**SETTINGS, **settings})
     for one in rows:
-        run.append(one)
+        add_rows(run, [one])
     return run
 
 
@@ -84,24 +86,20 @@ def test_seeds_are_summed_up_in_words_and_as_error_bars(by_median, values, text,
 
 @pytest.mark.parametrize("score", ["AUC", "masked tokens right, % (held out of wikipedia-2)"])
 def test_a_table_is_shown_whole_in_80_columns(score):
-    shown = io.StringIO()
     scores = [f"{score} {number}" for number in range(3)]
     columns = ("run", *scores, "steps", "average batch", "samples", "wall time")
     cells = ("a-long-name", "0.0123", "1.0123", "2.0123", "469", "64", "30,000", "82.4 s")
-    LiveView(Console(width=80, file=shown)).table(Table(columns, [cells]), "one run a row")
-    said = shown.getvalue()
+    said = text_table(Table(columns, [cells]), "one run a row", 80)
     assert max(map(len, said.splitlines())) <= 80
     assert all(cell in said for cell in cells[1:])
-    assert "a-long-n" in said
+    assert "a-long-" in said
 
 
 def test_a_table_of_long_numbers_is_wrapped_and_loses_none_in_80_columns():
-    shown = io.StringIO()
     columns = ("policy", "lr", "test accuracy, %", "average batch", "steps", "wall time", "runs")
     cells = ("simigrad", "0.02", "64.44 [55.33, 71.33]", "79 [59, 90]", "34 [30, 46] (3 skipped)")
     cells = (*cells, "0.5 [0.4, 0.5] s", "3, 3 diverged")
-    LiveView(Console(width=80, file=shown)).table(Table(columns, [cells]), "over 3 seeds")
-    said = shown.getvalue()
+    said = text_table(Table(columns, [cells]), "over 3 seeds", 80)
     assert max(map(len, said.splitlines())) <= 80
     assert all(word in said for cell in cells for word in cell.split())
 
@@ -279,16 +277,16 @@ def test_a_browser_shows_the_table_and_every_panel_of_the_chosen_axis(page, tmp_
 
 @IN_BROWSER
 def test_a_name_keeps_an_arm_in_view_by_a_click_and_escape_shows_all(page, tmp_path):
-    probe = """const key = document.querySelector('button[data-arm="1"]');
-      const state = () => [document.body.matches('.choosing'), key.ariaPressed,
-        document.querySelectorAll('g.arm.on').length, document.querySelectorAll('g.arm').length];
+    probe = """const key = document.querySelector('button[data-series="1"]');
+      const state = () => [document.querySelector('.arms').matches('.choosing'), key.ariaPressed,
+        ...['g.series.on', 'g.series'].map(one => document.querySelectorAll(one).length)];
       const out = [state()];
       key.click(); out.push(state());
       key.click(); out.push(state());
       key.focus(); out.push(state());
       key.click(); dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'})); out.push(state());
       const svg = document.querySelector('.panels svg'), box = svg.getBoundingClientRect();
-      const [line] = svg.querySelectorAll('g.arm[data-arm="1"] polyline.line');
+      const [line] = svg.querySelectorAll('g.series[data-series="1"] polyline.line');
       const {x, y} = line.points[0], scale = box.width / 400;
       svg.dispatchEvent(new PointerEvent('pointermove',
         {clientX: box.left + x * scale, clientY: box.top + y * scale}));
@@ -328,21 +326,29 @@ def test_a_watched_run_has_a_heat_map_with_a_line_for_every_layer(tmp_path):
     out = tmp_path / "report.html"
     write_report([watched, run_at(tmp_path / "plain", [row(1)], arm="plain")], out, "both")
     page = out.read_text()
-    assert 1 == page.count('class="map"')
-    texts = ("GSNR scaling of each layer", "0.weight", "9.bias", "mean r", "share of weights")
+    maps = re.findall(r">(mean r|share of weights at \w+|effective learning-rate factor)<", page)
+    assert 4 == len(maps)
+    texts = ("<h2>Layers</h2>", "0.weight", "9.bias", "GSNR")
     for text in texts:
         assert text in page
 
 
 def test_a_run_that_tells_nothing_of_r_has_no_heat_map(page):
-    assert "GSNR scaling of each layer" not in page
+    assert "<h2>Layers</h2>" not in page
 
 
 def test_the_heat_map_averages_a_long_run_into_columns(tmp_path):
     """Of 100 steps two make a column; a number that was never known stays blank."""
     rows = [row(s, gsnr={"w": [s / 100, 0.0, 0.0, None]}) for s in range(1, 101)]
     history = history_of(run_at(tmp_path / "vr", rows))
-    mean, *_, factor = [axes.images[0].get_array() for axes in heat_maps(history).axes[:4]]
-    assert (1, 50) == mean.shape
-    assert [0.015, 0.035] == pytest.approx(mean[0, :2].tolist())
-    assert factor.mask.all()
+    mean, *_, factor = heat_maps(history)
+    assert (["w"], 50) == (mean.rows, len(mean.values[0]))
+    assert [0.015, 0.035] == pytest.approx(mean.values[0][:2])
+    assert all(math.isnan(value) for value in factor.values[0])
+
+
+def test_a_log_with_layers_has_heat_maps_of_their_noise(tmp_path):
+    rows = [row(s, layers={"w": [10.0 * s, 0.5], "b": [None, 0.1]}) for s in range(1, 4)]
+    noise, similarity = heat_maps(history_of(run_at(tmp_path / "run", rows)))
+    assert [10.0, 20.0, 30.0] == noise.values[0]
+    assert [[0.5] * 3, [pytest.approx(0.1)] * 3] == similarity.values

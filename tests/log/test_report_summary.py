@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigbatch.log.metrics import History
+from bigbatch.log.history import History
 from bigbatch.log.report_summary import summaries_of
 from log_rows import row
 
@@ -18,7 +18,7 @@ def run(tmp_path, arm, seed, *, sizes=(32,) * 40, score=90.0, epochs=1, **change
     if rows:
         rows[-1] |= {"metrics": None if score == "none" else {SCORE: score}, **changes}
     settings = {"arm": arm, "seed": seed, "epochs": epochs}
-    return History(tmp_path / f"{arm}-{seed}", settings, None, rows)
+    return History(tmp_path / f"{arm}-{seed}", settings, rows)
 
 
 def seeds(tmp_path, arm, scores, **options):

@@ -1,25 +1,16 @@
 """Steps, samples and seconds to a score: which evaluation counts, and runs that never reach it."""
 
-import json
-import time
-from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.errors import SettingError
+from bigbatch.log.history import History, history_of
 from bigbatch.log.html_report import write_report
-from bigbatch.log.metrics import History, history_of
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.log.time_to_score import ScoreTargets, TimeToScore, time_to_score
-from bigbatch_recipes.console import LiveView, plain_console
-from bigbatch_recipes.digits import DIGITS
-from bigbatch_recipes.train_run import Training
-from clock import Clock
-from log_rows import row
+from log_rows import add_rows, row, write_log
 from property_tests import property_test
 
 SETTINGS = {"recipe": "digits", "policy": "fixed", "epochs": 1}
@@ -27,7 +18,7 @@ ACCURACY = "test accuracy, %"
 
 
 def history(rows, **settings):
-    return History(Path("run"), {**SETTINGS, **settings}, None, rows)
+    return History(Path("run"), {**SETTINGS, **settings}, rows)
 
 
 def scored(step, score, **changes):
@@ -93,32 +84,9 @@ def test_it_is_the_end_of_the_shortest_log_whose_last_score_reaches_the_target(
 @pytest.mark.parametrize("targets", [[float("nan")], [85, float("inf")], ["85"], 85])
 def test_a_target_that_is_no_number_is_refused(targets):
     with pytest.raises(SettingError, match="targets="):
-        ScoreTargets(targets, lambda _: True)
+        ScoreTargets(targets)
     with pytest.raises(SettingError, match="target="):
         time_to_score(history(ROWS), float("nan"), higher_is_better=True)
-
-
-def test_the_seconds_include_earlier_evaluations_and_not_their_own(tmp_path, monkeypatch):
-    """A forward of the evaluation takes 1,000 seconds, one of the training takes one."""
-    clock = Clock(0, 0)
-    monkeypatch.setattr(time, "perf_counter", clock)
-
-    def model(settings):
-        network = DIGITS.model(settings)
-        network.register_forward_pre_hook(
-            lambda module, _: setattr(clock, "now", clock.now + (1 if module.training else 1000))
-        )
-        return network
-
-    settings = DIGITS.settings().with_changes(
-        {"policy": "fixed", "samples": 96, "epochs": 3, "batch_size": 32}
-    )
-    run = RunDirectory.create(tmp_path / "run", settings.as_dict())
-    training = Training(replace(DIGITS, model=model), settings)
-    training.train_epochs(run, LiveView(plain_console(), quiet=True), "run")
-    first, second, third = (one["elapsed_seconds"] for one in history_of(run).scored_rows)
-    assert 0 < first < 1000 <= second < third
-    assert (second - first) // 1000 == (third - second) // 1000 >= 1  # forwards of an evaluation
 
 
 # over seeds
@@ -128,9 +96,9 @@ def study(path, ends, **settings):
     """Runs of two evaluations, 80 at step 10 and 90 at step `end`; None for a run without 90."""
     runs = []
     for seed, end in enumerate(ends):
-        run = RunDirectory.create(path / f"seed{seed}", {**SETTINGS, "seed": seed, **settings})
-        run.append(row(10, accuracy=0.8))
-        run.append(row(end or 99, accuracy=0.9 if end else 0.89))
+        run = write_log(path / f"seed{seed}", [], {**SETTINGS, "seed": seed, **settings})
+        add_rows(run, [row(10, accuracy=0.8)])
+        add_rows(run, [row(end or 99, accuracy=0.9 if end else 0.89)])
         runs.append(run)
     return runs
 
@@ -148,7 +116,7 @@ def study(path, ends, **settings):
 )
 def test_a_run_that_never_reaches_it_is_counted_and_infinite_in_the_median(tmp_path, ends, cells):
     histories = [history_of(run) for run in study(tmp_path, ends, arm="a")]
-    targets = ScoreTargets([80, 90.0], lambda _: True)
+    targets = ScoreTargets([80, 90.0])
     first, second = targets.table(histories).rows
     every = f"{len(ends)} of {len(ends)}"
     assert ("a", "at least 80", every, "10", "320", "1.0") == first
@@ -159,18 +127,18 @@ def test_a_run_that_never_reaches_it_is_counted_and_infinite_in_the_median(tmp_p
 
 def test_an_unfinished_run_is_said_to_be_so_and_one_without_a_step_is_counted(tmp_path):
     runs = study(tmp_path, [20, 30], arm="a")
-    run = RunDirectory.open(tmp_path / "seed0")
-    run.append(row(40, metrics=None))  # a resumed run that has not ended
-    runs.append(RunDirectory.create(tmp_path / "seed2", {**SETTINGS, "seed": 2, "arm": "a"}))
-    (cells,) = ScoreTargets([90], lambda _: True).table([history_of(one) for one in runs]).rows
+    run = tmp_path / "seed0"
+    add_rows(run, [row(40, metrics=None)])  # a resumed run that has not ended
+    runs.append(write_log(tmp_path / "seed2", [], {**SETTINGS, "seed": 2, "arm": "a"}))
+    (cells,) = ScoreTargets([90]).table([history_of(one) for one in runs]).rows
     assert ("a (2 of 3 unfinished)", "at least 90", "2 of 3", "30 [20, never]") == cells[:4]
 
 
 def test_a_log_that_was_cut_and_resumed_is_that_of_the_whole_run(tmp_path):
     (run,) = study(tmp_path, [20], arm="a")
-    first = run.metrics.read_text().splitlines(keepends=True)[0]
-    run.metrics.write_text(first)  # as a resumption cuts it to its checkpoint
-    run.append(row(20, accuracy=0.9, elapsed_seconds=7.5))
+    first = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
+    (run / "metrics.jsonl").write_text(first)  # as a resumption cuts it to its checkpoint
+    add_rows(run, [row(20, accuracy=0.9, elapsed_seconds=7.5)])
     found = time_to_score(history_of(run), 90, higher_is_better=True)
     assert TimeToScore(20, 640, 7.5) == found
 
@@ -180,61 +148,29 @@ def test_a_log_that_was_cut_and_resumed_is_that_of_the_whole_run(tmp_path):
 
 def test_compare_and_report_show_them_on_request(bigbatch, tmp_path):
     runs = study(tmp_path / "study", [20, None], arm="a")
-    paths = [run.path for run in runs]
-    status, out, _ = bigbatch("compare", *paths, "--to", "80", "--to", "90")
+    status, out, _ = bigbatch("compare", *runs, "--to", "80", "--to", "90")
     assert 0 == status
     assert "a at least 80 2 of 2 10 320 1.0 a at least 90 1 of 2 never" in " ".join(out.split())
-    assert "first evaluation" not in bigbatch("compare", *paths)[1]
+    assert "first evaluation" not in bigbatch("compare", *runs)[1]
     page = tmp_path / "page.html"
-    assert 0 == bigbatch("report", *paths, "--to", "90", "-o", page)[0]
+    assert 0 == bigbatch("report", *runs, "--to", "90", "-o", page)[0]
     assert "<td>at least 90</td><td>1 of 2</td><td>never [20, never]</td>" in page.read_text()
-    status, _, err = bigbatch("report", *paths, "--to", "90", "-o", tmp_path / "curves.svg")
+    status, _, err = bigbatch("report", *runs, "--to", "90", "-o", tmp_path / "curves.svg")
     assert 2 == status
     assert "does not go together with --to" in err
-    assert "first evaluation" not in (write_report(runs, page, "none"), page.read_text())[1]
+    write_report([history_of(run) for run in runs], page, "none")
+    assert "first evaluation" not in page.read_text()
 
 
-def test_the_recipe_of_a_run_says_whether_less_is_better(bigbatch, tmp_path):
-    (run,) = study(tmp_path / "loss", [20], arm="a", recipe="char-lm")
-    status, out, _ = bigbatch("compare", run.path, "--to", "89")
+def test_a_log_says_whether_less_is_better(bigbatch, tmp_path):
+    (run,) = study(tmp_path / "loss", [20], arm="a", higher_is_better=False)
+    status, out, _ = bigbatch("compare", run, "--to", "89")
     assert 0 == status
     assert "at most 89" in " ".join(out.split())
-    (unknown,) = study(tmp_path / "unknown", [20], recipe="none")
-    status, out, err = bigbatch("compare", unknown.path, "--to", "89")
-    assert (2, "") == (status, out)
-    assert "recipe 'none' is unknown" in err
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "1e999", "high"])
 def test_a_target_of_the_command_that_is_no_number_is_one_line(bigbatch, tmp_path, text):
     (run,) = study(tmp_path / "study", [20], arm="a")
-    status, out, err = bigbatch("compare", run.path, "--to", text)
+    status, out, err = bigbatch("compare", run, "--to", text)
     assert (2, "", 1) == (status, out, err.count("\n"))
-
-
-@pytest.mark.thorough
-def test_trainings_of_the_command_are_evaluated_and_timed_every_so_many_samples(bigbatch, tmp_path):
-    """Each evaluation ends a step that passes a multiple of 0.1K samples, or the training."""
-    reached = []
-    arguments = ("--arm", "fixed-32", "--samples", 300, "--epochs", 2)
-    arguments = (*arguments, "--evaluate-every", "0.1K samples", "--quiet")
-    for seed in (0, 1, 2):
-        run = tmp_path / f"seed{seed}"
-        assert 0 == bigbatch("train", "digits", *arguments, "--seed", seed, "--run-dir", run)[0]
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-        expected = [
-            one["step"]
-            for one in rows
-            if one["samples"] // 100 > (one["samples"] - one["batch_size"]) // 100
-        ]
-        evaluations = [one for one in rows if one["metrics"] is not None]
-        assert expected == [one["step"] for one in evaluations]
-        assert 6 == len(evaluations)
-        reached.append(next(one for one in evaluations if one["metrics"][ACCURACY] >= 10))
-    status, out, _ = bigbatch("compare", *tmp_path.iterdir(), "--to", "10", "--to", "101")
-    assert 0 == status
-    table = " ".join(out.partition("first evaluation")[2].split())
-    assert "at least 10 3 of 3" in table
-    assert "at least 101 0 of 3 never never never" in table
-    for name in ("step", "samples"):
-        assert f"{median(one[name] for one in reached):,}" in table

@@ -24,7 +24,7 @@ KILLS = 12
 
 def train(folder, kill_before=0):
     """Begins or resumes a run; whether it came to its end."""
-    begun = (folder / "config.yaml").exists()
+    begun = (folder / "settings.json").exists()
     arguments = ["--resume", folder] if begun else [*SETTINGS, *LENGTH, "--run-dir", folder]
     ended = run(sys.executable, DYING, folder, kill_before, "train", *arguments, "--quiet")
     assert ended.returncode in (0, -signal.SIGKILL), ended.stderr

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from bigbatch.errors import RunError
-from bigbatch.log.metrics import history_of
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log.history import history_of
 from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
+from bigbatch_recipes.run_directory import RunDirectory
 
 
 def init_from(path: Path, model: nn.Module) -> None:
@@ -39,7 +39,7 @@ def init_from(path: Path, model: nn.Module) -> None:
 
 def _weights(path: Path) -> dict[str, Any]:
     run = RunDirectory.open(path)
-    if not history_of(run).finished:
+    if not history_of(path).finished:
         raise RunError(f"{path} is not finished, so nothing can begin from it; finish it first")
     state = run.load_weights()
     if state is None:

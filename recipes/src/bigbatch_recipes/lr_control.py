@@ -5,8 +5,7 @@ from pathlib import Path
 from statistics import fmean
 
 from bigbatch.errors import RunError
-from bigbatch.log.metrics import history_of
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch.log.history import history_of
 from bigbatch_recipes.process_group import run_on_rank_zero
 
 
@@ -27,7 +26,7 @@ def mean_factor(path: Path, sizes: Mapping[str, int]) -> float:
 
 
 def _mean(path: Path, sizes: Mapping[str, int]) -> float:
-    history = history_of(RunDirectory.open(path))
+    history = history_of(path)
     if not history.finished:
         raise RunError(f"{path} is not finished, so its mean r is not known; finish it first")
     rows = [row["gsnr"] for row in history.rows if row.get("gsnr")]

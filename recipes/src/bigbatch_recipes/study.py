@@ -4,22 +4,23 @@ All ranks call the same functions; rank 0 reads, writes and shows.
 """
 
 import gc
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.atomic_files import create_directory_atomically, write_atomically
-from bigbatch.log.html_report import write_report, write_sweep_files
-from bigbatch.log.metrics import history_of, seeds_of, table_of
+from bigbatch.log.atomic_files import write_atomically
+from bigbatch.log.history import find_runs, history_of, seeds_of, table_of
+from bigbatch.log.html_report import write_report
 from bigbatch.log.paired_differences import differences_of
-from bigbatch.log.run_config import config_yaml, read_trainings, trainings_as_dict
-from bigbatch.log.run_directory import RunDirectory, find_runs
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.output_directory import LAUNCH, create_directory_atomically
 from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch_recipes.recipe import Recipe
+from bigbatch_recipes.run_config import read_trainings, study_yaml, trainings_as_dict
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.sweep_page import write_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
 from bigbatch_recipes.train_run import Training, train_run
 from bigbatch_recipes.validate import require_trainable
@@ -89,7 +90,9 @@ def write_study(
     if sweep:
         content["sweep"] = sweep
     with create_directory_atomically(path) as folder:
-        write_atomically(folder / "study.yaml", config_yaml("study", content, launch))
+        write_atomically(folder / "study.yaml", study_yaml(content))
+        if launch:
+            write_atomically(folder / LAUNCH, launch.encode())
 
 
 def train_study(path: Path, view: LiveView) -> None:
@@ -100,9 +103,7 @@ def train_study(path: Path, view: LiveView) -> None:
     """
     trainings = run_on_rank_zero(lambda: read_trainings(path))
     for number, (name, settings) in enumerate(trainings.items(), start=1):
-        run = run_on_rank_zero(partial(open_or_create_run, path / name, settings))
-        train_run(_training(run), run, view, f"{number}/{len(trainings)} {name}")
-        gc.collect()  # frees the model, which is in reference cycles
+        train_directory(path / name, settings, view, f"{number}/{len(trainings)} {name}")
     if is_rank_zero():
         report_study(path, view)
 
@@ -115,18 +116,17 @@ def report_study(path: Path, view: LiveView) -> None:
     """
     sweep, report = read_sweep_results(path), path / "report.html"
     if sweep is None:
-        write_report(find_runs(path), report, path.name)
+        write_report([history_of(run) for run in find_runs(path)], report, path.name)
         _show_runs(path, view)
     elif not sweep.begun:
         view.print(f"{path.name}: no run has logged a step, so there is nothing to report")
     else:
-        write_sweep_files(sweep, path)
-        write_report(sweep.drawn, report, path.name, [sweep])
+        write_sweep(sweep, path)
         view.table(sweep.table(), f"{path.name}: {sweep.title}")
         for place in sweep.at_edges:
             view.print(f"{place}: the best value is at the edge of the grid; widen it")
         view.differences(sweep.differences())
-        view.print(f"figure: {path / 'sweep.png'}\nreport: {report}")
+        view.print(f"figure: {path / 'sweep.svg'}\nreport: {report}")
 
 
 def _show_runs(path: Path, view: LiveView) -> None:
@@ -137,9 +137,25 @@ def _show_runs(path: Path, view: LiveView) -> None:
     view.print(f"report: {path / 'report.html'}")
 
 
-def open_or_create_run(path: Path, settings: dict[str, Any]) -> RunDirectory:
-    """The run directory at `path`, which is created if it does not exist."""
-    return RunDirectory.open(path) if path.exists() else RunDirectory.create(path, settings)
+def train_directory(
+    path: Path, settings: dict[str, Any], view: LiveView, label: str, end: float | None = None
+) -> bool:
+    """Trains the run at `path`, which is created if it does not exist; see `train_run`."""
+
+    def open_or_create() -> RunDirectory:
+        return RunDirectory.open(path) if path.exists() else create_run(path, settings)
+
+    run = run_on_rank_zero(open_or_create)
+    try:
+        return train_run(_training(run), run, view, label, end)
+    finally:
+        gc.collect()  # frees the model, which is in reference cycles
+
+
+def create_run(path: Path, settings: dict[str, Any], launch: str | None = None) -> RunDirectory:
+    """Creates the directory of a run, whose log says whether a higher score is better."""
+    is_higher = get_recipe(settings["recipe"]).higher_is_better
+    return RunDirectory.create(path, {**settings, "higher_is_better": is_higher}, launch)
 
 
 def resume(path: Path, view: LiveView) -> None:
@@ -156,7 +172,7 @@ def resume(path: Path, view: LiveView) -> None:
 
 
 def _training(run: RunDirectory) -> Training:
-    return build_training(run.path, settings_from(run.path / "config.yaml", run.settings))
+    return build_training(run.path, settings_from(run.path / "settings.json", run.settings))
 
 
 def settings_from(source: Path | str, values: dict[str, Any]) -> Settings:

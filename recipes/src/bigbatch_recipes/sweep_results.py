@@ -10,11 +10,11 @@ from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
 from bigbatch.errors import RunError
-from bigbatch.log.metrics import History, Table, history_of
+from bigbatch.log.history import History, Table, history_of
 from bigbatch.log.paired_differences import Differences, SeedScores, differences_between
-from bigbatch.log.run_config import read_sweep, read_trainings
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.log.seed_summary import SeedSummary
+from bigbatch_recipes.run_config import read_sweep, read_trainings
+from bigbatch_recipes.run_directory import RunDirectory
 
 _MAX_CURVES = 60  # runs whose curves are on one page; more would overlap
 
@@ -329,7 +329,7 @@ def _read_history(path: Path) -> History | None:
     if not path.exists():
         return None
     try:
-        return history_of(RunDirectory.open(path))
+        return history_of(path)
     except RunError as error:
         warnings.warn(f"{path.name} is left out: {error}", stacklevel=3)
         return None

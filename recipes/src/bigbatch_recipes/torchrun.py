@@ -15,9 +15,8 @@ import torch.distributed as dist
 from bigbatch.errors import RankError
 from bigbatch.gradients import is_of_network
 from bigbatch.interrupts import INTERRUPTED, ignore_interrupts
-from bigbatch.log.atomic_files import has_begun, release, require_free
-from bigbatch.log.run_config import launch_of
 from bigbatch_recipes import process_group
+from bigbatch_recipes.output_directory import has_begun, launch_of, release, require_free
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # of torchrun's variables
 _NO_ID = "none"  # the id of a launch without --rdzv-id

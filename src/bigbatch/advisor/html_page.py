@@ -1,13 +1,12 @@
 """The advice as one HTML file, which needs no network."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
-from importlib import resources
 
 from bigbatch.advisor.batch_advice import BatchAdvice
 from bigbatch.advisor.lines_to_add import lines_to_add
-from bigbatch.advisor.svg_chart import Line, Mark, log_chart
 from bigbatch.advisor.text_page import (
     DEVICE_COLUMNS,
     conclusion,
@@ -16,21 +15,18 @@ from bigbatch.advisor.text_page import (
     number,
     sections,
 )
+from bigbatch.log.chart import Mark, Panel, Series
+from bigbatch.log.chart_svg import svg
+from bigbatch.log.web_page import html_table, text_of, web_page
 
 _CURVE = 64  # batch sizes of the curve of times
 
 
 def html_page(advice: BatchAdvice) -> str:
     """The page."""
-    style = resources.files("bigbatch.advisor").joinpath("html_page.css").read_text()
     body = "\n".join(_refused(advice) if advice.refusal else _body(advice))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="generator" content="bigbatch">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Batch size advice</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n{body}\n</body>\n</html>\n"
-    )
+    style = text_of("html_page.css", "bigbatch.advisor")
+    return web_page("Batch size advice", body, style=style)
 
 
 def _refused(advice: BatchAdvice) -> Iterator[str]:
@@ -70,13 +66,11 @@ def _cards(advice: BatchAdvice) -> Iterator[str]:
 
 
 def _noise_chart(advice: BatchAdvice) -> str:
-    points = [
-        ((segment.first + segment.last) / 2, segment.noise_scale)
-        for segment in advice.trend.segments
-        if 0 < segment.noise_scale < math.inf
-    ]
+    segments = [one for one in advice.trend.segments if 0 < one.noise_scale < math.inf]
+    steps = [(one.first + one.last) / 2 for one in segments]
+    scales = Series("noise scale", steps, [one.noise_scale for one in segments])
     marks = [Mark("present batch", y=advice.found.batch_size)]
-    return log_chart([Line("noise scale", points)], marks, x="optimizer step", y="samples")
+    return _chart("noise scale, samples", "optimizer step", scales, marks)
 
 
 def _time_chart(advice: BatchAdvice) -> str:
@@ -84,15 +78,30 @@ def _time_chart(advice: BatchAdvice) -> str:
     assert row is not None
     low, high = min(present, row.batch_size) / 8, max(present, row.batch_size) * 8
     sizes = [max(1.0, low) * (high / max(1.0, low)) ** (i / _CURVE) for i in range(_CURVE + 1)]
-    points = [(size, advice.relative_time(size)) for size in sizes]
+    times = Series("time", sizes, [advice.relative_time(size) for size in sizes])
     marks = [Mark("present", x=present), Mark("fastest", x=row.batch_size)]
-    return log_chart(
-        [Line("time", points)], marks, x="batch size", y="time, present = 1", log_x=True
+    return _chart("time, present = 1", "batch size", times, marks, x_log=10)
+
+
+def _chart(y: str, x: str, series: Series, marks: Sequence[Mark], x_log: int | None = None) -> str:
+    """A line on a logarithmic axis, with what to compare it with; "" for a line without a point."""
+    if not series.y:
+        return ""
+    panel = Panel(
+        f"{series.name}: {y}",
+        x,
+        [replace(series, label="")],
+        y_label=y,
+        x_log=x_log,
+        y_log=10,
+        marks=marks,
+        size=(640, 260),
     )
+    return svg([panel], titles=False)
 
 
 def _devices_table(advice: BatchAdvice) -> str:
-    table = _table(DEVICE_COLUMNS, map(device_cells, advice.devices))
+    table = html_table(DEVICE_COLUMNS, map(device_cells, advice.devices))
     notes = (f'<p class="note">{escape(note)}</p>' for note in device_notes(advice))
     return "\n".join((table, *notes))
 
@@ -102,18 +111,7 @@ def _layers_table(advice: BatchAdvice) -> str:
         (layer.name or "the model itself", f"{layer.share:.0%}", number(layer.noise_scale))
         for layer in advice.trend.layers[:10]
     ]
-    return _table(("layer", "share of the noise", "its own noise scale"), rows)
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-        "</div>"
-    )
+    return html_table(("layer", "share of the noise", "its own noise scale"), rows)
 
 
 def _lines(advice: BatchAdvice) -> Iterator[str]:

@@ -3,63 +3,49 @@
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import typer
-from typer.exceptions import TyperException
-
 from bigbatch.errors import BigbatchError
 from bigbatch.interrupts import INTERRUPTED, handle_interrupts, ignore_interrupts
-from bigbatch_recipes.process_group import is_rank_zero
-from bigbatch_recipes.torchrun import Launch, stdout_of_rank_zero
+
+Command = Callable[[list[str]], int | None]
 
 
-def run(app: typer.Typer) -> None:
-    """Runs the command line on all ranks that were started for it, and exits."""
-    warnings.showwarning = partial(_one_line_warning, set())
-    launch = Launch()
+def run_command(command: Command, arguments: list[str]) -> int:
+    """Runs a command; returns its status, 2 after an expected error, 130 after an interrupt."""
+    warnings.showwarning = partial(_show_warning, set())
     try:
-        try:
-            launch = Launch.join(trains=sys.argv[1:2] == ["train"])
-            with stdout_of_rank_zero(), handle_interrupts(signal.default_int_handler):
-                status = app(standalone_mode=False, obj=launch) or 0
-        finally:
-            ignore_interrupts()
-    except (BigbatchError, TyperException, OSError) as error:
-        launch.report_error(_line_of(error))
-        status = 2
-    except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED
-    except Exception as error:
-        launch.report_failure(error)
-        status = 1
-    except SystemExit as ending:
-        launch.end(ending.code)
-    if status == INTERRUPTED:  # which typer may return too
-        launch.report_error("interrupted")
-    launch.end(status)
+        with handle_interrupts(signal.default_int_handler):
+            return command(arguments) or 0
+    except (BigbatchError, OSError) as error:
+        write_line(line_of(error))
+        return 2
+    except KeyboardInterrupt:
+        write_line("interrupted")
+        return INTERRUPTED
+    finally:
+        ignore_interrupts()
 
 
-def _line_of(error: Exception) -> str:
-    if isinstance(error, TyperException):
-        return error.format_message()
-    if isinstance(error, OSError) and error.strerror is None:  # a damaged image, say
-        return f"{type(error).__name__}: {_message_of(error)}"
-    if isinstance(error, OSError):
+def write_line(message: str) -> None:
+    """Writes one line to standard error."""
+    printable = message.encode(errors="backslashreplace").decode()  # invalid bytes of arguments
+    sys.stderr.write(f"bigbatch: {' '.join(printable.split())}\n")
+
+
+def line_of(error: Exception) -> str:
+    """What an expected error says."""
+    if isinstance(error, OSError) and not isinstance(error, BigbatchError):
+        if error.strerror is None:  # a damaged image, say
+            return f"{type(error).__name__}: {error}"
         return f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written"
-    return _message_of(error)
+    return str(error)
 
 
-def _message_of(error: Exception) -> str:
-    """The message of an error, without the traceback that torch adds in a DataLoader worker."""
-    text, name = str(error), type(error).__name__
-    if text.startswith(f"Caught {name} in DataLoader worker process"):
-        return text.rpartition(f"{name}: ")[2]
-    return text
-
-
-def _one_line_warning(shown: set[str], message: Warning | str, *_: Any, **__: Any) -> None:
-    if is_rank_zero() and str(message) not in shown:
+def _show_warning(shown: set[str], message: Warning | str, *_: Any, **__: Any) -> None:
+    """Writes a warning as one line, once."""
+    if str(message) not in shown:
         shown.add(str(message))
-        sys.stderr.write(f"bigbatch: note: {message}\n")
+        write_line(f"note: {message}")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from bigbatch.log.run_directory import Row
+from bigbatch.log.row_schema import Row
 
 _MIN_LAST_STEPS = 3  # last steps of a short training
 _HARMLESS_LOSS = 0.5  # a final loss below it is no sign of divergence

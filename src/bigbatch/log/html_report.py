@@ -1,49 +1,39 @@
-"""The report: one HTML file that needs no network."""
+"""The report of runs: one HTML file that needs no network, or its curves as one SVG."""
 
-import json
-from collections.abc import Sequence
-from importlib import resources
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
 
-import yaml
-from jinja2 import Environment
-
-from bigbatch.errors import RunError
-from bigbatch.log.atomic_files import GENERATOR, write_atomically
-from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, Panel, panels_of
-from bigbatch.log.curves import (
-    FIGURE_FORMATS,
-    as_svg,
-    curves,
-    key_texts,
-    require_ending,
-    write_figure,
-)
-from bigbatch.log.gsnr_heatmap import heat_maps
-from bigbatch.log.line_styles import DARK, LIGHT, MARKERS, PAGES, short_names, style_of
-from bigbatch.log.metrics import History, group_seeds, history_of, seeds_of, table_of
-from bigbatch.log.paired_differences import differences_of, require_reference
-from bigbatch.log.report_summary import summaries_of, sweep_summary
-from bigbatch.log.run_directory import RunDirectory
+from bigbatch.errors import RunError, SettingError
+from bigbatch.log.atomic_files import write_atomically
+from bigbatch.log.chart import Panel
+from bigbatch.log.chart_svg import svg, swatch
+from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, key_names, panels_of
+from bigbatch.log.history import History, Table, group_seeds, seeds_of, table_of
+from bigbatch.log.layer_heatmaps import heat_maps
+from bigbatch.log.paired_differences import Differences, differences_of
+from bigbatch.log.report_summary import ArmSummary, summaries_of
 from bigbatch.log.seed_summary import SeedSummary
-from bigbatch.log.svg_panels import panel_svg, swatch_svg
+from bigbatch.log.series_style import style_of
 from bigbatch.log.time_to_score import ScoreTargets
-from bigbatch_recipes.sweep_chart import sweep_chart
-from bigbatch_recipes.sweep_figure import sweep_figure
-from bigbatch_recipes.sweep_files import as_csv, as_json
-from bigbatch_recipes.sweep_results import SweepResults
-from bigbatch_recipes.sweep_svg import SIZES, sweep_svg
+from bigbatch.log.web_page import html_table, text_of, web_page
 
+_ENDINGS = (".html", ".svg")
 _MOST_SUMMARIES = 8  # sentences that are shown at once
 _HEAT_MAP_BYTES = 400_000  # after so many, no further map is drawn: the page stays small
 
 
+def require_ending(out: Path, endings: Sequence[str] = _ENDINGS) -> None:
+    """Raises SettingError where the file would be of another kind."""
+    if out.suffix not in endings:
+        advice = f"; figures are SVG: {out.with_suffix('.svg').name}" * (out.suffix == ".png")
+        raise SettingError(f"-o {out}: the ending must be {' or '.join(endings)}{advice}")
+
+
 def write_report(
-    runs: list[RunDirectory],
+    histories: list[History],
     out: Path,
     title: str,
-    sweeps: Sequence[SweepResults] = (),
     *,
     against: str | None = None,
     targets: ScoreTargets | None = None,
@@ -51,112 +41,185 @@ def write_report(
     """Writes a report of runs side by side.
 
     Args:
-        runs: one run or more.
-        out: a `.html` page, or the curves alone as `.png` or `.svg`.
+        histories: one run or more.
+        out: a `.html` page, or the curves alone as `.svg`.
         title: the title of the page.
-        sweeps: the sweeps that the runs belong to; each has a figure and a table on the page.
-        against: arm or point of a sweep from which to show differences; None for the first.
+        against: arm from which to show differences; None for the first, also if there is none of
+            this name.
         targets: scores for which to show the time to reach them.
     Raises:
-        SettingError: another ending, or no arm or point has the name `against`.
+        SettingError: another ending.
         RunError: no run has a step yet, or the file cannot be written.
     """
-    require_ending(out, (".html", *FIGURE_FORMATS))
-    all_histories = [history_of(run) for run in runs]
-    histories = [history for history in all_histories if history.rows]
-    if not histories:
+    require_ending(out)
+    started = [history for history in histories if history.rows]
+    if not started:
         raise RunError(f"{title}: no step is logged yet, so there is nothing to report")
-    groups = group_seeds(all_histories)
-    points = {point.name: point for sweep in sweeps for point in sweep.points}
-    require_reference(against, {**groups, **points})
-    if out.suffix != ".html":
-        write_figure(curves(histories, "samples"), out)
+    if out.suffix == ".svg":
+        write_text(out, svg(panels_of(started, "samples"), columns=2, key=True, standalone=True))
         return
-    text = _render(
-        "html_report.html",
-        generator=GENERATOR,
-        title=title,
-        summaries=summaries_of(all_histories, against),
-        most=0 if sweeps else _MOST_SUMMARIES,
-        sweeps=[
-            (sweep, sweep_summary(sweep), *_sweep_parts(sweep), sweep.differences(against))
-            for sweep in sweeps
-        ],
-        table=table_of(all_histories),  # which counts runs without a step
-        seeds=seeds_of(all_histories),
-        differences=differences_of(all_histories, against),
-        times=targets and (targets.title(all_histories), targets.table(all_histories)),
-        **_curve_parts(histories),
-        heat_maps=_heat_maps(histories),
-        runs=[(run.name, yaml.safe_dump(run.settings, sort_keys=False)) for run in runs],
-        style=_render(
-            "html_report.css", light=LIGHT, dark=DARK, pages=PAGES, figures=AXES.values()
-        ),
-        script=_file("html_report.js"),
+    sections = (
+        summary_list(summaries_of(histories, against), _MOST_SUMMARIES),
+        table_sections(histories, against, targets),
+        curve_sections(histories),
     )
+    write_page(out, title, (part for section in sections for part in section))
+
+
+def write_page(out: Path, title: str, parts: Iterable[str], extra_style: str = "") -> None:
+    """Writes a page with the style and the script of reports.
+
+    Args:
+        out: the file.
+        title: the title of the page.
+        parts: its parts below the title, as HTML.
+        extra_style: CSS that only this page has.
+    Raises:
+        RunError: it cannot be written.
+    """
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
+    style, script = text_of("html_report.css") + extra_style, text_of("html_report.js")
+    write_text(out, web_page(title, body, style=style, script=script))
+
+
+def write_text(out: Path, text: str) -> None:
+    """Writes a file atomically.
+
+    Raises:
+        RunError: it cannot be written.
+    """
     try:
         write_atomically(out, text.encode())
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}") from None
 
 
-def _curve_parts(histories: list[History]) -> dict[str, Any]:
-    """What the page says of curves, by the names in its template."""
-    names = list(group_seeds(histories))
-    labels = short_names(names)
-    panels = {label: panels_of(histories, x) for x, label in AXES.items()}
-    drawn: list[Panel] = [panel for of_axis in panels.values() for panel in of_axis]
-    return {
-        "figures": {
-            label: [(panel.title, panel_svg(panel, labels)) for panel in of_axis]
-            for label, of_axis in panels.items()
-        },
-        "arms": [
-            {"name": text, "style": style_of(arm), "swatch": swatch_svg(style_of(arm))}
-            for arm, text in enumerate(key_texts(names, labels))
-        ],
-        "center": SeedSummary.of(history.settings for history in histories).center_word,
-        "points": POINTS,
-        "noise_points": NOISE_POINTS,
-        "has_intervals": any(curve.interval for panel in drawn for curve in panel.curves),
-    }
+def note(text: str) -> str:
+    """A paragraph of small text."""
+    return f'<p class="note">{escape(text)}</p>'
 
 
-def _heat_maps(histories: list[History]) -> list[str]:
-    """Heat maps of the first seed of each setting, as many as the page has room for."""
-    maps: list[str] = []
-    for group in group_seeds(histories).values():
-        if sum(map(len, maps)) > _HEAT_MAP_BYTES:
-            break
-        if (figure := heat_maps(group[0])) is not None:
-            maps.append(as_svg(figure))
-    return maps
+def table_section(table: Table) -> str:
+    """A table."""
+    return html_table(table.columns, table.rows)
 
 
-def _sweep_parts(sweep: SweepResults) -> tuple[list[dict[str, Any]], str]:
-    """The key of a sweep's figure, and the figure for wide and narrow windows."""
-    chart = sweep_chart(sweep)
-    keys = [
-        {
-            "name": group.name,
-            "style": style_of(number),
-            "swatch": swatch_svg(style_of(number), MARKERS[number % len(MARKERS)]),
-        }
-        for number, group in enumerate(chart.groups)
-    ]
-    return keys, "".join(sweep_svg(chart, kind) for kind in SIZES)
+def difference_section(differences: Differences | None) -> Iterator[str]:
+    """The table of differences; nothing where there is no other arm."""
+    if differences is not None:
+        yield note(differences.title)
+        yield table_section(differences.table())
 
 
-def _render(name: str, **values: Any) -> str:
-    return Environment(autoescape=name.endswith(".html")).from_string(_file(name)).render(**values)
+def summary_list(summaries: Sequence[ArmSummary], most: int) -> Iterator[str]:
+    """Sentences, of which those after the first `most` are folded."""
+    shown, folded = summaries[:most], summaries[most:]
+    if shown:
+        yield _sentences(shown)
+    if folded:
+        words = f"a sentence on each of {len(folded)} {'more' if shown else 'settings'}"
+        yield f"<details><summary>{words}</summary>{_sentences(folded)}</details>"
 
 
-def _file(name: str) -> str:
-    return resources.files("bigbatch.log").joinpath(name).read_text()
+def _sentences(summaries: Sequence[ArmSummary]) -> str:
+    items = (f"<li><b>{escape(one.name)}</b>: {escape(one.text)}</li>\n" for one in summaries)
+    return f'<ul class="summary">\n{"".join(items)}</ul>'
 
 
-def write_sweep_files(sweep: SweepResults, folder: Path) -> None:
-    """Writes sweep.png, sweep.json and sweep.csv; the CSV file has one row per run."""
-    write_figure(sweep_figure(sweep), folder / "sweep.png")
-    write_atomically(folder / "sweep.json", json.dumps(as_json(sweep), indent=1).encode())
-    write_atomically(folder / "sweep.csv", as_csv(sweep).encode())
+def table_sections(
+    histories: list[History], against: str | None = None, targets: ScoreTargets | None = None
+) -> Iterator[str]:
+    """The table of runs, which counts those without a step; differences; times to scores."""
+    differences = differences_of(histories, against)
+    text = "The last batch is the mean over the last tenth of the samples."
+    if differences:
+        text += (
+            " The range is that of the runs and no test; the table of differences has intervals."
+        )
+    yield note(text)
+    yield note(
+        f"Table: {seeds_of(histories)}. Average batch is the mean over the steps that were not "
+        "skipped."
+    )
+    yield table_section(table_of(histories))
+    yield from difference_section(differences)
+    if targets is not None:
+        yield note(targets.title(histories))
+        yield table_section(targets.table(histories))
+
+
+def curve_sections(histories: list[History]) -> Iterator[str]:
+    """The curves of the runs that have a step, their heat maps, and the settings of all."""
+    started = [history for history in histories if history.rows]
+    panels = {label: panels_of(started, x) for x, label in AXES.items()}
+    yield '<h2>Curves</h2>\n<div class="arms">'
+    yield _buttons(key_names(list(group_seeds(started))))
+    yield '<div class="tabs">'
+    for number, label in enumerate(panels, start=1):
+        checked = " checked" * (number == 1)
+        yield f'<input type="radio" name="axis" id="tab{number}"{checked}>'
+        yield f'<label for="tab{number}">against {label}</label>'
+    for number, of_axis in enumerate(panels.values(), start=1):
+        yield f'<section class="panels" id="panel{number}">'
+        yield from map(_figure, of_axis)
+        yield "</section>"
+    yield "</div>\n</div>"
+    yield note(_explanation(started, [panel for of_axis in panels.values() for panel in of_axis]))
+    yield from _heat_map_section(started)
+    yield "<h2>Settings</h2>"
+    for history in histories:
+        lines = "\n".join(f"{name}: {value}" for name, value in history.settings.items())
+        yield (
+            f"<details><summary>{escape(history.path.name)}</summary><pre>{escape(lines)}</pre>"
+            "</details>"
+        )
+
+
+def _buttons(names: list[str]) -> str:
+    """The key of all arms: a click on one keeps it in view."""
+    buttons = (
+        f'<button type="button" class="key {style_of(arm).color}" data-series="{arm}" '
+        f'aria-pressed="false">{swatch(arm)}{escape(name)}</button>'
+        for arm, name in enumerate(names)
+    )
+    return f'<div class="keys" role="group" aria-label="arms">{"".join(buttons)}</div>'
+
+
+def _figure(panel: Panel) -> str:
+    caption = f"<figcaption>{escape(panel.title)}<output></output></figcaption>"
+    return f"<figure>{caption}{svg([panel], titles=False)}</figure>"
+
+
+def _explanation(histories: list[History], panels: Sequence[Panel]) -> str:
+    center = SeedSummary.of(history.settings for history in histories).center_word
+    text = (
+        f"Each line is the {center} over the runs of an arm at the same number of samples, and its "
+        "band runs from the least to the largest run. Point at a line or a name to see it alone; "
+        "click a name, or press Enter on it, to keep it; Escape shows all. A point averages part "
+        f"of an epoch, or more where there are over {POINTS} epochs; the loss is weighted by "
+        "samples. Batch size and learning rate leave out the last step of each epoch, which takes "
+        "the samples that remain. The lines of similarity and noise scale are computed from signal "
+        f"and noise averaged over all runs of an arm and at least 1/{NOISE_POINTS} of their "
+        "samples; an infinite estimate leaves a gap in its line or band."
+    )
+    if any(one.dotted for panel in panels for one in panel.series):
+        text += " Dotted lines are the median ends of the confidence intervals of single steps."
+    return text
+
+
+def _heat_map_section(histories: list[History]) -> Iterator[str]:
+    """Heat maps of the first run of each arm, as many as the page has room for."""
+    size = 0
+    for name, runs in group_seeds(histories).items():
+        maps = heat_maps(runs[0]) if size < _HEAT_MAP_BYTES else []
+        if maps and not size:
+            yield "<h2>Layers</h2>"
+            yield note(
+                "r scales each weight's gradient by its signal-to-noise ratio (GSNR), clipped to "
+                "gamma and r_max; the effective learning-rate factor is |r g| / |g|. The first "
+                "seed of each setting is shown, and of many settings the first few."
+            )
+        if maps:
+            figures = "".join(f"<figure>{svg([one])}</figure>" for one in maps)
+            size += len(figures)
+            yield f'<h3>{escape(name)}</h3>\n<div class="panels">{figures}</div>'

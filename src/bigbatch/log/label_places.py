@@ -1,6 +1,6 @@
 """Places of labels that never overlap."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -19,21 +19,13 @@ class Box(NamedTuple):
 
     def overlaps(self, other: "Box") -> bool:
         """Whether the two share an area."""
-        return (
-            self.left < other.right
-            and other.left < self.right
-            and self.top < other.bottom
-            and other.top < self.bottom
-        )
+        is_beside = self.right <= other.left or other.right <= self.left
+        return not is_beside and self.top < other.bottom and other.top < self.bottom
 
     def contains(self, other: "Box") -> bool:
         """Whether the other lies inside."""
-        return (
-            self.left <= other.left
-            and other.right <= self.right
-            and self.top <= other.top
-            and other.bottom <= self.bottom
-        )
+        is_inside = self.left <= other.left and other.right <= self.right
+        return is_inside and self.top <= other.top and other.bottom <= self.bottom
 
 
 def text_width(text: str, size: float) -> float:
@@ -66,40 +58,28 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def place_near_points(
-    labels: Sequence[tuple[float, float, str]],
-    size: float,
-    frame: Box,
-    obstacles: Sequence[Box],
-    soft: Sequence[Box] = (),
+    labels: Sequence[tuple[float, float, str]], size: float, frame: Box, obstacles: Sequence[Box]
 ) -> list[Box | None]:
-    """A box for each label near its point, which overlaps no other label and no obstacle.
+    """A box in a frame for each label near its point, which overlaps no obstacle and no other.
 
     Args:
         labels: x and y of a point, and its text.
         size: font size.
         frame: where labels may be.
         obstacles: what no label may cover.
-        soft: of which a label covers as few as possible.
     Returns:
         The boxes; None for a label without a free place.
     """
-    placed: list[Box | None] = []
+    taken, placed = [*obstacles], []
     for x, y, text in labels:
-        taken = [*obstacles, *(box for box in placed if box is not None)]
-        free = [
-            box
-            for box in _candidates(x, y, text_width(text, size), size)
-            if frame.contains(box) and not any(map(box.overlaps, taken))
-        ]
-        covered = [sum(map(box.overlaps, soft)) for box in free]
-        placed.append(free[covered.index(min(covered))] if free else None)
+        width, height, found = text_width(text, size), 1.2 * size, None
+        for ring, (across, down) in product(_RINGS, _SIDES):
+            left = x + across * 0.6 * size * ring - width * (1 - across) / 2
+            top = y + down * 0.6 * size * ring - height * (1 - down) / 2
+            box = Box(left, top, left + width, top + height)
+            if frame.contains(box) and not any(map(box.overlaps, taken)):
+                found = box
+                taken.append(box)
+                break
+        placed.append(found)
     return placed
-
-
-def _candidates(x: float, y: float, width: float, size: float) -> Iterator[Box]:
-    height = 1.2 * size
-    for ring, (across, down) in product(_RINGS, _SIDES):
-        reach = 0.6 * size * ring
-        left = x + across * reach - width * (1 - across) / 2
-        top = y + down * reach - height * (1 - down) / 2
-        yield Box(left, top, left + width, top + height)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 from bigbatch.errors import SettingError
-from bigbatch.log.metrics import History, Table, group_seeds
+from bigbatch.log.history import History, Table, group_seeds
 from bigbatch.setting_types import Coverage, checked
 from bigbatch.statistics.confidence import student_t
 

@@ -8,27 +8,16 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise, repeat
-from pathlib import Path
 from typing import Any
 
 import numpy
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch.log.curve_series import chosen_rows
-from bigbatch.log.curves import (
-    FIGURE_FORMATS,
-    arrange,
-    format_axes,
-    key_texts,
-    label_lines,
-    require_writable,
-    write_figure,
-)
-from bigbatch.log.line_styles import LIGHT, short_names, style_of
-from bigbatch.log.metrics import History, Table, measured_rows
-from bigbatch.log.run_directory import Row
+from bigbatch.log.chart import Panel, Series
+from bigbatch.log.chart_svg import svg
+from bigbatch.log.curve_series import chosen_rows, key_names, short_names
+from bigbatch.log.history import History, Table, measured_rows
+from bigbatch.log.row_schema import Row
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.lr_scaling import Scaling, linear, square_root, unscaled
@@ -282,24 +271,21 @@ def time_in_words(replay: Replay) -> str:
     )
 
 
-def save_figure(replays: list[Replay], out: Path) -> None:
-    """Draws the batch sizes of each policy, one panel per run.
-
-    Raises:
-        SettingError: the ending is neither .png nor .svg.
-        RunError: bigbatch did not write the file that is there, or it cannot be written.
-    """
-    require_writable(out, FIGURE_FORMATS)
-    trajectories = [[_chosen(one.trace), *map(_uncut, one.replayed)] for one in replays]
-    names = [one.name for one in trajectories[0]]
-    labels = short_names(names)
-    figure = Figure(figsize=(9, 0.8 + 3.4 * len(replays)))
-    panels = figure.subplots(len(replays), squeeze=False).flat
-    arrange(figure, (len(replays), 1), labels, key_texts(names, labels), key_columns=2)
-    for axes, replay, drawn in zip(panels, replays, trajectories, strict=True):
-        format_axes(axes, f"{replay.history.label}: batch size, samples", "samples", log_base=2)
-        _draw_trajectories(axes, drawn, labels)
-    write_figure(figure, out)
+def chart_of_replays(replays: list[Replay]) -> str:
+    """The batch sizes of each policy as SVG, one panel per run."""
+    panels = []
+    for replay in replays:
+        drawn = [_chosen(replay.trace), *map(_uncut, replay.replayed)]
+        names = [one.name for one in drawn]
+        series = [
+            Series(name, one.ends, one.batch_sizes, kind="step", style=number, label=label)
+            for number, (name, label, one) in enumerate(
+                zip(key_names(names), short_names(names), drawn, strict=True)
+            )
+        ]
+        title = f"{replay.history.label}: batch size, samples"
+        panels.append(Panel(title, "samples", series, y_log=2, size=(640, 300)))
+    return svg(panels, key=True, standalone=True)
 
 
 def _chosen(trace: Trace) -> Trajectory:
@@ -314,20 +300,3 @@ def _uncut(trajectory: Trajectory) -> Trajectory:
     """The trajectory without its last step, which ends with the samples of the log."""
     last = max(1, len(trajectory.ends) - 1)
     return Trajectory(trajectory.name, trajectory.ends[:last], trajectory.batch_sizes[:last])
-
-
-def _draw_trajectories(axes: Axes, trajectories: list[Trajectory], labels: list[str]) -> None:
-    styles = [style_of(number) for number in range(len(trajectories))]
-    for one, style in zip(trajectories, styles, strict=True):
-        axes.plot(
-            one.ends,
-            one.batch_sizes,
-            color=LIGHT[style.color],
-            linestyle=style.line,
-            drawstyle="steps-pre",
-            linewidth=1.3,
-        )
-    axes.set_xlim(0, max(one.ends[-1] for one in trajectories))
-    axes.set_ylim(*axes.get_ylim())  # labels lie outside
-    ends = [(float(one.ends[-1]), float(one.batch_sizes[-1])) for one in trajectories]
-    label_lines(axes, ends, labels, [LIGHT[style.color] for style in styles])

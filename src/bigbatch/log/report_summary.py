@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from bigbatch.log.curve_series import chosen_rows
-from bigbatch.log.metrics import History, group_seeds
-from bigbatch.log.run_directory import Row
+from bigbatch.log.history import History, group_seeds
+from bigbatch.log.row_schema import Row
 from bigbatch.log.seed_summary import SeedSummary
-from bigbatch_recipes.sweep_results import SweepPoint, SweepResults
 
 _LAST_SHARE = 0.1  # of the samples; the batch at the end is the mean over it
 _EQUAL_BATCH = 1.05  # ratio of batches that counts as no change
@@ -54,25 +53,6 @@ def summaries_of(histories: list[History], against: str | None = None) -> list[A
         )
         for name, arm in arms.items()
     ]
-
-
-def sweep_summary(sweep: SweepResults) -> str:
-    """A sentence on the front of a sweep, from its best score to its largest average batch."""
-    runs = [run for point in sweep.shown for run in point.runs]
-    diverged = sum(run.diverged for run in runs)
-    counts = f"; {diverged} of {len(runs)} runs diverged" * bool(diverged)
-    if not sweep.front:
-        return f"no point has finished all of its runs with a score{counts}"
-
-    def text(point: SweepPoint) -> str:
-        score = sweep.summary.scores_text(point.scores(sweep.score))
-        return f"{point.name}, {score} at an average batch of {point.average_batch:,.0f}"
-
-    first, last = sweep.front[0], sweep.front[-1]
-    best = f"best {sweep.score}: {text(first)}"
-    if first is not last:
-        best += f"; largest average batch on the front: {text(last)}"
-    return best + counts
 
 
 class _Arm:

@@ -1,14 +1,23 @@
-"""Types and ranges of the values in logs, configs and studies."""
+"""The rows of a log: how a step becomes one, and the types and ranges that a reader requires.
 
+docs/logs.md has every key.
+"""
+
+import json
+import math
 from collections.abc import Iterable, Mapping, Sized
-from pathlib import Path
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
 
 from bigbatch.errors import RunError
+from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import In, Kind, NotNegative, Number
+from bigbatch.statistics.noise_scale import GradientStatistics
 
 SCHEMA = 3
+METRICS, SETTINGS = "metrics.jsonl", "settings.json"  # the files of a log
+
+Row = dict[str, Any]
 
 
 class _NotEmpty:
@@ -57,24 +66,113 @@ OPTIONAL_STEP = {  # values that a line may lack
     "noise_scale_interval": Kind(tuple[_OptionalNumber, _OptionalNumber]),
     "layers": Kind(dict[str, tuple[_OptionalNumber, _OptionalNumber]]),  # noise scale, similarity
 }
-SETTINGS = {  # settings of config.yaml that are read with a log
+SCORES = {"step": STEP["step"], "metrics": STEP["metrics"]}  # a line of scores after a step
+_SETTINGS = {  # settings that are read with a log
     "arm": Kind(str),
     "seed": Kind(_Whole),
     "epochs": Kind(_Count),
     "policy": Kind(str),
     "target": Kind(Number),
-    "init_from": Kind(str),
-    "lr_control_from": Kind(str),
     "over_seeds": Kind(Literal["mean", "median"]),
-    "task": Kind(dict[str, Number | str | bool]),
-}
-SWEEP = {
-    "tuned": Kind(list[str]),
-    "tuning_seeds": Kind(list[_Whole]),
     "higher_is_better": Kind(bool),
-    "points": Kind(Annotated[dict[str, dict[str, _Scalar]], _NotEmpty()]),
 }
-_OTHER_SETTING = Kind(_Scalar)
+_OTHER_SETTING = Kind(_Scalar | dict[str, Number | str | bool])
+
+
+def setting_kinds(settings: Mapping[str, Any]) -> dict[str, Kind]:
+    """The kind of each setting, by name."""
+    return {name: _SETTINGS.get(name, _OTHER_SETTING) for name in settings}
+
+
+def row_of(record: StepRecord) -> Row:
+    """The row of a step of `AdaptiveBatch`, from which a policy can be replayed."""
+    row: Row = {
+        "schema": SCHEMA,
+        "step": record.step,
+        "epoch": record.epoch,
+        "samples": record.samples,
+        "batch_size": record.batch_size,
+        "target_batch_size": record.target_batch_size,
+        "micro_batches": record.micro_batches,
+        "loss": record.loss,
+        "lr": list(record.lr),
+        **statistics_of(record.statistics),
+        "skipped": record.skipped,
+        "next_batch_size": record.decision.batch_size,
+        "next_lr_factor": record.decision.lr_factor,
+        "decision_reason": record.decision.reason,
+        "metrics": None,
+        "every": record.every,
+        "elapsed_seconds": record.elapsed_seconds,
+    }
+    if record.gsnr is not None:
+        row["gsnr"] = _rounded(record.gsnr.by_layer())
+    return row
+
+
+def statistics_of(statistics: GradientStatistics | None) -> Row:
+    """The part of a row that was measured; null where nothing was."""
+    if statistics is None:
+        return dict.fromkeys(("grad_sqnorm", "grad_variance", "similarity", "noise_scale"))
+    row: Row = {
+        "grad_sqnorm": statistics.grad_sqnorm,
+        "grad_variance": statistics.grad_variance,
+        "similarity": statistics.similarity,
+        "noise_scale": statistics.noise_scale,
+    }
+    if statistics.half_batch_cosine is not None:
+        row["half_batch_cosine"] = statistics.half_batch_cosine
+    if statistics.interval is not None:
+        row["similarity_interval"] = _ends(statistics.similarity_interval)
+        row["noise_scale_interval"] = _ends(statistics.noise_scale_interval)
+    if statistics.layers:
+        row["layers"] = _rounded(
+            {name: (one.noise_scale, one.similarity) for name, one in statistics.layers.items()}
+        )
+    return row
+
+
+def line_of(row: Row) -> bytes:
+    """The row as a line of the log."""
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def finite(value: Any) -> Any:
+    """The value; None for nan and infinity, which JSON lacks."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _rounded(by_layer: Mapping[str, Iterable[float]]) -> dict[str, list[float | None]]:
+    """The numbers of each layer with four digits."""
+    return {name: [_round(number) for number in numbers] for name, numbers in by_layer.items()}
+
+
+def _ends(interval: tuple[float, float] | None) -> list[float | None]:
+    return [_round(end) for end in interval or ()]
+
+
+def _round(number: float) -> float | None:
+    """The number with four digits, which keeps rows short; None where it is not finite."""
+    return float(f"{number:.4g}") if math.isfinite(number) else None
+
+
+def parse_line(line: bytes) -> Row:
+    """The row of a line of the log.
+
+    Raises:
+        ValueError: the line is no JSON object, or has nan or infinity, which JSON lacks.
+    """
+    try:
+        row = json.loads(line.decode(), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("too many brackets") from None
+    if not isinstance(row, dict):
+        raise ValueError("no object")
+    return row
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
 
 
 def require_kinds(place: str, values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
@@ -127,11 +225,11 @@ def require_step(place: str, row: Any, previous: Mapping[str, Any] | None) -> No
         )
 
 
-def require_settings(place: Path | str, settings: Any) -> None:
-    """Raises RunError where the settings of a training have other types than a log needs."""
+def require_settings(place: str, settings: Any) -> None:
+    """Raises RunError where settings of a training have other types than a log needs."""
     if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
         raise RunError(
             f"{place}: settings is {shortened(settings)}, and must be names with a value each; "
             "restore the file from a copy"
         )
-    require_kinds(str(place), settings, {**dict.fromkeys(settings, _OTHER_SETTING), **SETTINGS})
+    require_kinds(place, settings, setting_kinds(settings))

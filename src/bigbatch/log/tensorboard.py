@@ -1,62 +1,33 @@
-"""Metrics as TensorBoard events."""
+"""The rows of a log as TensorBoard events."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from pathlib import Path
 
-from torch.utils.tensorboard.writer import SummaryWriter
-
-from bigbatch.log.run_directory import Row, RunDirectory
+from bigbatch.log.row_schema import Row
 
 _FLUSH = 2  # seconds; after an interrupt, the writer's thread may sleep for as long
 _SCALARS = ("loss", "batch_size", "similarity", "noise_scale")
 
 
-class TensorBoardLog:
-    """Writes the rows of a run for TensorBoard; a resumed run hides steps after its checkpoint.
-
-    Any error gives one warning, and training continues without events.
+class TensorBoardWriter:
+    """Writes rows as events, which are complete when the object is deleted or the process exits.
 
     Args:
-        run: the run.
-        first_step: the step that is written first.
+        folder: the folder of the events.
+        first_step: the step that is written first; events of an earlier training from this step on
+            are hidden.
     """
 
-    def __init__(self, run: RunDirectory, first_step: int) -> None:
-        self._run = run
-        self._writer: SummaryWriter | None = None
-        with self._warn_of_errors():
-            path = str(run.events)
-            self._writer = SummaryWriter(path, purge_step=first_step, flush_secs=_FLUSH)
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
 
-    def __enter__(self) -> "TensorBoardLog":
-        return self
+        self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=_FLUSH)
+        self.close = weakref.finalize(self, self._writer.close)
 
-    def __exit__(self, *_: object) -> None:
-        with self._warn_of_errors():
-            if self._writer is not None:
-                self._writer.close()
-
-    def append(self, row: Row) -> None:
-        """Adds one step."""
-        with self._warn_of_errors():
-            if self._writer is not None:
-                _write(self._writer, row)
-
-    @contextmanager
-    def _warn_of_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._writer = None
-            self._run.warn_not_written("events", "TensorBoard events are not being written", error)
-
-
-def _write(writer: SummaryWriter, row: Row) -> None:
-    step = row["step"]
-    for name in _SCALARS:
-        if row[name] is not None:
-            writer.add_scalar(name, row[name], step)
-    for name, score in (row["metrics"] or {}).items():
-        if score is not None:
-            writer.add_scalar(name, score, step)
-    writer.add_scalar("lr", row["lr"][0], step)
+    def add(self, row: Row) -> None:
+        """Adds the values of a step, or scores after it; those that are None are left out."""
+        values = {name: row.get(name) for name in _SCALARS} | (row["metrics"] or {})
+        values["lr"] = row["lr"][0] if "lr" in row else None
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, row["step"])

@@ -1,11 +1,11 @@
 """Steps, samples and seconds until the main score of a run reaches a target."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bigbatch.log.metrics import History, Table, group_seeds
+from bigbatch.log.history import History, Table, group_seeds
 from bigbatch.setting_types import Number, checked
 
 _NEVER = "never"
@@ -73,13 +73,11 @@ class ScoreTargets:
 
     Args:
         targets: one target or more.
-        higher_is_better: whether a higher main score of a run is better.
     Raises:
         SettingError: a target is not finite.
     """
 
     targets: list[Number]
-    higher_is_better: Callable[[History], bool]
 
     def title(self, histories: list[History]) -> str:
         """The title of the table."""
@@ -102,7 +100,7 @@ class ScoreTargets:
         return Table(("run", "target", "reached", "steps", "samples", "seconds"), rows)
 
     def _cells(self, runs: list[History], target: float) -> tuple[str, ...]:
-        is_higher = self.higher_is_better(runs[0])
+        is_higher = runs[0].higher_is_better
         times = [time_to_score(run, target, higher_is_better=is_higher) for run in runs]
         reached = [time for time in times if time is not None]
         never = [math.inf] * (len(times) - len(reached))

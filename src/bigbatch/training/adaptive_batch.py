@@ -17,14 +17,15 @@ from bigbatch.data.external_batches import ExternalBatches, ExternalStep
 from bigbatch.data.micro_batches import StepBatches
 from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.data.rng_state import random_state, restore_random_state
-from bigbatch.errors import LengthError, LoopError, SettingError, StateError
+from bigbatch.errors import LengthError, LoopError, RunError, SettingError, StateError
 from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
+from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
-from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
+from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.policies.controller import Controller, controller_of, warn_of_changes
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
-from bigbatch.policies.policy import Policy, needs_of
+from bigbatch.policies.policy import Policy, SimiGrad, needs_of
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.branch_plan import DEFAULT_REPEATS, DEFAULT_SHARE, BranchRequest, Repeats
@@ -96,6 +97,8 @@ class AdaptiveBatch:
             cut into `min_micro_batches`; one step in n is measured, n timed in this run. 0 measures
             no step, None every step.
         every: n, instead of a budget; the same in every run and on every machine.
+        log: folder, or a `RunLog` with options of its own, that gets a row per step for `bigbatch
+            report`, `compare` and `replay`. See docs/logs.md.
         scheduler: a scheduler that counts steps, advanced once per base batch of samples.
         scaler: a GradScaler, if float16 needs one.
         meter: a GradientMeter of your own.
@@ -159,6 +162,7 @@ class AdaptiveBatch:
         weakref.finalize(self, hook.remove)
         self.scheduler = scheduler
         self._step: Step | None = None
+        self._update.log = self._build_log(options)
         self._update.require_equal_ranks("their settings")
 
     @property
@@ -190,6 +194,21 @@ class AdaptiveBatch:
     def last_measured(self) -> StepRecord | None:
         """Record of the last measured step; None before the first."""
         return self._update.last_measured
+
+    @property
+    def run_log(self) -> RunLog | None:
+        """The log that every step is written to; None without one."""
+        return self._update.log
+
+    def log(self, **scores: float | Tensor) -> None:
+        """Adds scores of the model after the last step to the log: `train.log(accuracy=93.1)`.
+
+        Raises:
+            LoopError: there is no log, or no step before.
+        """
+        if self.run_log is None:
+            raise LoopError('there is no log to write to; pass AdaptiveBatch(log="runs/mine")')
+        self.run_log.scores(**scores)
 
     @property
     def every(self) -> int | None:
@@ -324,6 +343,7 @@ class AdaptiveBatch:
         """One pass over the loader; after a `break`, the rest of it."""
         self._require_no_open_step()
         self._update.require_equal_ranks("where the run stands")
+        self._open_log()
         empty = not self.batches.open  # so far
         if empty:
             self.batches.start(self.epoch)
@@ -354,6 +374,8 @@ class AdaptiveBatch:
         """
         if not isinstance(self.batches, ExternalBatches):
             self._require_no_open_step()
+        if self.run_log is not None:
+            self.run_log.flush()  # as its rows up to here are part of the state
         position = self.batches.state_dict()
         return {
             "version": _STATE_VERSION,
@@ -393,6 +415,9 @@ class AdaptiveBatch:
         shared, own = state["shared"], state["own"]  # the order: see [Note: Resuming]
         warn_of_changes(shared["settings"], self._update.settings)
         self._update.load_state_dict(shared, own)
+        if self.run_log is not None:
+            step = self.steps + self.skipped
+            self.run_log.load_state_dict({"step": step, "samples": self.samples})
         self._step = None
         rank, ranks = self._collectives.rank, self._collectives.ranks
         same_rank = (own["rank"], own["ranks"]) == (rank, ranks)
@@ -482,7 +507,44 @@ class AdaptiveBatch:
             )
         return 8 * ranks if requested is None else requested
 
+    def _build_log(self, options: LoopOptions) -> RunLog | None:
+        """The log with the settings of this loop, which the user's own settings complete."""
+        log = options.get("log")
+        if log is None:
+            return None
+        log = log if isinstance(log, RunLog) else RunLog(log)
+        policy, rule = self.controller.policy, options.get("lr_scaling", "sqrt")
+        every = options.get("every") or (self.meter.every if self.meter.every > 1 else None)
+        log.rank = self._collectives.rank
+        log.loop_settings = {
+            "policy": type(policy).__name__ if " object at 0x" in repr(policy) else repr(policy),
+            **({"target": policy.target} if isinstance(policy, SimiGrad) else {}),
+            "batch_size": self.controller.decision.batch_size,
+            "base_batch": self.controller.base_batch,
+            "micro_batch": self._update.max_micro_batch,
+            "lr_scaling": str(rule).lower() if isinstance(rule, str | None) else "a function",
+            "groups": self.meter.groups,
+            "budget": options.get("budget", DEFAULT_BUDGET) if every is None else None,
+            "every": every,
+            "optimizer": type(self.optimizer).__name__,
+            "world_size": self._collectives.ranks,
+        }
+        return log
+
     # between the steps
+
+    def _open_log(self) -> None:
+        """Opens the log before the first step; a refusal ends all ranks. Collective."""
+        if self.run_log is None:
+            return
+        refusal = None
+        try:
+            self.run_log.open()
+        except RunError as error:
+            refusal = error
+        ((refused,), *_) = self._collectives.all_gather(refusal is not None, subject="the log")
+        if refused:
+            raise refusal or RunError("rank 0 cannot write the log; its own error says why")
 
     def _select_trained(self) -> list[Tensor]:
         """Measures the model's parameters that the optimizer trains now, and only those."""

@@ -1,9 +1,11 @@
 """Keyword arguments of `AdaptiveBatch` that every integration takes too."""
 
 import copy
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from bigbatch.gradients.groups.grouping import Groups
+from bigbatch.log.run_log import RunLog
 from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import has_state
@@ -23,6 +25,7 @@ class LoopOptions(TypedDict, total=False):
     groups: Groups | None
     budget: Share | None
     every: Count | None
+    log: str | Path | RunLog | None
 
 
 @checked
@@ -40,7 +43,8 @@ def copy_options(options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         options: options of `AdaptiveBatch`, by name. A `Controller`, a policy or an `lr_scaling`
-            that has `state_dict` and `load_state_dict` is copied; all else is the same object.
+            that has `state_dict` and `load_state_dict` is copied; all else is the same object, the
+            log too.
     Example:
         >>> from bigbatch import Controller, SimiGrad
         >>> options = {"policy": Controller(SimiGrad(0.2), batch_size=8), "base_batch": 8}
@@ -48,5 +52,6 @@ def copy_options(options: dict[str, Any]) -> dict[str, Any]:
         False
     """
     return {
-        name: copy.deepcopy(value) if has_state(value) else value for name, value in options.items()
+        name: copy.deepcopy(value) if has_state(value) and name != "log" else value
+        for name, value in options.items()
     }

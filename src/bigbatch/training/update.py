@@ -14,8 +14,9 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rank_consistency import HostCollectives, checksum, facts_of, optimizer_facts
 from bigbatch.errors import LoopError, SettingError
+from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
-from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
+from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
@@ -107,6 +108,7 @@ class Update:
     ) -> None:
         self.epoch = self.samples = self.steps = self.skipped = 0
         self.record: StepRecord | None = None  # of the last step
+        self.log: RunLog | None = None  # gets the record of every step
         self.last_measured: StepRecord | None = None  # of the last measured step
         self.weight_per_sample: float | None = None  # in the last step
         self.noise_average = NoiseAverage(_NOISE_STEPS, "steps")  # of measured steps
@@ -298,6 +300,8 @@ class Update:
             every=self.interval.every,
             gsnr=self.reader.gsnr if self.reader is not None and step.finite else None,
         )
+        if self.log is not None:
+            self.log.record(self.record)
         if step.statistics is not None:
             self.last_measured = self.record
             self.noise_average.add(step.statistics)
@@ -414,6 +418,7 @@ class Update:
             "scheduler": type(self.clock.scheduler).__name__,
             "scaler": None if self.scaler is None else type(self.scaler).__name__,
             "learning rates of the last step": None if self.record is None else self.record.lr,
+            "the log": "given" if self.log is not None else None,
             "the plan": self.plan,
             "the meter's step": meter.step,
             "the interval of measured steps": self.interval.every,

@@ -7,7 +7,6 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.controller import Controller
 from bigbatch.training.distributed_state import DistributedState
@@ -15,6 +14,7 @@ from bigbatch_recipes.build_loop import build_loop, virtual_ranks_of
 from bigbatch_recipes.engines.engine import Loss, State
 from bigbatch_recipes.process_group import is_rank_zero, wrap_ddp
 from bigbatch_recipes.recipe import Data
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings
 
 

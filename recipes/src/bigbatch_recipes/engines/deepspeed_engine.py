@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from bigbatch.digest import file_digests, require_digests
 from bigbatch.errors import RunError, SettingError, StateError
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.controller import Controller
 from bigbatch.training.adaptive_batch import AdaptiveBatch
@@ -20,6 +19,7 @@ from bigbatch_recipes.build_loop import batches_of, interval_of, lr_scaling_of, 
 from bigbatch_recipes.engines.engine import Loss, State
 from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero, world_size
 from bigbatch_recipes.recipe import Data
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.torchrun import backend
 

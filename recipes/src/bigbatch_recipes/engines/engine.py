@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from bigbatch.log.run_directory import RunDirectory
 from bigbatch.log.step_record import StepRecord
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch_recipes.recipe import Batch
+from bigbatch_recipes.run_directory import RunDirectory
 
 Loss = Callable[[Batch], Tensor]  # the mean over a micro-batch's samples
 

@@ -1,0 +1,72 @@
+"""The recipes and the experiments by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigbatch.errors import SettingError
+from bigbatch_recipes import linear_regression
+from bigbatch_recipes.bert_pretrain import BERT_PRETRAIN
+from bigbatch_recipes.char_lm import CHAR_LM
+from bigbatch_recipes.cifar10_resnet18 import CIFAR10_RESNET18
+from bigbatch_recipes.cifar10_resnet56 import CIFAR10_RESNET56
+from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.dlrm import DLRM_CRITEO
+from bigbatch_recipes.fashion_mnist import FASHION_MNIST
+from bigbatch_recipes.glue import GLUE
+from bigbatch_recipes.imagenet_resnet50 import IMAGENET_RESNET50
+from bigbatch_recipes.recipe import Recipe
+from bigbatch_recipes.settings import require_choice
+from bigbatch_recipes.squad import SQUAD
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment that does not train one model, and has no settings, arms or checkpoints.
+
+    Args:
+        name: name on the command line.
+        summary: description in one line.
+        run: runs it; takes the directory to create and the number of seeds; returns its table.
+    """
+
+    name: str
+    summary: str
+    run: Callable[[Path, int], str]
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        DIGITS,
+        FASHION_MNIST,
+        CHAR_LM,
+        CIFAR10_RESNET18,
+        CIFAR10_RESNET56,
+        IMAGENET_RESNET50,
+        BERT_PRETRAIN,
+        SQUAD,
+        GLUE,
+        DLRM_CRITEO,
+    )
+}
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "linear-regression": Experiment(
+        name="linear-regression",
+        summary="figures 1 and 3 of the VRGD paper, both upper clips, five input distributions",
+        run=linear_regression.run,
+    )
+}
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe of that name.
+
+    Raises:
+        SettingError: the name is unknown, or that of an experiment.
+    """
+    require_choice("recipe", name, (*RECIPES, *EXPERIMENTS))
+    if name in EXPERIMENTS:
+        raise SettingError(f"recipe {name!r} has no single training; run it as a whole")
+    return RECIPES[name]

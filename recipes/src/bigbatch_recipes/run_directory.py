@@ -1,0 +1,161 @@
+"""A run directory: all files of one training of a recipe.
+
+    settings.json    the settings, and the versions that ran
+    metrics.jsonl    the log, which `bigbatch.RunLog` writes
+    checkpoint.pt    the latest checkpoint, with its digest
+    deepspeed/       DeepSpeed's part of the checkpoint, with engine=deepspeed
+    events/          the metrics for TensorBoard
+    report.html      the report
+    launch.txt       the launch of torchrun that began it
+    log.txt          standard error of a training that a sweep started
+    vocab.txt        the vocabulary of a language model, for runs that begin with its weights
+
+A folder of runs is a study; it has a study.yaml instead.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bigbatch.digest import file_digest, load_state, require_digests, save_state
+from bigbatch.errors import RunError, StateError
+from bigbatch.log.atomic_files import open_atomically, write_atomically
+from bigbatch.log.history import read_settings
+from bigbatch.log.run_log import RunLog, settings_json
+from bigbatch_recipes.output_directory import LAUNCH, create_directory_atomically
+
+
+class RunDirectory:
+    """The files of one training.
+
+    Args:
+        path: the directory.
+        settings: the settings of the training.
+    Attributes:
+        name: name of the directory.
+        log: writes the rows; the first one locks the directory.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path, self.name = path, path.name
+        self.settings = {k: value for k, value in settings.items() if k != "higher_is_better"}
+        is_higher = settings.get("higher_is_better", True)
+        self.log = RunLog(
+            path, settings=self.settings, higher_is_better=is_higher, tensorboard=True
+        )
+        self._text_digests: dict[str, str] = {}  # by file name
+
+    @classmethod
+    def create(
+        cls, path: Path, settings: dict[str, Any], launch: str | None = None
+    ) -> "RunDirectory":
+        """Creates a run directory atomically, with the launch of torchrun that begins it.
+
+        Raises:
+            RunError: there is something at `path` already.
+        """
+        run = cls(path, settings)
+        with create_directory_atomically(path) as directory:
+            write_atomically(directory / "settings.json", settings_json(run.log.settings))
+            if launch:
+                write_atomically(directory / LAUNCH, launch.encode())
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """Opens an existing run directory.
+
+        Raises:
+            RunError: there is none, or bigbatch did not write it.
+        """
+        return cls(path, read_settings(path))
+
+    def save_texts(self, texts: Mapping[str, str]) -> None:
+        """Writes texts that later runs need, by file name."""
+        for name, text in texts.items():
+            write_atomically(self.path / name, text.encode())
+            self._text_digests[name] = file_digest(self.path / name)
+
+    def save_checkpoint(self, state: dict[str, Any]) -> bool:
+        """Replaces the checkpoint, which also has the position of the log.
+
+        Returns:
+            Whether the log and the checkpoint were written.
+        """
+        if not self.log.flush():
+            self.warn_checkpoint_not_written(self.log.write_errors["metrics"])
+            return False
+        content = {"log": self.log.state_dict(), "kept": self._text_digests, "state": state}
+        try:
+            with open_atomically(self.path / "checkpoint.pt") as file:
+                save_state(content, file)
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
+            self.warn_checkpoint_not_written(error)
+            return False
+        self.log.write_errors.pop("checkpoint", None)
+        return True
+
+    def warn_checkpoint_not_written(self, error: Exception) -> None:
+        """Warns once that the checkpoint could not be written."""
+        self.log.warn_not_written("checkpoint", "the checkpoint could not be written", error)
+
+    def require_all_written(self) -> None:
+        """Checks at the end of a training that its files are complete.
+
+        Raises:
+            RunError: metrics, the last checkpoint or events could not be written.
+        """
+        errors = self.log.write_errors
+        if not errors:
+            return
+        names, reason = errors.keys(), next(iter(errors.values()))
+        remedy = f", then bigbatch train --resume {self.path} repeats the steps that are missing"
+        raise RunError(
+            f"{self.path} is trained to its end, but not all of its {', '.join(names)} could be "
+            f"written ({reason}); make room" + remedy * (names != {"events"})
+        )
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """The latest checkpoint, None before the first; the log continues after its step.
+
+        Raises:
+            RunError: the directory is in use by another process, or a file is damaged.
+        """
+        position, state = self._read_checkpoint() or ({"step": 0, "samples": 0}, None)
+        self.log.load_state_dict(position)
+        self.log.open()
+        return state
+
+    def load_weights(self) -> dict[str, Any] | None:
+        """The model's state in the latest checkpoint, None before the first; changes no file.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        checkpoint = self._read_checkpoint()
+        if checkpoint is None:
+            return None
+        model = checkpoint[1].get("model")
+        if not isinstance(model, dict):
+            raise RunError(f"{self.path / 'checkpoint.pt'} has no weights; name another run")
+        return model
+
+    def _read_checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """(position of the log, state); None before the first one."""
+        file = self.path / "checkpoint.pt"
+        if not file.exists():
+            return None
+        try:
+            with file.open("rb") as stream:
+                checkpoint = load_state(stream, str(file))
+            require_digests(self.path, checkpoint["kept"])
+            return dict(checkpoint["log"]), dict(checkpoint["state"])
+        except StateError as error:
+            raise RunError(
+                f"{error}; restore it from a copy, or delete {file.name} to start the run again"
+            ) from None
+        except Exception as error:
+            raise RunError(
+                f"{file} cannot be loaded ({type(error).__name__}); delete it to start the run "
+                "again"
+            ) from error

@@ -1,0 +1,198 @@
+"""The page and the files of a sweep: score against average batch, tables, curves of its runs."""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from bigbatch.log.chart import Panel, Series
+from bigbatch.log.chart_svg import svg, swatch
+from bigbatch.log.history import History, history_of
+from bigbatch.log.html_report import (
+    curve_sections,
+    difference_section,
+    note,
+    summary_list,
+    table_section,
+    table_sections,
+    write_page,
+    write_text,
+)
+from bigbatch.log.report_summary import ArmSummary, summaries_of
+from bigbatch.log.row_schema import finite
+from bigbatch.log.series_style import NEUTRAL, style_of
+from bigbatch_recipes.sweep_results import SweepPoint, SweepResults, value_text
+
+_RUN_COLUMNS = ("average_batch", "steps", "skipped", "elapsed_seconds", "diverged")
+_MAX_LABELS = 30  # points of a sweep whose points have labels
+_SIZES = {"wide": (900, 440), "narrow": (380, 400)}  # for windows of either kind
+_STYLE = (
+    ".wide { max-width: 1000px; } .narrow { max-width: 520px; display: none; }\n"
+    "@media (max-width: 800px) { .wide { display: none; } .narrow { display: block; } }\n"
+)
+
+
+def write_sweep(sweep: SweepResults, folder: Path) -> None:
+    """Writes sweep.svg, sweep.csv with one row per run, and report.html.
+
+    Raises:
+        RunError: a file cannot be written.
+    """
+    figure = svg([sweep_panel(sweep, _SIZES["wide"])], key=True, standalone=True)
+    write_text(folder / "sweep.svg", figure)
+    write_text(folder / "sweep.csv", as_csv(sweep))
+    histories = [history_of(run.path) for run in sweep.drawn]
+    write_page(folder / "report.html", sweep.name, _sections(sweep, histories), _STYLE)
+
+
+def as_csv(sweep: SweepResults) -> str:
+    """One row per run, for sweep.csv; `difference` is that from the reference's run of its seed."""
+    keys, scores, differences = sweep.keys, sweep.score_names, sweep.differences()
+    arms = differences.arms if differences else {}
+    text = io.StringIO()
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow(["point", *keys, "seed", *scores, *_RUN_COLUMNS, "difference"])
+    for point in sweep.points:
+        values = [point.values.get(key, "") for key in keys]
+        for run in point.runs:
+            run_scores = [run.scores.get(score) for score in scores]
+            numbers = [finite(getattr(run, name)) for name in _RUN_COLUMNS]
+            difference = arms[point.name].by_seed.get(run.seed) if point.name in arms else None
+            out.writerow([point.name, *values, run.seed, *run_scores, *numbers, difference])
+    return text.getvalue()
+
+
+def sweep_summary(sweep: SweepResults) -> str:
+    """A sentence on the front of a sweep, from its best score to its largest average batch."""
+    runs = [run for point in sweep.shown for run in point.runs]
+    diverged = sum(run.diverged for run in runs)
+    counts = f"; {diverged} of {len(runs)} runs diverged" * bool(diverged)
+    if not sweep.front:
+        return f"no point has finished all of its runs with a score{counts}"
+
+    def text(point: SweepPoint) -> str:
+        score = sweep.summary.scores_text(point.scores(sweep.score))
+        return f"{point.name}, {score} at an average batch of {point.average_batch:,.0f}"
+
+    first, last = sweep.front[0], sweep.front[-1]
+    best = f"best {sweep.score}: {text(first)}"
+    if first is not last:
+        best += f"; largest average batch on the front: {text(last)}"
+    return best + counts
+
+
+def sweep_panel(sweep: SweepResults, size: tuple[int, int]) -> Panel:
+    """Score against average batch, with the Pareto front.
+
+    Each combination of settings that are text or true/false has a colour and a marker.
+    """
+    groups: dict[str, list[SweepPoint]] = {}
+    for point in sweep.measured:
+        groups.setdefault(_group_name(point, sweep), []).append(point)
+    has_labels = len(sweep.measured) <= _MAX_LABELS
+    front = Series(
+        "front: best score for at least this batch",
+        [point.average_batch for point in sweep.front],
+        [sweep.summary.center(point.scores(sweep.score)) for point in sweep.front],
+        kind="step",
+        dotted=True,
+        style=NEUTRAL,
+    )
+    series = [
+        _group(name, points, sweep, number, has_labels=has_labels)
+        for number, (name, points) in enumerate(groups.items())
+    ]
+    x_label = "average batch, samples a step"
+    return Panel(sweep.score, x_label, [front, *series], x_log=2, end_labels=False, size=size)
+
+
+def _group(
+    name: str, points: list[SweepPoint], sweep: SweepResults, number: int, *, has_labels: bool
+) -> Series:
+    """The points that share settings which are text; a line where one number alone varies."""
+    numbers = [_numeric_values(point, sweep) for point in points]
+    keys = dict.fromkeys(key for values in numbers for key in values)
+    varied = [key for key in keys if len({values.get(key) for values in numbers}) > 1]
+    is_complete = all(key in values for values in numbers for key in varied)
+    texts = [
+        _label(point, values, varied, has_keys=not is_complete)
+        for point, values in zip(points, numbers, strict=True)
+    ]
+    if has_labels and varied and is_complete:
+        name += f" (numbers: {', '.join(varied)})"
+    scores = [point.scores(sweep.score) for point in points]
+    centers = [sweep.summary.center(one) for one in scores]
+    bars = [sweep.summary.error_bars(one) for one in scores]
+    return Series(
+        name,
+        [point.average_batch for point in points],
+        centers,
+        low=[center - below for center, (below, _) in zip(centers, bars, strict=True)],
+        high=[center + above for center, (_, above) in zip(centers, bars, strict=True)],
+        kind="line" if len(varied) == 1 else "points",
+        bars=True,
+        markers=True,
+        style=number,
+        texts=texts if has_labels else (),
+        notes=[
+            f"{point.name}: {sweep.summary.scores_text(one)} at {point.average_batch:,.0f}"
+            for point, one in zip(points, scores, strict=True)
+        ],
+    )
+
+
+def _label(
+    point: SweepPoint, values: dict[str, Any], varied: Sequence[str], *, has_keys: bool
+) -> str:
+    """The values that vary within a group."""
+    texts = [f"{key} " * has_keys + value_text(values[key]) for key in varied if key in values]
+    texts += ["diverged"] * any(run.diverged for run in point.runs)
+    return ", ".join(texts)
+
+
+def _group_name(point: SweepPoint, sweep: SweepResults) -> str:
+    """The values that are text or true/false, which give the colour."""
+    texts = [
+        f"{key} {value_text(value)}"
+        for key, value in point.values.items()
+        if isinstance(value, str | bool) and key not in sweep.tuned
+    ]
+    return ", ".join(texts) or "every point"
+
+
+def _numeric_values(point: SweepPoint, sweep: SweepResults) -> dict[str, Any]:
+    """The values that are numbers, which vary within a colour."""
+    return {
+        key: value
+        for key, value in point.values.items()
+        if key not in sweep.tuned and not isinstance(value, str | bool)
+    }
+
+
+def _sections(sweep: SweepResults, histories: list[History]) -> Iterator[str]:
+    """The parts of the page: the front, the table of points, then all runs with their curves."""
+    yield from summary_list([ArmSummary(sweep.name, sweep_summary(sweep))], 1)
+    yield from summary_list(summaries_of(histories), 0)
+    edges = (f" {place}: the best value is at the edge of the grid." for place in sweep.at_edges)
+    yield note(f"{sweep.title}.{''.join(edges)}")
+    charts = {kind: sweep_panel(sweep, size) for kind, size in _SIZES.items()}
+    yield '<div class="keys">'
+    for number, one in enumerate(charts["wide"].series[1:]):
+        sample = swatch(number, marker=True)
+        yield f'<span class="key {style_of(number).color}">{sample}{escape(one.name)}</span>'
+    yield "</div>"
+    for kind, chart in charts.items():
+        caption = f"<figcaption>{escape(sweep.score)}<output></output></figcaption>"
+        yield f'<figure class="{kind}">{caption}{svg([chart], titles=False)}</figure>'
+    yield note("Dotted: the front, the best score for at least this batch.")
+    yield table_section(sweep.table())
+    yield from difference_section(sweep.differences())
+    all_drawn = len(sweep.drawn) == len(sweep.begun)
+    words = (
+        "Every setting that was trained" if all_drawn else "Runs on the front; sweep.csv has all"
+    )
+    yield f"<h2>{words}</h2>"
+    yield from table_sections(histories)
+    yield from curve_sections(histories)

@@ -1,0 +1,452 @@
+"""Charts as static SVG, whose colours are CSS classes and follow the theme of the page.
+
+    losses = Panel("loss", "samples", [Series("SGD", xs, ys, low=least, high=most)], y_log=10)
+    Path("losses.svg").write_text(svg([losses], standalone=True))
+
+A page that shows charts without `standalone` includes `stylesheet()`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
+from importlib import resources
+from itertools import groupby, pairwise
+from typing import NamedTuple, TypeVar
+
+from bigbatch.log.atomic_files import GENERATOR
+from bigbatch.log.chart import HeatMap, Panel, Series, is_shown
+from bigbatch.log.chart_axis import Axis, number_text
+from bigbatch.log.label_places import Box, place_near_points, spread, text_width
+from bigbatch.log.series_style import style_of
+
+Line = Sequence[tuple[float, float]]
+T = TypeVar("T")
+
+_TEXT = 11.5  # font size, as in chart.css
+_TITLE, _TICKS, _AXIS_LABEL, _EDGE = 19, 20, 16, 8  # heights of lines of text, and of the edge
+_LEADER = 12  # width of the lines from the ends of series to their labels
+_LABEL_GAP = 1.15 * _TEXT
+_KEY_LINE = 19
+_TICK_PITCH = 55, 34  # least distance of ticks of the x and the y axis
+_MARK = 5.0  # half the width of a marker
+_GAP = 14  # between charts
+_LEVELS, _PALEST, _DARKEST, _DARKEST_BEHIND_TEXT = 12, 0.04, 0.9, 0.5  # opacities of a heat map
+
+
+def svg(
+    charts: Sequence[Panel | HeatMap],
+    *,
+    columns: int = 1,
+    key: bool = False,
+    titles: bool = True,
+    standalone: bool = False,
+) -> str:
+    """One <svg> element.
+
+    In one column it is readable in a window of 400 pixels; in n its text is n times as small there.
+
+    Args:
+        charts: row by row.
+        columns: charts in a row.
+        key: whether a key above them names the series.
+        titles: whether the charts' titles are drawn.
+        standalone: whether it is a file of its own, which has the style sheet and a background.
+    """
+    styles = _style_numbers(charts)
+    drawings = [_drawing(chart, styles, title=titles) for chart in charts]
+    if len(drawings) == 1 and not key and not standalone:
+        return drawings[0].element()
+    edge: float = _EDGE if standalone else 0
+    pitch = max(one.width for one in drawings) + _GAP
+    width = 2 * edge + columns * pitch - _GAP
+    parts = list(_key(charts, styles, edge, width)) if key else []
+    top = edge + _KEY_LINE * len(parts)
+    for start in range(0, len(drawings), columns):
+        row = drawings[start : start + columns]
+        parts += [one.element(edge + place * pitch, top) for place, one in enumerate(row)]
+        top += max(one.height for one in row) + _GAP
+    height = math.ceil(top - _GAP + edge)
+    if standalone:
+        parts.insert(0, f"<style>{stylesheet()}</style>")
+        parts.insert(1, f'<rect class="page" width="{width}" height="{height}"/>')
+    title = escape(", ".join(chart.title for chart in charts))
+    file = (
+        f'data-generator="{GENERATOR}" xmlns="http://www.w3.org/2000/svg" '
+        f'width="{width:g}" height="{height}" '
+    )
+    return (
+        f'<svg {file if standalone else ""}viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{title}">{"".join(parts)}</svg>\n'
+    )
+
+
+def stylesheet() -> str:
+    """The style of charts, and the colours of a page: light, or dark where the reader has so."""
+    return resources.files("bigbatch.log").joinpath("chart.css").read_text()
+
+
+def swatch(style: int, *, marker: bool = False) -> str:
+    """A short line or a marker in a style, for the key of a page."""
+    sample = _sample(style, marker=marker)
+    return f'<svg class="swatch" viewBox="0 0 34 12" aria-hidden="true">{sample}</svg>'
+
+
+class _Drawing(NamedTuple):
+    """The inside of an <svg> element, its size and further attributes."""
+
+    width: float
+    height: float
+    attributes: str
+    parts: list[str]
+
+    def element(self, x: float | None = None, y: float | None = None) -> str:
+        """The element, at a place within another one."""
+        size = f"{self.width:g} {self.height:g}"
+        place = ""
+        if x is not None:
+            place = f'x="{x:g}" y="{y:.1f}" width="{self.width:g}" height="{self.height:g}" '
+        body = "".join(self.parts)
+        return f'<svg {place}viewBox="0 0 {size}" {self.attributes}>{body}</svg>'
+
+
+def _drawing(chart: Panel | HeatMap, styles: dict[str, int], *, title: bool) -> _Drawing:
+    if isinstance(chart, HeatMap):
+        return _heat_map(chart, title=title)
+    return _PanelDrawing(chart, styles, title=title).drawing()
+
+
+def _style_numbers(charts: Sequence[Panel | HeatMap]) -> dict[str, int]:
+    """Numbers of the styles by names, in the order of appearance."""
+    styles: dict[str, int] = {}
+    for one in _all_series(charts):
+        styles.setdefault(one.name, len(styles) if one.style is None else one.style)
+    return styles
+
+
+def _all_series(charts: Sequence[Panel | HeatMap]) -> Iterator[Series]:
+    for chart in charts:
+        if isinstance(chart, Panel):
+            yield from chart.series
+
+
+def _key(
+    charts: Sequence[Panel | HeatMap], styles: dict[str, int], edge: float, width: float
+) -> Iterator[str]:
+    """The lines of a key."""
+    named = {one.name: one for one in reversed([*_all_series(charts)]) if one.name}
+    x, y, line = edge, edge, ""
+    for name, number in styles.items():
+        reach = 60 + text_width(name, _TEXT)
+        if line and x + reach > width:
+            yield line
+            x, y, line = edge, y + _KEY_LINE, ""
+        if name:
+            line += f'<g transform="translate({x:g} {y:g})">'
+            line += _sample(number, marker=named[name].kind == "points")
+            line += f"{_text(40, 10, name, 'start')}</g>"
+            x += reach
+    yield line
+
+
+def _sample(style: int, *, marker: bool) -> str:
+    color, dash, path = style_of(style)
+    if marker:
+        return f'<path class="marker {color}" d="M17 6{path}"/>'
+    return f'<line class="line {color} {dash}" x1="1" x2="33" y1="6" y2="6"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", css: str = "") -> str:
+    css = f'class="{css}" ' if css else ""
+    return f'<text {css}x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+class _PanelDrawing:
+    """The positions of a panel, and its parts."""
+
+    def __init__(self, panel: Panel, styles: dict[str, int], *, title: bool) -> None:
+        self.panel, self._styles, self._title = panel, styles, title
+        width, height = panel.size
+        top = _EDGE + title * _TITLE + bool(panel.y_label) * _AXIS_LABEL
+        bottom = height - _TICKS - bool(panel.x_label) * _AXIS_LABEL
+        vertical = (top, bottom) if panel.y_names else (bottom, top)
+        self.up = Axis(*panel.y_ends, *vertical, log_base=panel.y_log)
+        self._y_ticks = _ticks(self.up, panel.y_names, (bottom - top) / _TICK_PITCH[1])
+        left = 10 + max((text_width(text, 0.95 * _TEXT) for _, text in self._y_ticks), default=0)
+        names = [one.end_label for one in panel.series] if panel.end_labels else []
+        names += [mark.name for mark in panel.marks if mark.y is not None]
+        longest = max((text_width(name, _TEXT) for name in names), default=0)
+        right = width - (_LEADER + longest + 2 if longest else _EDGE)
+        self.across = Axis(*panel.x_ends, left, right, log_base=panel.x_log)
+        self._frame = Box(left, top, right, bottom)
+
+    def drawing(self) -> _Drawing:
+        """All parts, and the scales from which the script of a page reads values."""
+        panel, (left, top, right, bottom) = self.panel, self._frame
+        parts = [
+            *self._grid(),
+            *(self._band(one) for one in panel.series if one.low and not one.has_bars),
+            *self._marks(),
+            *(self._series(one) for one in panel.series),
+            *self._end_labels(),
+            *self._texts(),
+            '<circle class="dot" r="3.5"/>',
+        ]
+        attributes = (
+            f'role="img" aria-label="{escape(panel.title)} by {escape(panel.x_label)}" '
+            f'data-x="{self.across.low:.6g} {self.across.high:.6g} {left:.6g} {right:.6g}" '
+            f'data-y="{self.up.low:.6g} {self.up.high:.6g} {bottom} {top}" '
+            f'data-log="{"x" * bool(panel.x_log)}{"y" * bool(panel.y_log)}"'
+        )
+        return _Drawing(*panel.size, attributes, parts)
+
+    def _grid(self) -> Iterator[str]:
+        """Title, lines and numbers of both axes, and their names."""
+        panel, (left, top, right, bottom) = self.panel, self._frame
+        if self._title:
+            yield _text(2, _EDGE + 6, panel.title, "start", "title")
+        for value, text in self._y_ticks:
+            y = self.up(value)
+            yield _line("grid", left, y, right, y)
+            yield _text(left - 5, y + 0.35 * _TEXT, text, "end")
+        for value, text in _ticks(self.across, panel.x_names, (right - left) / _TICK_PITCH[0]):
+            yield _text(_within(self.across(value), text, panel.size[0]), bottom + 14, text)
+        yield _line("axis", left, bottom, right, bottom)
+        if panel.x_label:
+            yield _text((left + right) / 2, bottom + 29, panel.x_label)
+        if panel.y_label:
+            yield _text(2, top - 7, panel.y_label, "start")
+
+    def _marks(self) -> Iterator[str]:
+        left, top, right, bottom = self._frame
+        for number, mark in enumerate(self.panel.marks):
+            if mark.y is not None:
+                y = self.up(mark.y)
+                yield _line("mark", left, y, right, y)
+            if mark.x is not None:
+                x = self.across(mark.x)
+                yield _line("mark", x, top, x, bottom)
+                side = -1 if x > (left + right) / 2 else 1
+                anchor = "start" if side == 1 else "end"
+                yield _text(x + 5 * side, top + 12 + 14 * number, mark.name, anchor)
+
+    def _band(self, one: Series) -> str:
+        points = zip(one.x, one.low, one.high, strict=True)
+        parts = _runs(points, lambda point: all(map(math.isfinite, point)))
+        path = "".join(
+            f"M{self._path([(x, high) for x, _, high in part])} "
+            f"{self._path([(x, low) for x, low, _ in part[::-1]])}z"
+            for part in parts
+        )
+        number = self._number(one)
+        color = style_of(number).color
+        return f'<path class="band {color}" data-series="{number}" d="{path}"/>' if path else ""
+
+    def _series(self, one: Series) -> str:
+        number = self._number(one)
+        color, dash, marker = style_of(number)
+        dash = "dotted" if one.dotted else dash
+        lines = [self._path(line) for line in self._lines(one)]
+        parts = [f'<polyline class="line {dash}" points="{line}"/>' for line in lines]
+        if one.has_bars and one.low:
+            parts += map(self._bar, one.x, one.low, one.x, one.high)
+        if one.x_low:
+            parts += map(self._bar, one.x_low, one.y, one.x_high, one.y)
+        if one.kind == "points" or one.markers:
+            parts += (self._marker(one, place, marker) for place in range(len(one.x)))
+        name = f'data-series="{number}" data-name="{escape(one.name)}"'
+        return f'<g class="series {color}" {name}>{"".join(parts)}</g>'
+
+    def _lines(self, one: Series) -> Iterator[Line]:
+        """The line without gaps; a single point is twice there, so that it is a dot."""
+        points = zip(one.x, one.y, strict=True)
+        for part in _runs(points, self._is_shown) if one.kind != "points" else ():
+            if one.kind == "step":
+                corners = [(x, y) for (x, _), (_, y) in pairwise(part)]
+                yield [part[0], *(p for two in zip(corners, part[1:], strict=True) for p in two)]
+            else:
+                yield part if len(part) > 1 else part * 2
+
+    def _bar(self, x1: float, y1: float, x2: float, y2: float) -> str:
+        if any(map(math.isnan, (x1, y1, x2, y2))):
+            return ""
+        return _line("whisker", *self._inside(x1, y1), *self._inside(x2, y2))
+
+    def _marker(self, one: Series, place: int, path: str) -> str:
+        if not self._is_shown((one.x[place], one.y[place])):
+            return ""
+        x, y = self._inside(one.x[place], one.y[place])
+        hollow = " hollow" if one.hollow and one.hollow[place] else ""
+        note = f"<title>{escape(one.notes[place])}</title>" if one.notes else ""
+        return f'<path class="marker{hollow}" d="M{x:.1f} {y:.1f}{path}">{note}</path>'
+
+    def _end_labels(self) -> Iterator[str]:
+        """Labels in a column on the right, and a line to each from the end of its series.
+
+        None where so many do not fit.
+        """
+        ends: list[tuple[str, float, float, str]] = []  # text, position, attributes
+        for one in self.panel.series if self.panel.end_labels else ():
+            shown = [*filter(self._is_shown, zip(one.x, one.y, strict=True))]
+            if one.end_label and shown:
+                number = self._number(one)
+                css = f'class="label {style_of(number).color}" data-series="{number}"'
+                ends.append((one.end_label, *self._inside(*shown[-1]), css))
+        for mark in self.panel.marks:
+            if mark.y is not None and mark.name:
+                x, y = self._inside(self.across.high, mark.y)
+                ends.append((mark.name, x, y, 'class="label neutral"'))
+        _, top, right, bottom = self._frame
+        places = spread([y for _, _, y, _ in ends], _LABEL_GAP, top + 4, bottom - 2)
+        for place, (text, x, y, attributes) in zip(places or (), ends, strict=bool(places)):
+            yield (
+                f'<g {attributes}><path class="leader" d="M{x:.1f} {y:.1f}'
+                f'H{right:.1f}L{right + _LEADER - 3:.1f} {place:.1f}"/>'
+                f"{_text(right + _LEADER, place + 0.35 * _TEXT, text, 'start')}</g>"
+            )
+
+    def _texts(self) -> Iterator[str]:
+        """Texts near points, which cover neither a marker nor another text."""
+        wanted, colors, markers = [], [], []
+        for one in self.panel.series:
+            texts = one.texts or [""] * len(one.x)
+            for point, text in zip(zip(one.x, one.y, strict=True), texts, strict=True):
+                if self._is_shown(point):
+                    x, y = self._inside(*point)
+                    markers.append(Box(x - _MARK, y - _MARK, x + _MARK, y + _MARK))
+                    wanted += [(x, y, text)] * bool(text)
+                    colors += [style_of(self._number(one)).color] * bool(text)
+        boxes = place_near_points(wanted, _TEXT, self._frame, markers)
+        for (x, y, text), color, box in zip(wanted, colors, boxes, strict=True):
+            if box is not None:
+                near_x, near_y = _clamp(x, box.left, box.right), _clamp(y, box.top, box.bottom)
+                middle, height = (box.left + box.right) / 2, (box.top + box.bottom) / 2
+                yield (
+                    f'<g class="{color}"><path class="leader" d="M{x:.1f} {y:.1f}'
+                    f'L{near_x:.1f} {near_y:.1f}"/>'
+                    f"{_text(middle, height + 0.35 * _TEXT, text, css='near')}</g>"
+                )
+
+    def _number(self, one: Series) -> int:
+        return self._styles[one.name] if one.style is None else one.style
+
+    def _is_shown(self, point: tuple[float, float]) -> bool:
+        return is_shown(point[0], self.panel.x_log) and is_shown(point[1], self.panel.y_log)
+
+    def _inside(self, x: float, y: float) -> tuple[float, float]:
+        """The position of a point, at the edge of the panel where it lies outside."""
+        across, up = self.across, self.up
+        return across(_clamp(x, across.low, across.high)), up(_clamp(y, up.low, up.high))
+
+    def _path(self, points: Line) -> str:
+        """Positions with two digits, from which the script of a page reads values."""
+        return " ".join(f"{x:.2f},{y:.2f}" for x, y in (self._inside(*point) for point in points))
+
+
+def _heat_map(chart: HeatMap, *, title: bool) -> _Drawing:
+    """Cells of one shade are one path, in units of cells."""
+    across = max((len(row) for row in chart.values), default=1)
+    top = _EDGE + title * _TITLE + bool(chart.y_label) * _AXIS_LABEL
+    left = 10 + max((text_width(name, 0.95 * _TEXT) for name in chart.rows), default=0)
+    right, bottom = chart.width - _EDGE, top + len(chart.rows) * chart.row_height
+    cell = (right - left) / across
+    parts = [_text(2, _EDGE + 6, chart.title, "start", "title")] if title else []
+    if chart.y_label:
+        parts.append(_text(2, top - 7, chart.y_label, "start"))
+    for place, name in enumerate(chart.rows):
+        middle = top + (place + 0.5) * chart.row_height
+        parts.append(_text(left - 5, middle + 0.35 * _TEXT, name, "end"))
+    if chart.columns:
+        ticks = [(left + (i + 0.5) * cell, name) for i, name in enumerate(chart.columns)]
+    else:
+        axis = Axis(*chart.x_range, left, right)
+        ticks = [
+            (axis(value), text) for value, text in _ticks(axis, (), (right - left) / _TICK_PITCH[0])
+        ]
+    parts += (_text(_within(x, name, chart.width), bottom + 14, name) for x, name in ticks)
+    shades = _Shades(chart)
+    parts.append(
+        f'<g transform="translate({left:.1f} {top}) scale({cell:.4f} {chart.row_height})">'
+    )
+    parts += [*shades.paths(), "</g>"]
+    for row, values in enumerate(chart.values):
+        for column, value in enumerate(values):
+            if chart.text_of and math.isfinite(value):
+                x, y = left + (column + 0.5) * cell, top + (row + 0.5) * chart.row_height
+                parts.append(_text(x, y + 0.35 * _TEXT, chart.text_of(value), css="cell"))
+    parts += shades.key(right, bottom + 21)
+    if chart.x_label:
+        parts.append(_text(left, bottom + 29, chart.x_label, "start"))
+    label = f'role="img" aria-label="{escape(chart.title)}"'
+    return _Drawing(chart.width, bottom + _TICKS + _AXIS_LABEL, label, parts)
+
+
+class _Shades:
+    """The shades of a heat map by its values."""
+
+    def __init__(self, chart: HeatMap) -> None:
+        self._chart = chart
+        base = 10 if chart.log else None
+        known = [value for row in chart.values for value in row if is_shown(value, base)]
+        low = min(known, default=1.0) if chart.low is None else chart.low
+        high = max(known, default=low) if chart.high is None else chart.high
+        self._scale = Axis(low, high, 0, _LEVELS - 1, log_base=base)
+        darkest = _DARKEST_BEHIND_TEXT if chart.text_of else _DARKEST
+        step = (darkest - _PALEST) / (_LEVELS - 1)
+        self._opacities = [f"{_PALEST + step * level:.2f}" for level in range(_LEVELS)]
+
+    def paths(self) -> Iterator[str]:
+        """One path for each shade."""
+        cells: dict[int, str] = {}
+        for row, values in enumerate(self._chart.values):
+            column = 0
+            for level, same in groupby(values, self._level):
+                width = len([*same])
+                if level is not None:
+                    cells[level] = f"{cells.get(level, '')}M{column} {row}h{width}v1h-{width}z"
+                column += width
+        for level, path in sorted(cells.items()):
+            yield f'<path class="level" fill-opacity="{self._opacities[level]}" d="{path}"/>'
+
+    def key(self, right: float, top: float) -> Iterator[str]:
+        """The shades with the values at both ends, left of a place."""
+        ends = self._scale.low, self._scale.high
+        low, high = (number_text(float(f"{end:.3g}")) for end in ends)
+        right -= text_width(high, _TEXT) + 4
+        left = right - 6 * _LEVELS
+        yield _text(left - 4, top + 9, low, "end")
+        yield _text(right + 4, top + 9, high, "start")
+        for level, opacity in enumerate(self._opacities):
+            yield (
+                f'<rect class="level" fill-opacity="{opacity}" x="{left + 6 * level:.1f}" '
+                f'y="{top:g}" width="6" height="10"/>'
+            )
+
+    def _level(self, value: float) -> int | None:
+        scale = self._scale
+        if not is_shown(value, scale.log_base):
+            return None
+        return round(scale(_clamp(value, scale.low, scale.high)))
+
+
+def _ticks(axis: Axis, names: Sequence[str], most: float) -> list[tuple[float, str]]:
+    if names:
+        return [(float(place), name) for place, name in enumerate(names)]
+    return [(value, number_text(value)) for value in axis.ticks(max(2, int(most)))]
+
+
+def _runs(points: Iterable[T], is_shown: Callable[[T], bool]) -> list[list[T]]:
+    """Successive points that are shown, without gaps."""
+    return [list(part) for shown, part in groupby(points, is_shown) if shown]
+
+
+def _line(css: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{css}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _within(x: float, text: str, width: float) -> float:
+    """The place of a centred text, moved so that it ends within the width."""
+    return min(x, width - text_width(text, _TEXT) / 2)
+
+
+def _clamp(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)

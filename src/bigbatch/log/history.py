@@ -1,0 +1,294 @@
+"""The history of a run, which its log has, and tables of histories."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as shortened
+from statistics import fmean
+from typing import Any
+
+from bigbatch.errors import RunError
+from bigbatch.log.divergence import divergence_of
+from bigbatch.log.row_schema import (
+    METRICS,
+    SCHEMA,
+    SCORES,
+    SETTINGS,
+    Row,
+    parse_line,
+    require_kinds,
+    require_settings,
+    require_step,
+)
+from bigbatch.log.seed_summary import SeedSummary
+
+_COLUMNS = ("steps", "average batch", "samples", "wall time")
+
+
+def measured_rows(rows: list[Row]) -> list[Row]:
+    """The steps whose gradients were measured, with a finite result."""
+    return [
+        row for row in rows if row["grad_sqnorm"] is not None and row["grad_variance"] is not None
+    ]
+
+
+@dataclass(frozen=True)
+class History:
+    """The log and the settings of one run.
+
+    Args:
+        path: directory of the run.
+        settings: settings of the run.
+        rows: rows of its log, one per step.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    rows: list[Row]
+
+    @property
+    def label(self) -> str:
+        """The arm of the study, or the name of the directory."""
+        return str(self.settings.get("arm") or self.path.name)
+
+    @property
+    def target(self) -> float | None:
+        """The similarity that the policy holds; None for another policy than SimiGrad."""
+        is_simigrad = str(self.settings.get("policy")).lower().startswith("simigrad")
+        return self.settings.get("target") if is_simigrad else None
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a higher main score is better."""
+        return bool(self.settings.get("higher_is_better", True))
+
+    @property
+    def settings_without_seed(self) -> str:
+        """The settings as text, equal for runs that differ only in their seed."""
+        suffix = f"-seed{self.settings.get('seed')}"  # of the name of another run
+        return repr(
+            {
+                name: value.removesuffix(suffix) if isinstance(value, str) else value
+                for name, value in self.settings.items()
+                if name != "seed"
+            }
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the scores after the last epoch are there; True if `epochs` is no setting."""
+        if not self.rows or "epochs" not in self.settings:
+            return bool(self.rows)
+        last = self.rows[-1]
+        return last["epoch"] + 1 == self.settings["epochs"] and last["metrics"] is not None
+
+    @property
+    def steps(self) -> int:
+        """Number of updates of the weights."""
+        return self.rows[-1]["step"] - self.skipped if self.rows else 0
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped steps, whose gradient was not finite."""
+        return sum(row["skipped"] for row in self.rows)
+
+    @property
+    def average_batch(self) -> float:
+        """Mean samples of an update; nan before the first."""
+        if not self.steps:
+            return math.nan
+        skipped_samples = sum(row["batch_size"] for row in self.rows if row["skipped"])
+        return float((self.rows[-1]["samples"] - skipped_samples) / self.steps)
+
+    @property
+    def divergence(self) -> str:
+        """How the run diverged, in words; "" where it did not."""
+        return divergence_of(self.rows)
+
+    @property
+    def scored_rows(self) -> list[Row]:
+        """The steps after which scores were measured."""
+        return [row for row in self.rows if row["metrics"] is not None]
+
+    @property
+    def score(self) -> str | None:
+        """Name of the main score, which is the first; None before one is measured."""
+        return next((name for row in self.scored_rows for name in row["metrics"]), None)
+
+    def last(self, score: str) -> float | None:
+        """The last value of a score; None where it was not measured or is not finite."""
+        rows = self.scored_rows
+        return rows[-1]["metrics"].get(score) if rows else None
+
+
+def find_runs(path: Path | str) -> list[Path]:
+    """The folder, if it has a log; else its subfolders that have one, by name.
+
+    Raises:
+        RunError: there is none.
+    """
+    folder = Path(path)
+    _require_folder(folder)
+    if (folder / METRICS).exists():
+        return [folder]
+    runs = sorted(log.parent for log in folder.glob(f"*/{METRICS}"))
+    if not runs:
+        raise RunError(
+            f"{folder} has no {METRICS}, nor has a folder in it; name what bigbatch.RunLog or "
+            'AdaptiveBatch(log="...") wrote'
+        )
+    return runs
+
+
+def history_of(path: Path | str) -> History:
+    """Reads the log of a run.
+
+    Raises:
+        RunError: a file is missing or damaged, or of another schema.
+    """
+    folder = Path(path)
+    return History(folder.resolve(), read_settings(folder), _read_rows(folder / METRICS))
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of a run.
+
+    Raises:
+        RunError: the file is missing or damaged, or of another schema.
+    """
+    _require_folder(folder)
+    file = folder / SETTINGS
+    try:
+        document = json.loads(file.read_bytes())
+        schema, settings = document["schema"], document["settings"]
+    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
+        raise RunError(
+            f"{file} cannot be read as the settings of a log ({type(error).__name__}); name the "
+            "folder of a run, or restore the file from a copy"
+        ) from None
+    if schema != SCHEMA:
+        raise RunError(
+            f"{file} is of schema {shortened(schema)}, and {SCHEMA} is needed; read it with the "
+            "release that wrote it"
+        )
+    require_settings(str(file), settings)
+    return dict(settings)
+
+
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise RunError(
+            f"there is no run directory {folder}; `ls {folder.parent}` shows what there is"
+        )
+
+
+def _read_rows(metrics: Path) -> list[Row]:
+    """One row per step, with the scores after it; an incomplete line at the end is left out.
+
+    Raises:
+        RunError: a line is damaged.
+    """
+    rows: list[Row] = []
+    lines = metrics.read_bytes().split(b"\n") if metrics.exists() else []
+    for number, line in enumerate(lines[:-1], start=1):
+        place = f"{metrics}, line {number}"
+        try:
+            row = parse_line(line)
+        except ValueError:
+            raise RunError(f"{place} is damaged; restore the file, or train again") from None
+        _add_row(rows, row, place)
+    return rows
+
+
+def _add_row(rows: list[Row], row: Row, place: str) -> None:
+    """Adds a step, or to the last step its scores."""
+    if row.keys() != SCORES.keys():
+        require_step(place, row, rows[-1] if rows else None)
+        rows.append(row)
+        return
+    require_kinds(place, row, SCORES)
+    last: Row = rows[-1] if rows else {"step": 0}
+    if row["step"] != last["step"] or row["metrics"] is None:
+        raise RunError(
+            f"{place} has scores of step {row['step']} after step {last['step']}; restore the file "
+            "from a copy"
+        )
+    last["metrics"] = {**(last["metrics"] or {}), **row["metrics"]}
+
+
+def group_seeds(histories: list[History]) -> dict[str, list[History]]:
+    """Groups of runs that differ only in their seed, by a name for each, in the given order.
+
+    A run that is listed twice counts once. The names of groups with one label have their folder.
+    """
+    runs_of: dict[tuple[str, str], list[History]] = {}
+    for history in {history.path: history for history in histories}.values():
+        runs_of.setdefault((history.label, history.settings_without_seed), []).append(history)
+    labels = [label for label, _ in runs_of]
+    groups: dict[str, list[History]] = {}
+    for (label, _), runs in runs_of.items():
+        name = label if labels.count(label) == 1 else f"{runs[0].path.parent.name}/{label}"
+        while name in groups:
+            name += "'"
+        groups[name] = runs
+    return groups
+
+
+def seeds_of(histories: list[History]) -> str:
+    """The number of runs that a row of the table summarizes, in words."""
+    groups = group_seeds(histories).values()
+    runs = _range_text([len(group) for group in groups])
+    if runs == "1":
+        return "one run a row"
+    seeds = _range_text([len({run.settings.get("seed") for run in group}) for group in groups])
+    words = SeedSummary.of(history.settings for history in histories).words
+    plural = "s" * (seeds != "1")
+    return f"{words} over {f'{runs} runs of ' * (runs != seeds)}{seeds} seed{plural}"
+
+
+def _range_text(counts: list[int]) -> str:
+    return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under columns."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def table_of(histories: list[History]) -> Table:
+    """One row per group of seeds: last scores, steps, average batch, samples and wall time."""
+    scores = tuple(
+        dict.fromkeys(
+            name for run in histories for row in run.scored_rows[-1:] for name in row["metrics"]
+        )
+    )
+    summary = SeedSummary.of(history.settings for history in histories)
+    rows = [_row(name, runs, scores, summary) for name, runs in group_seeds(histories).items()]
+    return Table(("run", *(scores or ("score",)), *_COLUMNS), rows)
+
+
+def _row(
+    name: str, runs: list[History], scores: Sequence[str], summary: SeedSummary
+) -> tuple[str, ...]:
+    unfinished = sum(not run.finished for run in runs)
+    started = [run for run in runs if run.rows]
+    if not started:
+        return (name, *["nothing yet"] * (max(1, len(scores)) + len(_COLUMNS)))
+    name += f" ({unfinished} of {len(runs)} unfinished)" * bool(unfinished)
+    runs = started
+    diverged = sum(bool(run.divergence) for run in runs)
+    name += f" ({f'{diverged} of {len(runs)} ' * (len(runs) > 1)}diverged)" * bool(diverged)
+    last = [run.rows[-1] for run in runs]
+    return (
+        name,
+        *(summary.scores_text([run.last(score) for run in runs]) for score in scores or ("",)),
+        summary.steps_text([run.steps for run in runs], [run.skipped for run in runs]),
+        summary.text([run.average_batch for run in runs], 0),
+        f"{fmean(row['samples'] for row in last):,.0f}",
+        f"{summary.text([row['elapsed_seconds'] for row in last], 1)} s",
+    )

@@ -1,0 +1,45 @@
+"""A page as one HTML file, which needs no network: light or dark as the reader has it."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
+
+from bigbatch.log.atomic_files import GENERATOR
+from bigbatch.log.chart_svg import stylesheet
+
+
+def web_page(title: str, body: str, *, style: str = "", script: str = "") -> str:
+    """The page.
+
+    Args:
+        title: its title, as text.
+        body: HTML.
+        style: CSS that only this page has.
+        script: JavaScript, which the content must not need.
+    """
+    css = stylesheet() + text_of("web_page.css") + style
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="generator" content="{GENERATOR}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n{body}\n"
+        + f"<script>\n{script}</script>\n" * bool(script)
+        + "</body>\n</html>\n"
+    )
+
+
+def html_table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table, which scrolls sideways where it is too wide."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in columns)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>'
+        "</table></div>"
+    )
+
+
+def text_of(name: str, package: str = "bigbatch.log") -> str:
+    """The text of a file in a package."""
+    return resources.files(package).joinpath(name).read_text()
