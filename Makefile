@@ -8,7 +8,7 @@ LIGHT := .venv-light/bin
 LIGHT_READY := .venv-light/.ready
 OUTSIDE := .venv-outside/bin
 OUTSIDE_READY := .venv-outside/.ready
-INSTALLED := pyproject.toml constraints.txt src/bigbatch/kernels/kernels.c
+INSTALLED := pyproject.toml recipes/pyproject.toml constraints.txt src/bigbatch/kernels/kernels.c
 # modules are compiled when they are first imported: most of those that pip installs never are
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
@@ -20,18 +20,18 @@ RUNS ?= runs
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
 
-setup: $(READY)  ## create .venv with every extra and the tools
+setup: $(READY)  ## create .venv with the recipes, every extra and the tools
 
-# the recipes without BERT: no trainers, no tools
+# the library and the recipes without BERT: no trainers, no tools
 $(RUN): $(INSTALLED)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python $(PIP) -e '.[experiments]'
+	$(BIN)/python $(PIP) -e . -e ./recipes
 	@touch $@
 
 # timm without torchvision, which its optimizers do not need: tests compare LARS and LAMB with it
 $(READY): $(RUN)
-	$(BIN)/python $(PIP) -e '.[dev]'
+	$(BIN)/python $(PIP) -e '.[dev]' -e './recipes[bert]'
 	$(BIN)/python $(PIP) --no-deps timm
 	@touch $@
 
@@ -46,9 +46,9 @@ run: $(RUN)  ## train the digits study and write its report
 # three test processes on two cores, since ranks and commands also wait
 test test-all test-release test-light test-outside: export OMP_NUM_THREADS = 1
 TESTS = -m pytest -n 3 --dist worksteal
-FOLDER = $(if $(AREA),tests/$(AREA))
+FOLDER = $(if $(AREA),$(wildcard tests/$(AREA) $(AREA)/tests))
 
-test: $(COMPILED)  ## every promise once, in five minutes; AREA=optim for one folder of tests
+test: $(COMPILED)  ## every promise once, in five minutes; AREA=optim or AREA=recipes for one folder
 	$(BIN)/python $(TESTS) $(FOLDER) -m "not thorough and not release"
 
 test-all: $(COMPILED)  ## what CI runs: pairs of engine, precision, ranks, rule; kill and resume
@@ -68,7 +68,7 @@ test-light: $(LIGHT_READY)  ## the library's tests with torch and numpy alone; i
 # 3 GB from pip's package index that no other test needs
 $(OUTSIDE_READY): $(INSTALLED) tests/outside/requirements.txt
 	$(PYTHON) -m venv .venv-outside
-	$(OUTSIDE)/python $(PIP) -r tests/outside/requirements.txt -e '.[dev]'
+	$(OUTSIDE)/python $(PIP) -r tests/outside/requirements.txt -e '.[dev]' -e './recipes[bert]'
 	$(OUTSIDE)/python $(PIP) --no-deps timm
 	-$(OUTSIDE)/python tests/helpers/deepspeed_operations.py
 	@touch $@

@@ -62,8 +62,6 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def bigbatch(monkeypatch, capsys):
     """Runs the command in this process; returns (exit status, standard output, standard error)."""
-    if extras.is_missing("experiments"):
-        pytest.skip("packages of the extra experiments are not installed")
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["bigbatch", *map(str, arguments)])

@@ -1,7 +1,11 @@
-"""How closely the controller's batch follows that of the true noise scale, and how late."""
+"""How closely the controller's batch follows that of the true noise scale, and how late.
 
+python -m studies.batch_tracking --seed 0
+"""
+
+import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -9,10 +13,10 @@ import numpy as np
 
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import NoiseScale, Policy, SimiGrad, TrainingState
+from studies.markdown_tables import Row, show
 from studies.noisy_quadratic import Bed
-from studies.timing import Row
 
-TRIALS = 6
+_TRIALS = 6
 
 _TARGETS = (0.1, 0.2, 0.4)  # similarities
 _MICRO_BATCHES = (4, 8)
@@ -54,7 +58,7 @@ class Tracking:
         }
 
 
-def run(seed: int = 0, trials: int = TRIALS) -> Iterator[Tracking]:
+def run(seed: int = 0, trials: int = _TRIALS) -> Iterator[Tracking]:
     """Every policy, number of micro-batches and smoothing."""
     for target in _TARGETS:
         multiple = 2 * target / (1 - target)
@@ -115,3 +119,18 @@ def _trial(
         statistics = _BED.measure(moments, batch_size, micro_batches, generator)
         controller.next(statistics, TrainingState(0, batch_size, steps=step + 1))
     return errors, _STEPS
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trials", type=int, default=_TRIALS, help="trainings of each row")
+    parser.add_argument("--tiny", action="store_true", help="one trial")
+    given = parser.parse_args(arguments)
+    tracked = run(given.seed, 1 if given.tiny else given.trials)
+    show("the controller's batch against that of the true noise scale", (t.row() for t in tracked))
+
+
+if __name__ == "__main__":
+    main()

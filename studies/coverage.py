@@ -1,5 +1,9 @@
-"""How often confidence intervals contain the true similarity, where that is known."""
+"""How often confidence intervals contain the true similarity, where that is known.
 
+python -m studies.coverage --data DIR
+"""
+
+import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +16,17 @@ import torch
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
+from studies.markdown_tables import Row, show
 from studies.synthetic_gradients import (
     SIMILARITIES,
     Population,
     accumulate_gradients,
     measure_step,
     populations,
+    synthetic,
 )
-from studies.timing import Row
 
-TRIALS = 200
+_TRIALS = 200
 LEVELS = (0.5, 0.68, 0.8, 0.9, 0.95, 0.99)  # nominal coverages
 
 _DETAILED = 0.9  # the level of the last three columns
@@ -87,13 +92,11 @@ class Coverage:
         }
 
 
-def run(seed: int = 0, trials: int = TRIALS, data: Path | None = None) -> Iterator[Coverage]:
-    """Coverage of intervals of all `LEVELS`, for every population and setting."""
-    for population in populations(seed, data):
-        yield from step_coverage(population, seed, trials)
-        yield window_coverage(population, trials)
-        yield from drift_coverage(population, trials)
-        del population  # frees its memory before the next one is built
+def coverages(population: Population, seed: int, trials: int) -> Iterator[Coverage]:
+    """Coverage of intervals of all `LEVELS`, for every setting."""
+    yield from step_coverage(population, seed, trials)
+    yield window_coverage(population, trials)
+    yield from drift_coverage(population, trials)
 
 
 def step_coverage(population: Population, seed: int, trials: int) -> Iterator[Coverage]:
@@ -190,3 +193,24 @@ def _interval(statistics: GradientStatistics) -> tuple[float, float]:
     interval = statistics.similarity_interval
     assert interval is not None
     return interval
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table for each population."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, help="folder with fashion-mnist/, for a real network")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trials", type=int, default=_TRIALS, help="steps of each row")
+    parser.add_argument("--tiny", action="store_true", help="two steps of a small population")
+    given = parser.parse_args(arguments)
+    if given.tiny:
+        found, given.trials = iter([synthetic("gaussian", None, 0, dimensions=200)]), 2
+    else:
+        found = populations(given.seed, given.data)
+    for population in found:
+        rows = (one.row() for one in coverages(population, given.seed, given.trials))
+        show(f"coverage of intervals, {given.trials} trials", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,24 +1,20 @@
-"""Processes on gloo for benchmarks, whose process groups count the bytes that are sent."""
+"""Processes on gloo for studies, whose process groups count the bytes that are sent."""
 
 import gc
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from studies import comm_bytes
 
 Work = Callable[[int], Iterator[Any]]
-Steps = Callable[[Callable[[nn.Module], nn.Module]], Iterator[None]]
 
 
 def on_ranks(count: int, work: Work) -> Iterator[Any]:
@@ -57,7 +53,7 @@ def _receive(results: Connection, processes: list[Any]) -> Iterator[Any]:
                 process = running.pop(ready)
                 process.join()
                 if process.exitcode:
-                    raise RuntimeError("a process of the benchmark failed; its error is above")
+                    raise RuntimeError("a process of the study failed; its error is above")
         while results.poll():
             try:
                 yield results.recv()
@@ -77,20 +73,3 @@ def _run(rank: int, count: int, store: Path, results: Connection, work: Work) ->
             results.send(result)
     dist.barrier()  # other ranks may still need this one
     os._exit(0)  # gloo's threads and Python's finalization do not get along
-
-
-def count_bytes_sent(steps: Steps) -> int:
-    """Bytes that each of two processes passes to collectives in the last step of a run under DDP.
-
-    Args:
-        steps: wraps its model by the function that it is given, and yields after every step.
-    """
-    *_, last = on_ranks(2, partial(_count_steps, steps))
-    return int(last)
-
-
-def _count_steps(steps: Steps, rank: int) -> Iterator[int]:
-    (group,) = comm_bytes.counting_groups()
-    for _ in steps(DistributedDataParallel):
-        yield sum(size for _, size in group.sent)
-        group.sent.clear()

@@ -1,13 +1,13 @@
-"""What a step costs on a GPU, by way of measuring: time, CPU, launches, waits, memory; as JSON.
+"""What a step costs on a GPU, by way of measuring: time, CPU, launches, waits, memory.
 
-python -m studies.gpu OUT.json [--tiny]: with --tiny on any device, small, to see that it runs.
+python -m studies.gpu --out costs.json --seconds 330
 """
 
 import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,133 +17,81 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 import bigbatch as bb
 from bigbatch.optim import VRLAMB, VRLARS, VarianceReduced, VRAdam
+from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
+from studies.markdown_tables import Row, show
+from studies.sized_networks import GPT, mean_loss, with_group_norm
+from studies.timing import Times, interleaved, seconds
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ROUNDS = 5
-PROFILED_STEPS = 4
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+_PROFILED_STEPS = 4
+_LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 Batch = tuple[Tensor, Tensor]
-
-
-class GPT(nn.Module):
-    """A causal transformer with learned positions and a tied output layer, without dropout."""
-
-    def __init__(self, layers: int, width: int, tokens: int, length: int) -> None:
-        super().__init__()
-        self.embedding, self.positions = nn.Embedding(tokens, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of every position, (samples, length, tokens)."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.embedding(tokens) + self.positions(places)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return functional.linear(self.norm(hidden), self.embedding.weight)
-
-
-class Block(nn.Module):
-    """Attention with heads of 64, and a hidden layer of four times the width."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = width // 64
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(samples, length, width) to the same."""
-        samples, length, width = hidden.shape
-        qkv = self.qkv(self.norms[0](hidden)).view(samples, length, 3, self.heads, 64)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        read = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.out(read.transpose(1, 2).reshape(samples, length, width))
-        return hidden + self.down(functional.gelu(self.up(self.norms[1](hidden))))
+Build = Callable[[Any, float], Optimizer]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its batch, and how it is trained."""
+    """A network, its batch, its optimizer, and whether it is compiled."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[], Batch]
-    optimizer: Callable[..., Optimizer]
-    vr: Callable[..., Optimizer]
+    optimizer: Build
     compiled: bool = False
 
 
-def images(samples: int) -> Batch:
-    """Random images of 3 x 32 x 32 and labels."""
-    return (
-        torch.randn(samples, 3, 32, 32, device=DEVICE),
-        torch.randint(10, (samples,), device=DEVICE),
-    )
+def _images(samples: int) -> Batch:
+    x = torch.randn(samples, 3, 32, 32, device=DEVICE)
+    return x, torch.randint(10, (samples,), device=DEVICE)
 
 
-def windows(samples: int, length: int, tokens: int) -> Batch:
-    """Random tokens and those that follow."""
+def _windows(samples: int, length: int, tokens: int) -> Batch:
     drawn = torch.randint(tokens, (samples, length + 1), device=DEVICE)
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def resnet18() -> nn.Module:
-    """ResNet-18 for images of 32 x 32, with GroupNorm."""
-    from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
-    from studies.sized_networks import with_group_norm
-
+def _resnet18() -> nn.Module:
     return with_group_norm(resnet_of_basic_blocks())
 
 
-def readme_network() -> nn.Module:
-    """The network of the README's eight lines, on images."""
+def _readme_network() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def fused_adamw(parameters: Any, lr: float) -> Optimizer:
-    """torch's AdamW, fused."""
+def _adamw(parameters: Any, lr: float) -> Optimizer:
     return AdamW(parameters, lr=lr, fused=True)
 
 
-def fused_sgd(parameters: Any, lr: float) -> Optimizer:
-    """torch's SGD with momentum, fused."""
+def _sgd(parameters: Any, lr: float) -> Optimizer:
     return SGD(parameters, lr=lr, momentum=0.9, fused=True)
 
 
-def reduced(base: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """The base inside VarianceReduced."""
-    return lambda parameters, lr: VarianceReduced(base(parameters, lr))
-
-
-def cases(*, tiny: bool) -> dict[str, Case]:
+def _cases(*, tiny: bool) -> dict[str, Case]:
     """All networks; with `tiny` a small one of each kind."""
-    sgd, adamw = (fused_sgd, reduced(fused_sgd)), (fused_adamw, reduced(fused_adamw))
     if tiny:
         small = partial(GPT, 1, 64, 256, 32)
         return {
-            "MLP, 32": Case(readme_network, partial(images, 32), *sgd),
-            "GPT, 16 x 32": Case(small, partial(windows, 16, 32, 256), *adamw),
+            "MLP, 32": Case(_readme_network, partial(_images, 32), _sgd),
+            "GPT, 16 x 32": Case(small, partial(_windows, 16, 32, 256), _adamw),
         }
-    gpt30 = partial(GPT, 9, 512, 8192, 256)
-    gpt124 = partial(GPT, 12, 768, 50304, 1024)
+    gpt33, gpt124 = partial(GPT, 9, 512, 8192, 256), partial(GPT, 12, 768, 50304, 1024)
+    windows33 = {n: partial(_windows, n, 256, 8192) for n in (32, 128)}
+    windows124 = {n: partial(_windows, n, 1024, 50304) for n in (16, 64)}
     return {
-        "MLP .4 M, 32": Case(readme_network, partial(images, 32), *sgd),
-        "ResNet-18 GN, 128": Case(resnet18, partial(images, 128), *sgd),
-        "ResNet-18 GN, 1024": Case(resnet18, partial(images, 1024), *sgd),
-        "GPT 33 M, 32 x 256": Case(gpt30, partial(windows, 32, 256, 8192), *adamw),
-        "GPT 33 M, 128 x 256": Case(gpt30, partial(windows, 128, 256, 8192), *adamw),
-        "GPT 124 M, 16 x 1024": Case(gpt124, partial(windows, 16, 1024, 50304), *adamw),
-        "GPT 124 M, 64 x 1024": Case(gpt124, partial(windows, 64, 1024, 50304), *adamw),
-        "GPT 33 M compiled, 32 x 256": Case(gpt30, partial(windows, 32, 256, 8192), *adamw, True),
+        "MLP .4 M, 32": Case(_readme_network, partial(_images, 32), _sgd),
+        "ResNet-18 GN, 128": Case(_resnet18, partial(_images, 128), _sgd),
+        "ResNet-18 GN, 1024": Case(_resnet18, partial(_images, 1024), _sgd),
+        "GPT 33 M, 32 x 256": Case(gpt33, windows33[32], _adamw),
+        "GPT 33 M, 128 x 256": Case(gpt33, windows33[128], _adamw),
+        "GPT 124 M, 16 x 1024": Case(gpt124, windows124[16], _adamw),
+        "GPT 124 M, 64 x 1024": Case(gpt124, windows124[64], _adamw),
+        "GPT 33 M compiled, 32 x 256": Case(gpt33, windows33[32], _adamw, compiled=True),
     }
 
 
@@ -152,10 +100,9 @@ def autocast() -> AbstractContextManager[None]:
     return torch.autocast("cuda", torch.bfloat16) if DEVICE.type == "cuda" else nullcontext()
 
 
-def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """Mean cross-entropy."""
+def _loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     with autocast():
-        return functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        return mean_loss(model, x, y)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -168,207 +115,191 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def plain_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
-    """One step of a plain loop."""
-    loss_of(model, *batch).backward()
+def _plain_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    _loss(model, *batch).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
 
 
-def adaptive_step(train: bb.AdaptiveBatch) -> None:
+def _adaptive_step(train: bb.AdaptiveBatch) -> None:
     """One step of the adaptive loop, whose loader has one batch."""
     for step in train:
         for x, y in step:
-            step.backward(loss_of(train.model, x, y))
+            step.backward(_loss(train.model, x, y))
         step.update()
 
 
-def loop_of(case: Case, way: str | None) -> Callable[[], None]:
-    """One step of this way; None is the plain loop."""
-    model = case.build().to(DEVICE)
+def _step_of(case: Case, way: str) -> Callable[[], None]:
+    """One step of this way; "plain" is a loop without the library."""
+    model, batch = case.build().to(DEVICE), case.batch()
     if case.compiled:
         model.compile()
-    batch = case.batch()
-    if way is None:
-        return partial(plain_step, model, case.optimizer(model.parameters(), lr=1e-4), batch)
-    build = case.vr if way.startswith("VR") else case.optimizer
-    optimizer = build(model.parameters(), lr=1e-4)
-    samples = len(batch[0])
-    train = bb.AdaptiveBatch(
-        model, optimizer, [batch], policy=bb.Fixed(samples), micro_batch=samples, **WAYS[way]
-    )
-    return partial(adaptive_step, train)
+    optimizer = case.optimizer(model.parameters(), 1e-4)
+    if way == "plain":
+        return partial(_plain_step, model, optimizer, batch)
+    if way.startswith("VR"):
+        optimizer = VarianceReduced(optimizer)
+    size = len(batch[0])
+    options = WAYS[way] | {"policy": bb.Fixed(size), "micro_batch": size}
+    return partial(_adaptive_step, bb.AdaptiveBatch(model, optimizer, [batch], **options))
 
 
-def time_of(run: Callable[[], None], steps: int) -> tuple[float, float]:
-    """Wall and CPU seconds of a step."""
-    synchronize()
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        run()
-    synchronize()
-    return (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
-
-
-def synchronize() -> None:
-    """Waits for the device."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def counts(run: Callable[[], None]) -> dict[str, float]:
-    """Kernel launches, waits of the host and copies to it, of a step."""
-    synchronize()
+def _counts(run: Callable[[], None]) -> dict[str, float]:
+    """Kernel launches, waits of the host, copies to it and operations, of a step."""
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (DEVICE.type == "cuda")
     with profile(activities=kinds) as seen:
-        for _ in range(PROFILED_STEPS):
+        for _ in range(_PROFILED_STEPS):
             run()
-    synchronize()
-    events = {event.key: event.count for event in seen.key_averages()}
-
-    def sum_of(names: tuple[str, ...]) -> float:
-        return sum(events.get(name, 0) for name in names) / PROFILED_STEPS
-
-    to_host = sum(count for key, count in events.items() if "Memcpy DtoH" in key)
+    events = {event.key: event.count / _PROFILED_STEPS for event in seen.key_averages()}
+    waits = sum(events.get(name, 0) for name in _WAITS)
     return {
-        "launches": sum_of(LAUNCHES),
-        "waits": sum_of(WAITS) - 1 / PROFILED_STEPS,  # the profiler's own
-        "copies_to_host": to_host / PROFILED_STEPS,
-        "operations": sum(c for k, c in events.items() if k.startswith("aten::")) / PROFILED_STEPS,
+        "launches": sum(events.get(name, 0) for name in _LAUNCHES),
+        "waits": max(0.0, waits - 1 / _PROFILED_STEPS),  # less the profiler's own
+        "copies_to_host": sum(n for key, n in events.items() if "Memcpy DtoH" in key),
+        "operations": sum(n for key, n in events.items() if key.startswith("aten::")),
     }
 
 
-def measure(name: str, case: Case, rounds: int) -> Iterator[dict[str, Any]]:
-    """A row for each way of a network, timed in turn with the plain loop."""
-    runs: dict[str, Callable[[], None]] = {}
-    peaks: dict[str, float] = {}
-    for way in ("plain", *WAYS):
-        gc.collect()
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+def _repeat(run: Callable[[], None], steps: int) -> None:
+    for _ in range(steps):
+        run()
+
+
+def _warmed(case: Case, way: str) -> tuple[Callable[[], None], float | None]:
+    """A step that has run a few times, and its peak of memory in MiB on a GPU."""
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
+    run = _step_of(case, way)
+    _repeat(run, 20 if way == "default" else 4)
+    if DEVICE.type != "cuda":
+        return run, None
+    return run, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def step_costs(name: str, case: Case, rounds: int) -> Iterator[dict[str, Any]]:
+    """Numbers of each way of a network, timed in turn with the plain loop."""
+    warmed, steps = {"plain": _warmed(case, "plain")}, 4
+    for way in WAYS:
         try:
-            run = loop_of(case, None if way == "plain" else way)
-            for _ in range(20 if way == "default" else 4):
-                run()
-        except Exception as error:
+            warmed[way] = _warmed(case, way)
+        except Exception as error:  # a way that fails is a result
             yield {"case": name, "way": way, "refused": f"{type(error).__name__}: {error}"[:300]}
-            continue
-        runs[way] = run
-        if DEVICE.type == "cuda":
-            peaks[way] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    once = max(1e-3, time_of(runs["plain"], 3)[0])
-    steps = max(4, min(40, int(0.25 / once)))
-    times = {way: [time_of(run, 1)] for way, run in runs.items()}
-    for way in times:
-        times[way].clear()
-    for _ in range(rounds):
-        for way, run in runs.items():
-            times[way].append(time_of(run, steps))
-    for way, run in runs.items():
-        ratios = [one[0] / plain[0] for one, plain in zip(times[way], times["plain"], strict=True)]
-        cpu = [one[1] / plain[1] for one, plain in zip(times[way], times["plain"], strict=True)]
+    steps = max(4, min(40, int(0.25 / max(1e-3, seconds(warmed["plain"][0])))))
+    rows = interleaved([partial(_repeat, run, steps) for run, _ in warmed.values()], rounds)
+    for number, (way, (run, peak)) in enumerate(warmed.items()):
+        ratios = [row[number].wall / row[0].wall for row in rows]
         yield {
             "case": name,
             "way": way,
-            "ms": 1e3 * median(one[0] for one in times[way]),
+            "ms": 1e3 * median(row[number].wall for row in rows) / steps,
             "ratio": median(ratios),
             "ratio_range": [min(ratios), max(ratios)],
-            "cpu_ratio": median(cpu),
-            "peak_mib": peaks.get(way),
+            "cpu_ratio": median(row[number].cpu / row[0].cpu for row in rows),
+            "peak_mib": peak,
             "steps": steps * rounds,
-            **counts(run),
+            **_counts(run),
         }
 
 
 def optimizer_costs(rounds: int, *, tiny: bool) -> Iterator[dict[str, Any]]:
     """VR optimizers on k = 4 micro-batches over torch's fused ones, without a network."""
-    lists = (
-        {"tiny": [(16, 16)] * 3}
-        if tiny
-        else {
-            "167 tensors of 0.85 M": [(32, 32, 5)] * 167,
-            "10 tensors of 25 M": [(1600, 1563)] * 10,
-            "GPT 124 M": [tuple(p.shape) for p in GPT(12, 768, 50304, 1024).parameters()],
-        }
-    )
-    ways: dict[str, Callable[..., Optimizer]] = {
-        "SGD": fused_sgd,
-        "VR SGD": reduced(fused_sgd),
-        "AdamW": fused_adamw,
-        "VR AdamW": reduced(fused_adamw),
-        "VRAdam": lambda ps, lr: VRAdam(ps, lr=lr),
-        "VRLARS": lambda ps, lr: VRLARS(ps, lr=lr),
-        "VRLAMB": lambda ps, lr: VRLAMB(ps, lr=lr),
+    lists = {
+        "167 tensors of 0.85 M": [(32, 32, 5)] * 167,
+        "10 tensors of 25 M": [(1600, 1563)] * 10,
+        "GPT 124 M": [tuple(p.shape) for p in GPT(12, 768, 50304, 1024).parameters()],
     }
-    for name, shapes in lists.items():
-        runs: dict[str, Callable[[], None]] = {}
-        for way, build in ways.items():
-            weights = [torch.randn(shape, device=DEVICE).requires_grad_() for shape in shapes]
-            gradients = [torch.randn(shape, device=DEVICE) for shape in shapes]
-            optimizer = build(weights, lr=1e-4)
-
-            def run(w=weights, g=gradients, o=optimizer) -> None:  # type: ignore[no-untyped-def]
-                for _ in range(4):
-                    torch.autograd.backward([(a * b).sum() for a, b in zip(w, g, strict=True)])
-                o.step()
-                o.zero_grad()
-
-            runs[way] = run
-        for run in runs.values():
-            run()
-            run()
-        steps = 4
-        times: dict[str, list[float]] = {way: [] for way in runs}
-        for _ in range(rounds):
-            for way, run in runs.items():
-                times[way].append(time_of(run, steps)[0])
+    ways: dict[str, Build] = {
+        "SGD": _sgd,
+        "VR SGD": lambda parameters, lr: VarianceReduced(_sgd(parameters, lr)),
+        "VRLARS": lambda parameters, lr: VRLARS(parameters, lr),
+        "AdamW": _adamw,
+        "VR AdamW": lambda parameters, lr: VarianceReduced(_adamw(parameters, lr)),
+        "VRAdam": lambda parameters, lr: VRAdam(parameters, lr),
+        "VRLAMB": lambda parameters, lr: VRLAMB(parameters, lr),
+    }
+    bases = {way: "SGD" if number < 3 else "AdamW" for number, way in enumerate(ways)}
+    for name, shapes in ({"tiny": [(16, 16)] * 3} if tiny else lists).items():
+        runs = {way: _optimizer_step(shapes, build) for way, build in ways.items()}
+        timed = interleaved(list(runs.values()), rounds)
+        times = {way: [row[number] for row in timed] for number, way in enumerate(ways)}
         for way, run in runs.items():
-            base = "SGD" if way in ("SGD", "VR SGD", "VRLARS") else "AdamW"
-            extra = [1e3 * (a - b) for a, b in zip(times[way], times[base], strict=True)]
+            extra = _milliseconds_over(times[way], times[bases[way]])
             yield {
                 "parameters": name,
                 "way": way,
-                "ms_with_4_backwards": 1e3 * median(times[way]),
+                "ms_with_4_backwards": 1e3 * median(one.wall for one in times[way]),
                 "ms_over_fused_base": median(extra),
                 "ms_over_range": [min(extra), max(extra)],
-                **counts(run),
+                **_counts(run),
             }
 
 
-def main() -> None:
-    """Measures everything and writes it after each row."""
+def _milliseconds_over(times: Sequence[Times], base: Sequence[Times]) -> list[float]:
+    return [1e3 * (one.wall - other.wall) for one, other in zip(times, base, strict=True)]
+
+
+def _optimizer_step(shapes: Sequence[tuple[int, ...]], build: Build) -> Callable[[], None]:
+    """Four backwards and a step of an optimizer over tensors of these shapes."""
+    weights = [torch.randn(shape, device=DEVICE).requires_grad_() for shape in shapes]
+    gradients = [torch.randn(shape, device=DEVICE) for shape in shapes]
+    optimizer = build(weights, 1e-4)
+
+    def run() -> None:
+        for _ in range(4):
+            products = [(w * g).sum() for w, g in zip(weights, gradients, strict=True)]
+            torch.autograd.backward(products)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def _cells(numbers: Mapping[str, Any]) -> Row:
+    """The row of a table: the name, and what a reader compares; a refusal takes the other cells."""
+    name, ratio = numbers.get("case") or numbers["parameters"], numbers.get("ratio")
+    if ratio is None:
+        ratio = numbers.get("ms_over_fused_base")
+    cells = {"network": name, "way": numbers["way"]}
+    cells["x plain, or ms over base"] = numbers.get("refused") or f"{ratio:.2f}"
+    for key in ("launches", "waits", "peak_mib"):
+        value = numbers.get(key)
+        cells[key] = "-" if value is None else f"{value:.0f}"
+    return cells
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table, and writes all numbers to a file after each row."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, help="JSON of all numbers")
     parser.add_argument("--seconds", type=float, default=330, help="starts nothing later")
-    given = parser.parse_args()
-    start = time.perf_counter()
-    about = {"torch": torch.__version__, "device": DEVICE.type, "date": time.strftime("%F")}
-    if DEVICE.type == "cuda":
-        about["device"] = torch.cuda.get_device_name()
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each ratio")
+    parser.add_argument("--tiny", action="store_true", help="small networks, two rounds")
+    given = parser.parse_args(arguments)
+    rounds, end = 2 if given.tiny else given.rounds, time.monotonic() + given.seconds
+    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
+    about = {"torch": torch.__version__, "device": device, "date": time.strftime("%F")}
     written: dict[str, Any] = {"about": about, "optimizers": [], "loops": [], "skipped": []}
 
-    def keep(kind: str, rows: Iterator[dict[str, Any]]) -> None:
-        for row in rows:
-            print(f"{time.perf_counter() - start:.0f} s", json.dumps(row), flush=True)
-            written[kind].append(row)
-            given.out.write_text(json.dumps(written, indent=1))
+    def rows() -> Iterator[Row]:
+        studies = {
+            name: ("loops", step_costs(name, case, rounds))
+            for name, case in _cases(tiny=given.tiny).items()
+        }
+        studies["optimizers"] = ("optimizers", optimizer_costs(rounds, tiny=given.tiny))
+        for name, (kind, found) in studies.items():
+            if time.monotonic() > end:
+                written["skipped"].append(name)
+                continue
+            for numbers in found:
+                written[kind].append(numbers)
+                if given.out is not None:
+                    given.out.write_text(json.dumps(written, indent=1))
+                yield _cells(numbers)
 
-    rounds = 2 if given.tiny else ROUNDS
-    for name, case in cases(tiny=given.tiny).items():
-        if time.perf_counter() - start > given.seconds:
-            written["skipped"].append(name)
-            continue
-        try:
-            keep("loops", measure(name, case, rounds))
-        except Exception as error:
-            print(name, type(error).__name__, error, flush=True)
-            written["skipped"].append(f"{name}: {error}"[:300])
-    if time.perf_counter() - start <= given.seconds:
-        keep("optimizers", optimizer_costs(rounds, tiny=given.tiny))
-    given.out.write_text(json.dumps(written, indent=1))
+    show(f"{device}, torch {torch.__version__}; a step by way of measuring", rows())
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
-"""The cost of an optimizer step: its time over the bytes that must move, and over its base."""
+"""The cost of an optimizer step: its time over the bytes that must move, and over its base.
 
-import functools
-import importlib
-import importlib.util
-import subprocess
-import sys
+python -m studies.optimizer_cost --lists "10 M in 16" --rounds 5
+"""
+
+import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,8 +15,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VarianceReduced, VRAdam
-from studies.sized_networks import count, random_batch, transformer
-from studies.timing import Cost, Row, interleaved, median_and_range, seconds
+from studies.markdown_tables import Row, show
+from studies.sized_networks import GPT, count, mean_loss, random_batch
+from studies.timing import median_and_range, seconds
 
 with torch.device("meta"):  # without memory, for its shapes
     _LAYER = nn.TransformerEncoderLayer(512, 8)
@@ -131,12 +128,10 @@ def teams() -> list[list[Contestant]]:
         [
             Contestant("LARS", 28, lambda p: LARS(p, **_LARS)),
             Contestant("VR-LARS", 44, lambda p: VRLARS(p, **_LARS)),
-            *_rivals("LARS", 28, _LARS),
         ],
         [
             Contestant("LAMB", 40, lambda p: LAMB(p, **_LAMB)),
             Contestant("VR-LAMB", 60, lambda p: VRLAMB(p, **_LAMB)),
-            *_rivals("LAMB", 40, _LAMB),
         ],
     ]
 
@@ -147,45 +142,7 @@ def _vr_adam(parameters: list[Tensor], *, compiled: bool) -> Optimizer:
     return VarianceReduced(base, beta3=0.9, fused=False, compiled=compiled)
 
 
-def _rivals(name: str, floor: int, settings: dict[str, Any]) -> list[Contestant]:
-    """LARS or LAMB of other packages, as far as these are installed."""
-    rivals = []
-    for package, load, no_limit in (
-        ("pytorch_optimizer", _pytorch_optimizer, 0.0),
-        ("timm", timm_optimizer, None),
-    ):
-        with suppress(ImportError):
-            make: Callable[..., Optimizer] = load(name)
-            if name == "LAMB":  # those packages' LAMB clips gradients, ours does not
-                make = functools.partial(make, max_grad_norm=no_limit)
-            rivals.append(
-                Contestant(f"{name}, {package}", floor, functools.partial(make, **settings))
-            )
-    return rivals
-
-
-def _pytorch_optimizer(name: str) -> Any:
-    return importlib.import_module("pytorch_optimizer").load_optimizer(name)
-
-
-def timm_optimizer(name: str) -> type[Optimizer]:
-    """LARS or LAMB of timm, imported without the rest of timm, which needs torchvision.
-
-    Raises:
-        ImportError: timm is not installed.
-    """
-    spec = importlib.util.find_spec("timm")
-    if spec is None or spec.origin is None:
-        raise ImportError("timm is not installed")
-    package = ModuleType("_timm_optim")
-    package.__path__ = [str(Path(spec.origin).parent / "optim")]
-    sys.modules.setdefault(package.__name__, package)
-    module = importlib.import_module(f"{package.__name__}.{name.lower()}")
-    optimizer: type[Optimizer] = getattr(module, name.capitalize())
-    return optimizer
-
-
-def step_costs(list_name: str, team: list[Contestant], rounds: int) -> list[Row]:
+def step_rows(list_name: str, team: list[Contestant], rounds: int) -> list[Row]:
     """Costs of `step()` alone, of optimizers timed in turn, on one of `PARAMETER_LISTS`."""
     torch.manual_seed(0)
     shapes = PARAMETER_LISTS[list_name]
@@ -219,7 +176,7 @@ def _backwards(optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
         torch.autograd.backward(parameters, [g * torch.rand(()) for g in gradients])
 
 
-def moment_costs(rounds: int) -> Iterator[Row]:
+def moment_rows(rounds: int, layers: int = 6) -> Iterator[Row]:
     """What the second moment adds to a backward, in bytes at the speed of `add_(1)`.
 
     The backwards of a transformer with few tokens are timed with it and without, k = 8.
@@ -230,9 +187,9 @@ def moment_costs(rounds: int) -> Iterator[Row]:
         "nothing: how far two equal runs differ": lambda p: SGD(p, 0.0),
     }
     x = torch.zeros(_MIN_ELEMENTS)
-    plain, parameters = _timed_backwards(lambda p: SGD(p, 0.0))
+    plain, parameters = _timed_backwards(lambda p: SGD(p, 0.0), layers)
     for kind, make in kinds.items():
-        (with_moment, _), extra_bytes = _timed_backwards(make), []
+        (with_moment, _), extra_bytes = _timed_backwards(make, layers), []
         for number in range(rounds + _WARMUP):
             speed = 2 * x.nbytes / seconds(lambda: x.add_(1))
             first, seconds_with, last = plain(), with_moment(), plain()
@@ -245,16 +202,16 @@ def moment_costs(rounds: int) -> Iterator[Row]:
         }
 
 
-def _timed_backwards(make: Make) -> tuple[Callable[[], float], int]:
+def _timed_backwards(make: Make, layers: int) -> tuple[Callable[[], float], int]:
     """(a step that returns the seconds of its 8 backwards of 64 tokens, number of parameters)."""
     torch.manual_seed(0)
-    model = transformer()
+    model = GPT(layers, 512, 256, 64)
     (x, y), optimizer = random_batch(model, 1, 64), make(list(model.parameters()))
 
     def step() -> float:
         total = 0.0
         for _ in range(8):
-            loss = nn.functional.cross_entropy(model(x), y) / 8
+            loss = mean_loss(model, x, y) / 8
             total += seconds(loss.backward)
         optimizer.step()
         optimizer.zero_grad()
@@ -263,13 +220,26 @@ def _timed_backwards(make: Make) -> tuple[Callable[[], float], int]:
     return step, count(model)
 
 
-def import_cost(rounds: int) -> Cost:
-    """Time of `import bigbatch` over that of `import torch`, each in a fresh process."""
-    times = interleaved([lambda: _import("bigbatch"), lambda: _import("torch")], rounds)
-    return Cost(
-        "import bigbatch / import torch", [bigbatch / base for bigbatch, base in times], 1.0
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table of steps, and one of the second moment."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    lists = list(PARAMETER_LISTS)
+    parser.add_argument("--lists", nargs="+", choices=lists, default=lists, metavar="LIST")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each ratio")
+    parser.add_argument("--tiny", action="store_true", help="one round of one list")
+    given = parser.parse_args(arguments)
+    if given.tiny:
+        given.lists, given.rounds = lists[:1], 1
+    title = f"{implementation()}; median [least, most] of {given.rounds} interleaved rounds"
+    steps = (
+        row
+        for name in given.lists
+        for team in (teams()[:1] if given.tiny else teams())
+        for row in step_rows(name, team, given.rounds)
     )
+    show(title, steps)
+    show(title, moment_rows(given.rounds, layers=1 if given.tiny else 6))
 
 
-def _import(module: str) -> None:
-    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)  # noqa: S603
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,11 @@
-"""Random projections of groups of samples, against their exact gradients, while a model trains."""
+"""Random projections of groups of samples, against their exact gradients, while a model trains.
 
+python -m studies.projection_accuracy --seeds 3
+"""
+
+import argparse
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import fmean, stdev
 
 import torch
@@ -12,9 +16,7 @@ from bigbatch.optional_packages import import_optional
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch_recipes.digits import network
-from studies.timing import Row
-
-STEPS = 200  # of each seed
+from studies.markdown_tables import Row, show
 
 _BATCH, _GROUPS = 64, 8
 
@@ -62,3 +64,20 @@ def _measured(model: nn.Module, meter: GradientMeter, x: Tensor, y: Tensor) -> G
     statistics = meter.read(samples=[len(y)])
     assert statistics is not None
     return statistics
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="trainings")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each")
+    parser.add_argument("--tiny", action="store_true", help="two steps of one training")
+    given = parser.parse_args(arguments)
+    if given.tiny:
+        given.seeds, given.steps = 1, 2
+    title = f"{_GROUPS} groups of one backward of {_BATCH} samples, digits"
+    show(title, run(given.seeds, given.steps))
+
+
+if __name__ == "__main__":
+    main()

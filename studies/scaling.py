@@ -1,17 +1,16 @@
-"""Bytes that ranks send and keep, by formula; tests/bench/test_engine_cost.py compares counts."""
+"""Bytes that ranks send and keep, by formula; tests/studies/test_engines.py compares counts.
 
-from collections.abc import Iterator, Mapping
+python -m studies.scaling
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 from bigbatch.optim.bucket_shards import CHUNK_BYTES
-from bigbatch.statistics.sanity_checks import SanityChecks
-from bigbatch.statistics.second_moment import combine_moments
-from bigbatch.statistics.step_totals import FIELDS, RANK_COUNTS, StepTotals, unpack
+from bigbatch.statistics.step_totals import FIELDS
 from studies.comm_bytes import ring_bytes
-from studies.timing import Row, seconds
+from studies.markdown_tables import Row, show
 
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2
@@ -107,21 +106,6 @@ def two_levels(
     return (2 * _FLOAT + m2_inside) * inside, (2 * _FLOAT + m2_between) * between
 
 
-def simigrad(model: Model, ranks: int, rank: int) -> float:
-    """Bytes that leave a rank in the original SimiGrad: an all-reduce in its half, then in all.
-
-    Rank 1 also sends its half's mean to rank 0. The scalar that is broadcast is left out.
-    """
-    size = _FLOAT * model.parameters
-    both = ring_bytes("all-reduce", size, ranks // 2) + ring_bytes("all-reduce", size, ranks)
-    return both + size * (rank == 1)
-
-
-def vrgd(model: Model) -> InputBytes:
-    """The algorithm of the VRGD paper: g and g^2 are all-reduced."""
-    return {"all-reduce": 2 * _FLOAT * model.parameters}
-
-
 def memory_ddp(model: Model, ranks: int) -> float:
     """Bytes that VR keeps on a rank under DDP: shards of g, two of p, and M2.
 
@@ -136,42 +120,12 @@ def memory_fsdp2(model: Model, ranks: int) -> float:
     return 3 * _FLOAT * model.parameters / ranks
 
 
-def host_seconds(ranks: int) -> float:
-    """Seconds that Python takes for one step's numbers of all ranks on the host; least of 5."""
-    by_layer = ("sqnorms_over_sizes", "sqnorms", "grad_sqnorms")
-    lengths = {**dict.fromkeys(by_layer, 1), "inverse_sizes": 1, "slope": 2}
-    lengths |= {"micro_batch_projections": 8, "grad_projections": 8, "projection_sqnorm": 1}
-    sums = (FIELDS - RANK_COUNTS) * ranks
-    lengths |= {"rank_counts": RANK_COUNTS * ranks, "rank_sums": sums, "scale": 1}
-    rows = [(1.0, 8.0, 0.0, 1.0 + rank, 1.0 + rank, 0.0, 1.0) for rank in range(ranks)]
-    values = [1.0] * 23 + [x for column in zip(*rows, strict=True) for x in column] + [1.0]
-    checks = SanityChecks("weighted", warns=False)
-
-    def read_totals() -> None:
-        totals = StepTotals(unpack(values, lengths))
-        totals.require_all_took_part()
-        checks.check_totals(totals, may_overflow=False)
-        totals.reduction(1.0, replicated=True)
-
-    return min(seconds(read_totals) for _ in range(5))
-
-
-def join_seconds(ranks: int) -> float:
-    """Seconds of joining the shards of one scattered chunk, one row per rank; least of 3."""
-    size = CHUNK_BYTES // _FLOAT // ranks
-    rows, total, m2 = torch.randn(ranks, size), torch.empty(size), torch.empty(size)
-    run = partial(combine_moments, rows, (), [1.0] * ranks, total, m2, fused=True)
-    return min(seconds(run) for _ in range(3))
-
-
-TITLE = "by formula: bytes that are added to those of a plain step, as a share of them"
 MODELS = (
     Model("ResNet-50", 25_600_000, 161),
     Model("BERT-large", 340_000_000, 398),
     Model("100 billion", 100_000_000_000, 1_000, gathered=_BFLOAT),
 )
 RANKS = (8, 64, 768, 8192)
-ROWS = len(MODELS) * len(RANKS) - 1  # the largest does not fit on 8
 _ACCUMULATION = 8  # micro-batches of a rank under FSDP2
 
 
@@ -198,7 +152,6 @@ def _row(model: Model, ranks: int, engine: str, plain: InputBytes, vr_cells: Row
         "plain, MB": f"{bytes_sent(plain, ranks) / 1e6:,.0f}",
         **{name: _share(added(ranks), plain, ranks) for name, added in extra.items()},
         **vr_cells,
-        "host, ms": f"{1e3 * host_seconds(ranks):.2f}",
     }
 
 
@@ -220,7 +173,6 @@ def _vr_ddp_cells(model: Model, ranks: int) -> Row:
         "VR, accumulated": f"{accumulated:.2g}",
         "between nodes, x": "-" if nodes == 1 else f"{vr_between / plain_between:.2f}",
         "a message, KB": f"{message / 1e3:,.0f}",
-        "a chunk joined, ms": f"{1e3 * join_seconds(ranks):.0f}",
         "VR keeps, MB": f"{memory_ddp(model, ranks) / 1e6:,.0f}",
     }
 
@@ -232,6 +184,17 @@ def _vr_fsdp2_cells(model: Model, ranks: int) -> Row:
         "VR, accumulated": _share(vr_fsdp2(model), plain, ranks),
         "between nodes, x": "-",
         "a message, KB": "-",
-        "a chunk joined, ms": "-",
         "VR keeps, MB": f"{memory_fsdp2(model, ranks) / 1e6:,.0f}",
     }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="the whole table, which takes no time")
+    parser.parse_args(arguments)
+    show("bytes that are added to those of a plain step, as a share of them", rows())
+
+
+if __name__ == "__main__":
+    main()

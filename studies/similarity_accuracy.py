@@ -1,24 +1,32 @@
-"""Our similarity and SimiGrad's cosine of two halves, against the true similarity."""
+"""Our similarity and SimiGrad's cosine of two halves, against the true similarity.
 
+python -m studies.similarity_accuracy --data DIR
+"""
+
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
-
-from bigbatch.log.curves import add_grid, write_figure
+from bigbatch.log.atomic_files import write_atomically
+from bigbatch.log.chart import Panel, Series
+from bigbatch.log.chart_svg import svg
+from bigbatch.log.series_style import NEUTRAL
 from bigbatch.statistics.meter import GradientMeter
-from studies.synthetic_gradients import SIMILARITIES, Population, measure_step, populations
-from studies.timing import Row
+from studies.markdown_tables import Row, show
+from studies.synthetic_gradients import (
+    SIMILARITIES,
+    Population,
+    measure_step,
+    populations,
+    synthetic,
+)
 
-TRIALS = 600
+_TRIALS = 600
 
 _COUNTS = (2, 4, 8, 16, 32, 64)  # k
-_OURS, _THEIRS = "#0072b2", "#d55e00"
 
 
 @dataclass(frozen=True)
@@ -61,13 +69,6 @@ class Comparison:
         }
 
 
-def run(seed: int = 0, trials: int = TRIALS, data: Path | None = None) -> Iterator[Comparison]:
-    """Both estimates of the same steps, for every population and setting."""
-    for population in populations(seed, data):
-        yield from compare(population, trials)
-        del population  # frees its memory before the next one is built
-
-
 def compare(population: Population, trials: int) -> Iterator[Comparison]:
     """Both estimates with equal micro-batches, for every k that leaves a sample for each."""
     for near in SIMILARITIES:
@@ -91,44 +92,60 @@ def compare(population: Population, trials: int) -> Iterator[Comparison]:
             )
 
 
-def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Writes a figure of means and standard deviations by k, one panel per population."""
-    names = list(dict.fromkeys(row.population for row in comparisons))
-    figure = Figure(figsize=(0.5 + 3.2 * len(names), 5), layout="constrained")
-    panels = figure.subplots(1, len(names), sharey=True, squeeze=False).flat
-    for axes, name in zip(panels, names, strict=True):
-        _draw_panel(axes, [row for row in comparisons if row.population == name])
-        axes.set_title(name, fontsize=10, loc="left")
-    figure.axes[0].set_ylabel("similarity: mean and standard deviation", fontsize=8)
-    lines, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
-    write_figure(figure, path, dpi=150)
+def figure(comparisons: Sequence[Comparison]) -> list[Panel]:
+    """Means and standard deviations by k, a panel for each population."""
+    panels = []
+    for name in dict.fromkeys(one.population for one in comparisons):
+        series = []
+        for near in SIMILARITIES:
+            line = [one for one in comparisons if (one.population, one.near) == (name, near)]
+            counts = [one.micro_batches for one in line]
+            truths = [one.truth for one in line]
+            series.append(Series("truth", counts, truths, style=NEUTRAL, label=""))
+            estimates = {
+                "similarity, all pairs": [one.similarities for one in line],
+                "halves": [one.halves for one in line],
+            }
+            for style, (kind, values) in enumerate(estimates.items()):
+                means, deviations = [list(map(of, values)) for of in (fmean, stdev)]
+                series.append(
+                    Series(
+                        kind,
+                        [1.06 ** (2 * style - 1) * count for count in counts],
+                        means,
+                        low=[m - d for m, d in zip(means, deviations, strict=True)],
+                        high=[m + d for m, d in zip(means, deviations, strict=True)],
+                        bars=True,
+                        markers=True,
+                        style=style,
+                        label="",
+                    )
+                )
+        panels.append(Panel(f"similarity: {name}", "micro-batches", series, x_log=2))
+    return panels
 
 
-def _draw_panel(axes: Axes, comparisons: list[Comparison]) -> None:
-    for number, near in enumerate(sorted({row.near for row in comparisons})):
-        line = [row for row in comparisons if row.near == near]
-        counts = [row.micro_batches for row in line]
-        label = "truth" if number == 0 else None
-        truths = [row.truth for row in line]
-        axes.plot(counts, truths, color="#555555", linestyle="--", linewidth=1, label=label)
-        for side, color, name in ((-1, _OURS, "similarity, all pairs"), (1, _THEIRS, "halves")):
-            trials = [row.similarities if side < 0 else row.halves for row in line]
-            axes.errorbar(
-                [count * 1.06**side for count in counts],
-                [fmean(estimates) for estimates in trials],
-                [stdev(estimates) for estimates in trials],
-                color=color,
-                marker="o",
-                markersize=3,
-                linewidth=0.9,
-                capsize=2,
-                label=name if number == 0 else None,
-            )
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(_COUNTS))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("micro-batches", fontsize=8)
-    axes.tick_params(labelsize=8)
-    add_grid(axes)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table for each population."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, help="folder with fashion-mnist/, for a real network")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trials", type=int, default=_TRIALS, help="steps of each row")
+    parser.add_argument("--figure", type=Path, help="SVG of means and deviations")
+    parser.add_argument("--tiny", action="store_true", help="two steps of a small population")
+    given = parser.parse_args(arguments)
+    compared: list[Comparison] = []
+    if given.tiny:
+        drawn_from, given.trials = iter([synthetic("gaussian", None, 0, dimensions=200)]), 2
+    else:
+        drawn_from = populations(given.seed, given.data)
+    for population in drawn_from:
+        compared += (found := list(compare(population, given.trials)))
+        show(f"two estimates, {given.trials} trials", [one.row() for one in found])
+    if given.figure is not None:
+        drawn = svg(figure(compared), columns=2, key=True, standalone=True)
+        write_atomically(given.figure, drawn.encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Networks of known size for benchmarks: transformers, wide layers, a small CNN."""
+"""Networks of known size for studies: GPTs, wide layers, a small CNN."""
 
 from collections.abc import Callable
 
@@ -6,17 +6,54 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+MicroBatches = list[tuple[Tensor, Tensor]]
+"""Inputs and labels of micro-batches."""
 
-def transformer() -> nn.Module:
-    """Six layers of width 512 over 256 tokens, 19.2 million parameters.
 
-    Source:
-        The encoder of the base model of Vaswani et al. 2017 (arXiv 1706.03762), without dropout.
+class GPT(nn.Module):
+    """A causal transformer with learned positions and a tied output layer, without dropout.
+
+    Args:
+        layers: number of layers.
+        width: width of a layer, a multiple of 64; its hidden layer has four times that.
+        tokens: size of the vocabulary.
+        length: largest number of tokens of a sample.
     """
-    embedding = nn.Embedding(256, 512)
-    layer = nn.TransformerEncoderLayer(512, 8, 2048, 0.0, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-    return nn.Sequential(embedding, encoder, nn.Linear(512, 256), nn.Flatten(0, 1))
+
+    def __init__(self, layers: int, width: int, tokens: int, length: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(tokens, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of every position, (samples, length, tokens)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self.embedding(tokens) + self.positions(places)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return functional.linear(self.norm(hidden), self.embedding.weight)
+
+
+class _Block(nn.Module):
+    """Attention with heads of 64, and a hidden layer of four times the width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 64
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(samples, length, width) to the same."""
+        samples, length, width = hidden.shape
+        qkv = self.qkv(self.norms[0](hidden)).view(samples, length, 3, self.heads, 64)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        read = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(read.transpose(1, 2).reshape(samples, length, width))
+        output: Tensor = hidden + self.down(functional.gelu(self.up(self.norms[1](hidden))))
+        return output
 
 
 def wide_layers() -> nn.Module:
@@ -28,18 +65,11 @@ def wide_layers() -> nn.Module:
 
 def small_cnn() -> nn.Module:
     """Three convolutions for images of 3 x 32 x 32, 0.1 million parameters; no BatchNorm."""
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(64, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(4096, 10),
-    )
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 32), (32, 64), (64, 64)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] * (len(layers) < 6)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4096, 10))
 
 
 def with_group_norm(model: nn.Module) -> nn.Module:
@@ -52,46 +82,21 @@ def with_group_norm(model: nn.Module) -> nn.Module:
     return model
 
 
-class TiedTransformer(nn.Module):
-    """A transformer encoder whose output layer is its embedding, without dropout.
-
-    Args:
-        layers: number of layers.
-        width: width of a layer, a multiple of 64; its hidden layer has four times that.
-        tokens: size of the vocabulary.
-    """
-
-    def __init__(self, layers: int, width: int, tokens: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(tokens, width)
-        layer = nn.TransformerEncoderLayer(width, width // 32, 4 * width, 0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of every position, (samples x length, tokens)."""
-        hidden = self.encoder(self.embedding(tokens))
-        return functional.linear(hidden, self.embedding.weight).flatten(0, 1)
-
-
 def count(model: nn.Module) -> int:
     """Number of parameters of a model."""
     return sum(p.numel() for p in model.parameters())
 
 
-MicroBatches = list[tuple[Tensor, Tensor]]
-"""Inputs and labels of micro-batches."""
-
-
 def random_batch(model: nn.Module, samples: int, length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and labels that fit one of these networks."""
+    """Inputs and labels that fit one of these networks, with 256 tokens, or a ResNet."""
     layers = {type(layer) for layer in model.modules()}
     if nn.Embedding in layers:
-        return torch.randint(256, (samples, length)), torch.randint(256, (samples * length,))
+        return torch.randint(256, (samples, length)), torch.randint(256, (samples, length))
     if nn.Conv2d in layers:
         return torch.randn(samples, 3, length, length), torch.randint(10, (samples,))
     return torch.randn(samples, 1280), torch.randint(1280, (samples,))
 
 
 def mean_loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy of such a batch; labels of positions may be (samples, length)."""
-    return functional.cross_entropy(model(x), y.flatten())
+    """Mean cross-entropy of all labels of a batch."""
+    return functional.cross_entropy(model(x).flatten(0, -2), y.flatten())

@@ -145,12 +145,14 @@ def populations(seed: int, data: Path | None) -> Iterator[Population]:
     yield from recorded_stages(*read_images(folder), seed)
 
 
-def synthetic(name: str, freedom: int | None, seed: int) -> Elliptical:
-    """20,000 elements of effective dimension 100; mu is larger in the noisy ones."""
+def synthetic(
+    name: str, freedom: int | None, seed: int, dimensions: int = _DIMENSIONS
+) -> Elliptical:
+    """Elements of effective dimension 100; mu is larger in the noisy ones."""
     generator = Generator().manual_seed(seed)
-    variances = spectrum(_DIMENSIONS, _EFFECTIVE)
-    variances = variances[torch.randperm(_DIMENSIONS, generator=generator)]
-    mean = variances**0.25 * torch.randn(_DIMENSIONS, generator=generator)
+    variances = spectrum(dimensions, _EFFECTIVE)
+    variances = variances[torch.randperm(dimensions, generator=generator)]
+    mean = variances**0.25 * torch.randn(dimensions, generator=generator)
     mean *= math.sqrt(1 / _SCALE) / mean.norm()
     return Elliptical(name, mean, variances, freedom, generator)
 

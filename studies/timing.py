@@ -7,9 +7,6 @@ from statistics import median
 
 import torch
 
-Row = dict[str, str]
-"""The cells of one row of a table, by column."""
-
 
 @dataclass(frozen=True)
 class Times:
@@ -19,32 +16,6 @@ class Times:
     cpu: float
 
 
-@dataclass(frozen=True)
-class Cost:
-    """How much longer something takes than its baseline.
-
-    Args:
-        what: the thing and its baseline.
-        ratios: one per round.
-        floor: the ratio that memory bandwidth allows.
-    """
-
-    what: str
-    ratios: list[float]
-    floor: float
-
-    def row(self) -> Row:
-        """The row of the table."""
-        middle = median(self.ratios)
-        return {
-            "what": self.what,
-            "ratio": f"{middle:.3f}",
-            "least and most": f"{min(self.ratios):.3f} to {max(self.ratios):.3f}",
-            "floor": f"{self.floor:.3f}",
-            "ratio / floor": f"{middle / self.floor:.2f}",
-        }
-
-
 def median_and_range(values: Sequence[float], digits: int = 2) -> str:
     """The text "median [least, most]"; "-" without values."""
     if not values:
@@ -52,12 +23,7 @@ def median_and_range(values: Sequence[float], digits: int = 2) -> str:
     return f"{median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
 
 
-def interleaved(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Seconds of every run in each round, after one warm-up round."""
-    return [[times.wall for times in row] for row in interleaved_times(runs, rounds)]
-
-
-def interleaved_times(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[Times]]:
+def interleaved(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[Times]]:
     """Both times of every run in each round, after one warm-up round."""
     for run in runs:
         run()
@@ -71,13 +37,14 @@ def seconds(run: Callable[[], object]) -> float:
 
 def times(run: Callable[[], object]) -> Times:
     """Both times of one run, including the GPU work that it queues."""
-    _synchronize()
+    synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
     run()
-    _synchronize()
+    synchronize()
     return Times(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Waits for the GPU, if one is used."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()

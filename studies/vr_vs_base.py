@@ -1,12 +1,16 @@
-"""VR optimizers and their base optimizers on the digits, each at its own best learning rate."""
+"""VR optimizers and their base optimizers on the digits, each at its own best learning rate.
 
-from collections.abc import Iterator
+python -m studies.vr_vs_base --seeds 5
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.train_run import Training
-from studies.timing import Row
+from studies.markdown_tables import Row, show
 
 _SCORE = "test accuracy, %"
 # learning rates of the base batch, the same grid for a base and its VR optimizer
@@ -17,6 +21,7 @@ GRIDS = {
     "lamb": (0.001, 0.002, 0.004, 0.008, 0.016),
 }
 _BATCH, _MICRO = 512, 64  # k = 8
+_EPOCHS = 25
 _LAST_STEPS = 10  # steps that the training loss is averaged over
 
 
@@ -34,9 +39,9 @@ class Outcome:
 
     name: str
     lr: float
-    accuracies: list[float]
-    losses: list[float]
-    factors: list[float]
+    accuracies: Sequence[float]
+    losses: Sequence[float]
+    factors: Sequence[float]
 
     def row(self) -> Row:
         """The row of the table: mean and standard deviation over the seeds."""
@@ -49,36 +54,35 @@ class Outcome:
         }
 
 
-def run(seeds: int) -> Iterator[Outcome]:
+def run(
+    seeds: int, epochs: int = _EPOCHS, grids: Mapping[str, Sequence[float]] = GRIDS
+) -> Iterator[Outcome]:
     """Base, VR with r_max = 1, VR with r_max = 1 / gamma, and momentum at VR's mean rate.
 
     Each has the learning rate of its grid with the least training loss, so test images play no part
     in the choice. The last has VR's best rate times its mean r: the control for an optimizer that
     only takes shorter steps. The other optimizers are invariant to a factor that all weights share.
     """
-    for base, grid in GRIDS.items():
-        plain = _best(base, 1.0, grid, seeds)
-        adapted = _best(f"vr-{base}", 1.0, grid, seeds)
-        yield plain
-        yield adapted
-        yield _best(f"vr-{base}", 10.0, grid, seeds)
+
+    def best(optimizer: str, r_max: float, grid: Sequence[float], name: str) -> Outcome:
+        outcomes = []
+        for lr in grid:
+            results = [_train(optimizer, r_max, lr, seed, epochs) for seed in range(seeds)]
+            outcomes.append(Outcome(name, lr, *zip(*results, strict=True)))
+        return min(outcomes, key=lambda outcome: mean(outcome.losses))
+
+    for base, grid in grids.items():
+        yield best(base, 1.0, grid, base)
+        yield (adapted := best(f"vr-{base}", 1.0, grid, f"vr-{base}, r_max = 1"))
+        yield best(f"vr-{base}", 10.0, grid, f"vr-{base}, r_max = 10")
         if base == "momentum":
             control = adapted.lr * mean(adapted.factors)
-            yield _outcome(base, 1.0, control, seeds, "momentum at lr x mean(r)")
+            yield best(base, 1.0, [control], "momentum at lr x mean(r)")
 
 
-def _best(optimizer: str, r_max: float, grid: tuple[float, ...], seeds: int) -> Outcome:
-    clip = f", r_max = {r_max:g}" if optimizer.startswith("vr-") else ""
-    outcomes = [_outcome(optimizer, r_max, lr, seeds, optimizer + clip) for lr in grid]
-    return min(outcomes, key=lambda outcome: mean(outcome.losses))
-
-
-def _outcome(optimizer: str, r_max: float, lr: float, seeds: int, name: str) -> Outcome:
-    results = [_train(optimizer, r_max, lr, seed) for seed in range(seeds)]
-    return Outcome(name, lr, *(list(column) for column in zip(*results, strict=True)))
-
-
-def _train(optimizer: str, r_max: float, lr: float, seed: int) -> tuple[float, float, float]:
+def _train(
+    optimizer: str, r_max: float, lr: float, seed: int, epochs: int
+) -> tuple[float, float, float]:
     settings = DIGITS.settings().with_changes(
         {
             "dropout": 0.25,
@@ -91,6 +95,7 @@ def _train(optimizer: str, r_max: float, lr: float, seed: int) -> tuple[float, f
             "r_max": r_max,
             "lr": lr,
             "seed": seed,
+            "epochs": epochs,
         }
     )
     training = Training(DIGITS, settings)
@@ -104,3 +109,21 @@ def _train(optimizer: str, r_max: float, lr: float, seed: int) -> tuple[float, f
             gsnr = record.gsnr
             factors.append(1.0 if gsnr is None else float(gsnr.mean.mean()))
     return training.scores()[_SCORE], mean(losses[-_LAST_STEPS:]), mean(factors)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each optimizer")
+    parser.add_argument("--tiny", action="store_true", help="one rate of one optimizer, one epoch")
+    given = parser.parse_args(arguments)
+    epochs, grids = _EPOCHS, GRIDS
+    if given.tiny:
+        given.seeds, epochs, grids = 2, 1, {"momentum": (0.01,)}
+    title = f"digits, batch {_BATCH}, k = {_BATCH // _MICRO}, {epochs} epochs"
+    outcomes = run(given.seeds, epochs, grids)
+    show(f"{title}; mean ± standard deviation", (outcome.row() for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()

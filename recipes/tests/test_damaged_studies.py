@@ -1,6 +1,5 @@
 """Studies and runs with other values than were written: read, or refused in a sentence."""
 
-import json
 import re
 
 import pytest
@@ -13,7 +12,7 @@ from bigbatch_recipes import RECIPES
 from bigbatch_recipes.run_config import read_sweep, read_trainings
 from bigbatch_recipes.study import settings_from
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of
-from bigbatch_recipes.sweep_files import as_csv, as_json
+from bigbatch_recipes.sweep_page import as_csv
 from bigbatch_recipes.sweep_results import read_sweep_results
 from damaged_values import FUZZED, damaged, or_said
 from log_rows import row, write_log
@@ -79,7 +78,7 @@ def read_sweep_whole(place):
     """Everything that is shown of a sweep, or begun in it."""
     results = read_sweep_results(place)
     if results is not None:
-        texts = results.table(), results.title, as_csv(results), json.dumps(as_json(results))
+        texts = results.table(), results.title, as_csv(results)
         assert all(texts)
     for name, settings in read_trainings(place).items():
         settings_from(place / name, settings)

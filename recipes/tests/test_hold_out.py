@@ -13,7 +13,6 @@ from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.hold_out import hold_out
 from bigbatch_recipes.study import build_training
 from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
-from bigbatch_recipes.sweep_files import as_json
 from bigbatch_recipes.sweep_results import read_sweep_results
 from log_rows import row, write_log
 
@@ -141,9 +140,9 @@ def test_held_out_scores_choose_and_fresh_seeds_are_shown(tuned):
     assert "chosen on held-out training samples with seeds 1000 to 1001" in sweep.title
     assert ["lr=0.1,target=0.2 (lr)", "lr=0.02,target=0.4 (lr)"] == sweep.at_edges
     assert 4 == len(sweep.begun)  # the curves of seeds that are shown
-    first = as_json(sweep)["points"][0]
-    assert [1000, 1001] == [run["seed"] for run in first["tuning"]]
-    assert [] == first["runs"]
+    first = sweep.points[0]
+    assert [1000, 1001] == [run.seed for run in first.tuning]
+    assert [] == first.runs
 
 
 def test_tuning_runs_without_a_score_lose(tuned):

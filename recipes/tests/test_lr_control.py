@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from bigbatch.errors import RunError
 from bigbatch_recipes import RECIPES
@@ -37,7 +36,7 @@ def vr_arm(tmp_path_factory):
     """A short run with variance reduction."""
     settings = SHORT.with_changes({"optimizer": "vr-momentum"})
     run = RunDirectory.create(tmp_path_factory.mktemp("runs") / "vr_arm", settings.as_dict())
-    train_run(Training(DIGITS, settings), run, LiveView(Console(), quiet=True), "vr_arm")
+    train_run(Training(DIGITS, settings), run, LiveView(quiet=True), "vr_arm")
     return run.path
 
 

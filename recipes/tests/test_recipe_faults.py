@@ -7,7 +7,6 @@ from itertools import count
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 
 from bigbatch.errors import RunError
@@ -151,7 +150,7 @@ def test_a_run_with_a_skipped_step_that_continues_writes_every_step_once(tmp_pat
         return value * torch.nan if number == 4 * 2 + 1 else value
 
     run = RunDirectory.create(tmp_path / "run", SETTINGS.as_dict())
-    view = LiveView(Console(), quiet=True)
+    view = LiveView(quiet=True)
     with pytest.raises(Killed), pytest.warns(UserWarning, match="not finite"):
         train_run(Training(digits(loss=loss), SETTINGS), run, view, "")
     assert [3] == [row["step"] for row in history_of(run.path).rows if row["skipped"]]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bigbatch.errors import RunError, SettingError
+from bigbatch.log.history import history_of
 from bigbatch.log.row_schema import require_step, row_of
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
@@ -415,3 +416,43 @@ def test_a_model_with_an_output_that_is_no_number_has_no_score(ranks, logit):
     assert {"right": 25.0} == judged_strange(0, 1, 1.0)
     for found in [judged_strange(0, 1, logit), *ranks(2)(judged_strange, logit)]:
         assert math.isnan(found["right"])
+
+
+OWN_POLICY = """
+import bigbatch as bb
+
+
+class Doubling:
+    def __init__(self, every):
+        self.every = every
+
+    def decide(self, statistics, now):
+        return bb.Decision(batch_size=32 << now.samples // self.every, reason="more")
+"""
+
+
+def test_a_policy_of_ones_own_trains_and_resumes_from_another_folder(
+    bigbatch, tmp_path, monkeypatch
+):
+    (tmp_path / "doubling.py").write_text(OWN_POLICY)
+    monkeypatch.chdir(tmp_path)
+    options = ("--policy", "doubling.py:Doubling:every=400", "--epochs", "1")
+    status, _, err = bigbatch("train", "digits", *options, "--quiet")
+    assert (0, "") == (status, err)
+    run = tmp_path / "runs" / "digits-Doubling-momentum-1"
+    sizes = [row["batch_size"] for row in history_of(run).rows]
+    assert {32, 64, 128} <= set(sizes)
+    monkeypatch.chdir(tmp_path / "runs")
+    assert 0 == bigbatch("train", "--resume", run, "--quiet")[0]
+    status, _, err = bigbatch("train", "digits", "--policy", "simigrad:target=0.3")
+    assert (2, 1) == (status, err.count("\n"))
+    assert "has arguments, which are settings here: write policy=simigrad, and target" in err
+
+
+def test_a_sweep_compares_a_policy_of_ones_own(bigbatch, tmp_path, monkeypatch):
+    (tmp_path / "doubling.py").write_text(OWN_POLICY)
+    monkeypatch.chdir(tmp_path)
+    grid = ("--grid", "policy=fixed|doubling.py:Doubling:every=400", "--seeds", "1")
+    status, out, _ = bigbatch("sweep", "digits", *grid, "--set", "epochs=1", "--jobs", "1")
+    assert 0 == status
+    assert "policy=Doubling-seed0  test accuracy, %" in out

@@ -8,7 +8,7 @@ from statistics import fmean, median
 import pytest
 
 from bigbatch.log.history import history_of
-from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.train_run import Training
@@ -34,7 +34,7 @@ def test_the_seconds_include_earlier_evaluations_and_not_their_own(tmp_path, mon
     )
     run = RunDirectory.create(tmp_path / "run", settings.as_dict())
     training = Training(replace(DIGITS, model=model), settings)
-    training.train_epochs(run, LiveView(plain_console(), quiet=True), "run")
+    training.train_epochs(run, LiveView(quiet=True), "run")
     first, second, third = (one["elapsed_seconds"] for one in history_of(run.path).scored_rows)
     assert 0 < first < 1000 <= second < third
     assert (second - first) // 1000 == (third - second) // 1000 >= 1  # forwards of an evaluation

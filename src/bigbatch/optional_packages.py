@@ -7,15 +7,16 @@ from types import ModuleType
 from bigbatch.errors import MissingPackageError
 
 _OF_EXTRA = re.compile(r'(?P<requirement>[^;]+); extra == "(?P<extra>[\w-]+)"')
-_NESTED = re.compile(r"bigbatch\[(?P<extras>[\w,-]+)\]")
+_NESTED = re.compile(r"bigbatch[\w-]*\[(?P<extras>[\w,-]+)\]")
 
 
-def import_optional(package: str, extra: str) -> ModuleType:
+def import_optional(package: str, extra: str, distribution: str = "bigbatch") -> ModuleType:
     """Imports an optional package.
 
     Args:
         package: the name to import.
-        extra: the extra of bigbatch that installs it.
+        extra: the extra that installs it.
+        distribution: the distribution that has the extra.
     Raises:
         MissingPackageError: the package is not installed; names the command that installs it.
     """
@@ -26,30 +27,32 @@ def import_optional(package: str, extra: str) -> ModuleType:
         if (error.name or "").partition(".")[0] != name:
             raise  # the package is installed, and one that it needs is not
         raise MissingPackageError(
-            f"bigbatch[{extra}] needs {name}, which is not installed; run: {install_command(extra)}"
+            f"{distribution}[{extra}] needs {name}, which is not installed; run: "
+            f"{install_command(extra, distribution)}"
         ) from error
 
 
-def install_command(extra: str) -> str:
+def install_command(extra: str, distribution: str = "bigbatch") -> str:
     """The command that installs the packages of an extra, from any folder.
 
-    If bigbatch is not installed, and so has no metadata, the command is for the source folder.
+    If the distribution is not installed, and so has no metadata, the command is for the folder of
+    its source.
     """
-    quoted = [f'"{requirement}"' for requirement in requirements(extra)]
+    quoted = [f'"{requirement}"' for requirement in requirements(extra, distribution)]
     return f"pip install {' '.join(quoted)}" if quoted else f'pip install ".[{extra}]"'
 
 
-def requirements(extra: str) -> list[str]:
-    """The packages of an extra with their versions, from the metadata of the installed bigbatch.
+def requirements(extra: str, distribution: str = "bigbatch") -> list[str]:
+    """The packages of an extra with their versions, from the metadata of the distribution.
 
     Example:
-        >>> "typer>=0.29" in requirements("cli")
+        >>> "ninja>=1.11" in requirements("deepspeed")
         True
     """
     from importlib.metadata import PackageNotFoundError, requires  # slow, and rarely needed
 
     try:
-        listed = requires("bigbatch") or []
+        listed = requires(distribution) or []
     except PackageNotFoundError:
         return []
     packages: set[str] = set()
@@ -57,7 +60,8 @@ def requirements(extra: str) -> list[str]:
         if match["extra"] != extra:
             continue
         if nested := _NESTED.fullmatch(match["requirement"]):
-            packages.update(*map(requirements, nested["extras"].split(",")))
+            for each in nested["extras"].split(","):
+                packages.update(requirements(each, distribution))
         else:
             packages.add(match["requirement"])
     return sorted(packages)

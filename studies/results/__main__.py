@@ -1,56 +1,47 @@
-"""`bigbatch results`: draws the tables and figures of docs/results.md, or trains for them again."""
+"""Draws the tables and figures of docs/results.md, or trains for them again.
 
-import time
+python -m studies.results draw
+python -m studies.results train batch-mlp --data DIR --jobs 2
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from bigbatch.errors import BigbatchError
 from bigbatch.log.atomic_files import write_atomically
-from bigbatch_recipes.cli import options
-from bigbatch_recipes.console import LiveView, plain_console
-from bigbatch_recipes.settings import require_choice
+from studies.results.comparison_log import log_text
 from studies.results.questions import TRAINED, draw
 
-results = typer.Typer(
-    help="Draws the results of docs/results.md, or trains for them again.",
-    add_completion=False,
-    rich_markup_mode=None,
-)
 
-Logs = Annotated[Path, typer.Option(help="Folder of the logs.")]
-_LOGS = Path("docs/results")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one of the two commands; a mistake is one line."""
+    parser = argparse.ArgumentParser(prog="python -m studies.results", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    drawing = commands.add_parser("draw", help="all figures and tables from the logs")
+    training = commands.add_parser("train", help="one comparison, and its log; what is left")
+    training.add_argument("name", choices=TRAINED)
+    training.add_argument("--data", type=Path, help="folder of data folders")
+    training.add_argument("--jobs", type=int, help="runs at a time [cores / threads]")
+    training.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of the runs")
+    for command in (drawing, training):
+        command.add_argument("--logs", type=Path, default=Path("docs/results"), help="their folder")
+    given = parser.parse_args(arguments)
+    try:
+        if given.command == "draw":
+            written = draw(given.logs)
+        else:
+            folder = given.runs_dir / f"results-{given.name}"
+            log = TRAINED[given.name].train(folder, given.data, given.jobs)
+            given.logs.mkdir(parents=True, exist_ok=True)
+            written = [given.logs / f"{given.name}.json"]
+            write_atomically(written[0], log_text(log).encode())
+    except BigbatchError as error:
+        parser.exit(1, f"{error}\n")
+    for path in written:
+        sys.stdout.write(f"{path}\n")
 
 
-@results.command("draw")
-def draw_all(logs: Logs = _LOGS) -> None:
-    """Draws all figures and tables from the logs; trains nothing."""
-    for path in draw(logs):
-        typer.echo(path)
-
-
-@results.command()
-def train(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(TRAINED)}.")],
-    data: Annotated[Path | None, typer.Option(exists=True, help="Folder of data folders.")] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time [cores / threads].")
-    ] = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(min=0, help="Stop after so many, and write the log of what is finished."),
-    ] = None,
-    runs_dir: Annotated[
-        Path, typer.Option(help="Folder of the runs, which are resumed if there.")
-    ] = Path("runs"),
-    logs: Logs = _LOGS,
-    quiet: options.Quiet = False,
-) -> None:
-    """Trains for one question and writes its log; what was left is resumed."""
-    require_choice("question", name, TRAINED)
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    view = LiveView(plain_console(), quiet=quiet)
-    text = TRAINED[name](runs_dir / f"results-{name}", data, jobs, view, deadline)
-    logs.mkdir(parents=True, exist_ok=True)
-    write_atomically(logs / f"{name}.json", text.encode())
-    view.print(f"log: {logs / f'{name}.json'}")
+if __name__ == "__main__":
+    main()

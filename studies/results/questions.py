@@ -1,35 +1,26 @@
 """All questions of docs/results.md, by the names of their logs: how each is trained and drawn."""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from matplotlib.figure import Figure
-
-from bigbatch.errors import RunError, SettingError
+from bigbatch.errors import RunError
 from bigbatch.log.atomic_files import write_atomically
-from bigbatch.log.curves import write_figure
-from bigbatch_recipes import get_recipe
-from bigbatch_recipes.console import LiveView
-from studies.results import (
-    any_start,
-    batch_norm,
-    batch_tables,
-    cost_figure,
-    estimate_accuracy,
-    gpu_comparisons,
-    measured_batch,
-    start_tables,
-    variance_reduction,
-    vr_tables,
-)
+from bigbatch.log.chart import HeatMap, Panel
+from bigbatch.log.chart_svg import svg
+from studies.results import any_start, estimate_tables, variance_reduction, vr_tables
+from studies.results.batch_comparisons import COMPARISONS
+from studies.results.batch_tables import figure, score_over_steps, tables, target_of
 from studies.results.comparison import Comparison
-from studies.results.markdown import fill
-from studies.results.run_log import RunLog, log_text, read_log
+from studies.results.comparison_log import read_log
 
-Train = Callable[[Path, Path | None, int | None, LiveView, float | None], str]
+Charts = Sequence[Panel | HeatMap]
+
+_BEGIN = "<!-- results:"
+_PLACE = re.compile(rf"({_BEGIN} (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_OVER_STEPS = ("fixed 64", "SimiGrad .2")  # in the figure of the README
 
 
 @dataclass(frozen=True)
@@ -37,101 +28,78 @@ class Question:
     """One question.
 
     Args:
-        train: makes the text of its log; takes the folder of the runs, that of the data or None,
-            the number of runs at a time or None, the view, and the value of `time.monotonic()` at
-            which it stops or None. None where nothing is trained.
+        comparison: its trainings; None where they cannot be trained again.
         tables: makes the tables of its log in a folder of logs.
-        figure: draws its log in a folder of logs.
-        log: path of the log from that folder; "" for its name with .json.
+        figures: draws its log in a folder of logs; charts by the names of their files.
     """
 
-    train: Train | None
+    comparison: Comparison | None
     tables: Callable[[Path], str]
-    figure: Callable[[Path], Figure]
-    log: str = ""
+    figures: Callable[[Path], Mapping[str, Charts]]
 
 
-def _of(
-    comparison: Comparison, tables: Callable[[RunLog], str], figure: Callable[[RunLog], Figure]
-) -> Question:
-    file = f"{comparison.name}.json"
+def _batches(comparison: Comparison) -> Question:
+    name = comparison.name
 
-    def train(
-        runs: Path, data: Path | None, jobs: int | None, view: LiveView, deadline: float | None
-    ) -> str:
-        folder = get_recipe(comparison.recipe).origin.find(data)
-        return log_text(comparison.train(runs, str(folder or ""), jobs, view, deadline))
+    def figures(logs: Path) -> Mapping[str, Charts]:
+        log = read_log(logs / f"{name}.json")
+        charts = {name: figure(log)}
+        if comparison is COMPARISONS[0]:
+            charts["score-over-steps"] = score_over_steps(log, _OVER_STEPS)
+        return charts
 
-    return Question(
-        train,
-        lambda logs: tables(read_log(logs / file)),
-        lambda logs: figure(read_log(logs / file)),
-    )
+    return Question(comparison, lambda logs: tables(read_log(logs / f"{name}.json")), figures)
 
 
 def _any_start() -> Question:
-    """Its target is that of the comparison of batches."""
+    """Its target is that of the first comparison of batches."""
+    comparison = any_start.COMPARISON
 
     def target(logs: Path) -> float:
-        return batch_tables.target_of(read_log(logs / f"{measured_batch.COMPARISONS[0].name}.json"))
-
-    def log(logs: Path) -> RunLog:
-        return read_log(logs / f"{any_start.COMPARISON.name}.json")
+        return target_of(read_log(logs / f"{COMPARISONS[0].name}.json"))
 
     return Question(
-        _of(any_start.COMPARISON, str, lambda _: Figure()).train,
-        lambda logs: start_tables.tables(log(logs), target(logs)),
-        lambda logs: start_tables.figure(log(logs), target(logs)),
+        comparison,
+        lambda logs: any_start.tables(read_log(logs / "any-start.json"), target(logs)),
+        lambda logs: {
+            comparison.name: any_start.figure(read_log(logs / "any-start.json"), target(logs))
+        },
+    )
+
+
+def _variance_reduction() -> Question:
+    comparison = variance_reduction.COMPARISON
+    file = f"{comparison.name}.json"
+    return Question(
+        comparison,
+        lambda logs: vr_tables.tables(read_log(logs / file)),
+        lambda logs: {comparison.name: vr_tables.figure(read_log(logs / file))},
     )
 
 
 def _estimates() -> Question:
-    def train(
-        _: Path, data: Path | None, jobs: int | None, __: LiveView, deadline: float | None
-    ) -> str:
-        if deadline is not None:
-            raise SettingError("estimates cannot be stopped and resumed; leave --minutes out")
-        return json.dumps(estimate_accuracy.train(data, jobs or 1)) + "\n"
+    def log(logs: Path) -> estimate_tables.Log:
+        content: estimate_tables.Log = json.loads((logs / "estimates.json").read_bytes())
+        return content
 
-    def log(logs: Path) -> Any:
-        return json.loads((logs / "estimates.json").read_bytes())
-
-    return Question(
-        train,
-        lambda logs: estimate_accuracy.table(log(logs)),
-        lambda logs: estimate_accuracy.figure(log(logs)),
-    )
-
-
-def _cost() -> Question:
-    """It is drawn from the page of benchmarks, which is its record."""
-    record = "../benchmarks.md"
     return Question(
         None,
-        lambda logs: cost_figure.tables((logs / record).read_text()),
-        lambda logs: cost_figure.figure((logs / record).read_text()),
-        record,
+        lambda logs: estimate_tables.tables(log(logs)),
+        lambda logs: {"estimates": estimate_tables.figure(log(logs))},
     )
 
 
-BATCHES = (*measured_batch.COMPARISONS, batch_norm.COMPARISON, *gpu_comparisons.COMPARISONS)
 QUESTIONS: dict[str, Question] = {
-    **{one.name: _of(one, batch_tables.tables, batch_tables.figure) for one in BATCHES},
+    **{one.name: _batches(one) for one in COMPARISONS},
     any_start.COMPARISON.name: _any_start(),
-    variance_reduction.COMPARISON.name: _of(
-        variance_reduction.COMPARISON, vr_tables.tables, vr_tables.figure
-    ),
+    variance_reduction.COMPARISON.name: _variance_reduction(),
     "estimates": _estimates(),
-    "cost": _cost(),
 }
-TRAINED = {name: one.train for name, one in QUESTIONS.items() if one.train is not None}
-
-
-_README_ARMS = ("fixed 64", "SimiGrad .2")  # in the figure of the README
+TRAINED = {name: one.comparison for name, one in QUESTIONS.items() if one.comparison is not None}
 
 
 def draw(logs: Path) -> list[Path]:
-    """Draws the figure of every log into the folder of logs, and writes the tables into the pages.
+    """Draws the figures of every log into the folder of logs, and writes tables into the pages.
 
     The pages are results.md in the folder above and those in the folder of the logs. Returns the
     files that were written.
@@ -139,17 +107,16 @@ def draw(logs: Path) -> list[Path]:
     Raises:
         RunError: there is no log, one is damaged, or a place in a page has no table.
     """
-    tables = tables_of(logs)
-    pages = {page: fill(page.read_text(), tables) for page in pages_of(logs)}
-    figures = {logs / f"{name}.png": QUESTIONS[name].figure(logs) for name in tables}
-    if (first := measured_batch.COMPARISONS[0].name) in tables:
-        log = read_log(logs / f"{first}.json")
-        figures[logs / "score-over-steps.png"] = batch_tables.score_over_steps(log, _README_ARMS)
-    for path, figure in figures.items():
-        write_figure(figure, path)
-    for page, text in pages.items():
-        write_atomically(page, text.encode())
-    return [*figures, *pages]
+    found = tables_of(logs)
+    written = {page: fill(page.read_text(), found) for page in pages_of(logs)}
+    for name in found:
+        for file, charts in QUESTIONS[name].figures(logs).items():
+            columns = 2 if len(charts) > 1 else 1
+            text = svg(charts, columns=columns, key=len(charts) > 1, standalone=True)
+            written[logs / f"{file}.svg"] = text
+    for path, text in written.items():
+        write_atomically(path, text.encode())
+    return list(written)
 
 
 def tables_of(logs: Path) -> dict[str, str]:
@@ -158,10 +125,9 @@ def tables_of(logs: Path) -> dict[str, str]:
     Raises:
         RunError: there is no log, or one is damaged.
     """
-    logged = {name: logs / (one.log or f"{name}.json") for name, one in QUESTIONS.items()}
-    names = [name for name, log in logged.items() if log.exists()]
+    names = [name for name in QUESTIONS if (logs / f"{name}.json").exists()]
     if not names:
-        raise RunError(f"there is no log in {logs}; `bigbatch results train` writes one")
+        raise RunError(f"there is no log in {logs}; `python -m studies.results train` writes one")
     return {name: QUESTIONS[name].tables(logs) for name in names}
 
 
@@ -169,3 +135,19 @@ def pages_of(logs: Path) -> list[Path]:
     """The pages that have the tables."""
     summary = logs.parent / "results.md"
     return [summary] * summary.exists() + sorted(logs.glob("*.md"))
+
+
+def fill(page: str, tables: Mapping[str, str]) -> str:
+    r"""A page with the tables at their places, between `<!-- results: NAME -->` and `<!-- end -->`.
+
+    Raises:
+        RunError: a place has no table, or no end.
+    Example:
+        >>> fill("<!-- results: a -->\nold\n<!-- end -->", {"a": "new"})
+        '<!-- results: a -->\nnew\n<!-- end -->'
+    """
+    if len(_PLACE.findall(page)) != page.count(_BEGIN):
+        raise RunError(f"write each place as `{_BEGIN} NAME -->` and `<!-- end -->`, a line each")
+    if unknown := {match["name"] for match in _PLACE.finditer(page)} - tables.keys():
+        raise RunError(f"there is no log for {', '.join(sorted(unknown))}; train it, or drop it")
+    return _PLACE.sub(lambda match: f"{match[1]}{tables[match['name']]}\n{match[3]}", page)

@@ -10,12 +10,10 @@ import torch
 from bigbatch.advisor.cluster_time import Network
 from bigbatch.policies.step_time import StepTime, TimedSize
 from bigbatch_recipes.build_optimizer import build_optimizer
-from bigbatch_recipes.distributed_eval import device_of, to_device
 from bigbatch_recipes.hold_out import hold_out
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import Settings
-from bigbatch_recipes.train_run import autocast
-from studies.timing import times
+from studies.timing import interleaved
 
 _ROUNDS = 15
 
@@ -50,36 +48,23 @@ class StepCost:
 
 
 def measure_step_cost(recipe: Recipe, settings: Settings, sizes: Sequence[int]) -> StepCost:
-    """Times steps of a plain loop over the recipe's data on the device of the settings.
-
-    Args:
-        recipe: the recipe that is trained.
-        settings: its settings; the precision is theirs too.
-        sizes: batch sizes, each of one backward; the median of 15 steps counts.
-    Raises:
-        SettingError: the device does not exist.
-    """
+    """Times steps of a plain loop over the recipe's data: batches of these sizes, 15 steps each."""
     torch.manual_seed(0)
     torch.set_num_threads(settings.threads)
-    device = device_of(settings)
-    data, model = hold_out(recipe.data(settings), settings), recipe.model(settings).to(device)
+    data, model = hold_out(recipe.data(settings), settings), recipe.model(settings)
     optimizer = build_optimizer(settings, model.named_parameters())
     loss_of = recipe.loss(settings)
     samples = data.train.__getitems__(list(range(max(sizes))))  # type: ignore[attr-defined]
-    samples = to_device(samples, device)
 
     def step(size: int) -> None:
         optimizer.zero_grad()
-        with autocast(device.type, settings.precision):
-            loss = loss_of(model, tuple(column[:size] for column in samples))
+        loss = loss_of(model, tuple(column[:size] for column in samples))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    for _ in range(_ROUNDS + 1):  # the first warms up
-        for size in sizes:
-            seconds[size].append(times(partial(step, size)).wall)
-    timed = [TimedSize(size, median(times_[1:]), _ROUNDS) for size, times_ in seconds.items()]
+    rows = interleaved([partial(step, size) for size in sizes], _ROUNDS)
+    walls = [[times.wall for times in column] for column in zip(*rows, strict=True)]
+    timed = [TimedSize(n, median(wall), _ROUNDS) for n, wall in zip(sizes, walls, strict=True)]
     fitted = StepTime.fit(timed)
     assert fitted is not None
     bytes_ = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -11,13 +11,13 @@ from itertools import combinations
 
 import pytest
 import torch
+from bigbatch.cli.app import COMMANDS
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as package
 from bigbatch import AdaptiveBatch, Controller, SimiGrad
-from bigbatch.cli.app import COMMANDS
 from bigbatch_recipes import process_pool
 from torchrun import said, torchrun
 

@@ -9,9 +9,9 @@ import time
 from dataclasses import replace
 
 import pytest
+from bigbatch.cli.app import COMMANDS
 
 from bigbatch.cli import main
-from bigbatch.cli.app import COMMANDS
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.run_directory import RunDirectory

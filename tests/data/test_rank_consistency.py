@@ -7,7 +7,7 @@ from torch.optim import SGD, Adam
 
 from bigbatch.data.rank_consistency import differences, facts_of, optimizer_facts
 from bigbatch.optim import VRAdam
-from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
+from bigbatch.optim.variance_reduced import micro_batch_optimizer
 
 
 def facts(optimizer, *, waits=True):

@@ -10,11 +10,10 @@ AREAS = {
     "optim": "VR-SGD, -Momentum, -Adam, -LARS, -LAMB, LARS and LAMB equal float64 oracles",
     "training": "gradients, learning rates, schedules and resumed runs are exact on any ranks",
     "integrations": "DeepSpeed, Lightning, the HF Trainer and Accelerate train as a plain loop",
-    "runs": "run directories, reports and replay are right, after faults too",
-    "experiments": "every experiment reads its data, builds its models, trains and evaluates",
+    "log": "every loop's log is complete after faults; report, compare and replay are right",
     "advisor": "unmodified scripts are measured as by hand, or refused, and train as without it",
-    "bench": "the benchmarks count and simulate what they report",
-    "results": "the experiments of the page of results compute what they say",
+    "recipes": "every experiment reads its data, builds its models, trains and evaluates",
+    "studies": "every study runs, and computes what its page says",
     "cli": "every command accepts its documented options, and refuses others in one line",
     "outside": "third-party scripts train as before, after an edit of a few lines",
     "project": "README, documents and examples are right; imports follow the data",
@@ -28,6 +27,7 @@ def report_areas(terminal) -> None:
         for report in terminal.stats.get(outcome, ()):
             folders = report.nodeid.split("/")
             area = folders[1] if folders[0] == "tests" else "doctests"
+            area = "recipes" if folders[:2] == ["recipes", "tests"] else area
             counts.setdefault(area, Counter())[outcome] += 1
     terminal.write_line("")
     for area, outcomes in counts.items():

@@ -1,7 +1,7 @@
 """The extras that tests need; tests of missing packages are not collected."""
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -9,33 +9,27 @@ from packaging.requirements import Requirement
 from bigbatch.optional_packages import requirements
 
 ROOT = Path(__file__).parents[2]
+RECIPES = "recipes"  # stands for the packages of bigbatch-recipes
 NEEDED = {  # the extra that a folder, or the files with this beginning of their names, need
-    "src/bigbatch/cli": "cli",
     "recipes/src/bigbatch_recipes/models/hf_bert": "transformers",
-    "recipes/src/bigbatch_recipes": "experiments",
+    "recipes": RECIPES,
+    "studies": RECIPES,
     "src/bigbatch/integrations/accelerate": "accelerate",
     "src/bigbatch/integrations/deepspeed": "deepspeed",
     "src/bigbatch/integrations/lightning": "lightning",
     "src/bigbatch/integrations/transformers": "transformers",
-    "src/bigbatch/log": "cli",
     "tests/advisor/test_advised_trainers": "all",
-    "tests/advisor/test_advise": "experiments",
-    "tests/advisor/test_refused": "cli",
-    "tests/studies": "all",
-    "tests/cli": "experiments",
-    "recipes/tests": "all",
-    "tests/helpers/cifar_files": "experiments",
+    "tests/helpers/cifar_files": RECIPES,
     "tests/helpers/accelerate_process": "accelerate",
     "tests/helpers/lightning_training": "lightning",
-    "tests/helpers/dropout_digits": "experiments",
-    "tests/helpers/recipe_steps": "experiments",
+    "tests/helpers/recipe_steps": RECIPES,
     "tests/helpers/tiny_": "transformers",
     "tests/integrations/test_accelerate": "transformers",  # and its ranks' schedules
     "tests/integrations/test_deepspeed": "deepspeed",
     "tests/integrations/test_lightning": "lightning",
     "tests/integrations/": "all",
     "tests/project/test_examples": "all",
-    "tests/log": "experiments",
+    "tests/studies": RECIPES,
 }
 
 
@@ -60,7 +54,11 @@ def pytest_terminal_summary(terminalreporter):
 def is_missing(extra: str) -> bool:
     """Whether a package of an extra is not installed."""
     try:
-        for requirement in requirements(extra):
+        if extra == RECIPES:
+            needed = [one for one in requires("bigbatch-recipes") or [] if "extra ==" not in one]
+        else:
+            needed = requirements(extra)
+        for requirement in needed:
             version(Requirement(requirement).name)
     except PackageNotFoundError:
         return True

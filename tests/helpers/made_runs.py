@@ -1,6 +1,6 @@
 """Made logs of comparisons: runs whose scores and curves the test chooses."""
 
-from studies.results.run_log import LoggedRun, RunLog
+from studies.results.comparison_log import ComparisonLog, LoggedRun
 from studies.results.step_cost import StepCost
 
 SCORE = "test accuracy, %"
@@ -25,7 +25,6 @@ def tuning(arm, seed=1000, score=90.0, *, lr=0.1):
 
 
 def log_of(*runs, higher_is_better=True):
-    """A log that lacks no run."""
     arms = {run.arm: {} for run in runs}
     about = {"arms": arms, "rates": [], "seeds": 0, "tune_seeds": 1}
-    return RunLog(about, higher_is_better, COST, list(runs))
+    return ComparisonLog(about, higher_is_better, COST, list(runs))

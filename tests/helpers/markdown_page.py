@@ -7,18 +7,18 @@ import json
 import shlex
 import sys
 import tomllib
+from argparse import ArgumentParser
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import click
 import yaml
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser
 from torch.distributed.run import get_args_parser
-from typer.main import get_command
 
+from bigbatch.cli import log_commands
 from bigbatch.cli.advise_command import argument_parser
-from bigbatch.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 SNIPPET = "--8<--"  # a file that the site includes, which a test of its own runs
@@ -65,32 +65,61 @@ def parse_command(words: list[str]) -> None:
             module = ["-m"] if options.module else []
             program = [*module, options.training_script, *options.training_script_args]
             parse_command(["python", *program])
+        case ["python", "-m", str(module), *arguments] if module.startswith("studies."):
+            parse_study(module, arguments)
         case ["python", "-m", *program]:
             parse_command(program)
         case ["python", str(script), *_] if script.startswith("examples/"):
             assert (ROOT / script).exists(), script
+        case ["bigbatch"] | ["bigbatch", "--help" | "--version"]:
+            pass
         case ["bigbatch", "advise", *arguments]:
             argument_parser().parse_args(arguments)
-        case ["bigbatch", *arguments]:
-            parse_arguments(get_command(app), "bigbatch", arguments)
+        case ["bigbatch", "compare" | "report" | "replay" as command, *arguments]:
+            getattr(log_commands, f"{command}_parser")().parse_args(arguments)
+        case ["bigbatch", "train" | "sweep" | "list" as command, *arguments]:
+            parse_recipe_command(command, arguments)
+        case ["bigbatch", *_]:
+            raise AssertionError(f"there is no such command: {words}")
         case ["make", *targets]:
             makefile = (ROOT / "Makefile").read_text()
             for target in targets:
                 assert "=" in target or f"\n{target}:" in makefile, target
 
 
-def parse_arguments(
-    command: click.Command, name: str, arguments: list[str], parent: click.Context | None = None
-) -> None:
-    """Lets a command read its arguments, and the commands of a group theirs."""
+def parse_recipe_command(command: str, arguments: list[str]) -> None:
+    """Lets a command of the recipes read its arguments."""
+    from bigbatch_recipes.cli.launched_command import typer_command
+
+    name = {"list": "recipe_list"}.get(command, f"{command}_command")
+    function = {"list": "list_recipes"}.get(command, command)
+    module = import_module(f"bigbatch_recipes.cli.{name}")
+    if "--help" not in arguments:
+        typer_command(getattr(module, function)).make_context(command, list(arguments))
+
+
+class _ParsedError(Exception):
+    """The arguments of a study are read; it shall not run."""
+
+
+def parse_study(name: str, arguments: list[str]) -> None:
+    """Lets a study read its arguments, up to the point where it would begin."""
+
+    def parse_and_stop(parser: ArgumentParser, *given: Any, **options: Any) -> None:
+        parse(parser, *given, **options)
+        raise _ParsedError
+
+    sys.path.append(str(ROOT))
+    module = import_module(name)
+    module = import_module(f"{name}.__main__") if hasattr(module, "__path__") else module
+    parse, ArgumentParser.parse_args = ArgumentParser.parse_args, parse_and_stop
     try:
-        context = command.make_context(name, list(arguments), parent=parent)
-    except click.exceptions.Exit:  # of --help and --version
+        module.main(arguments)
+    except _ParsedError:
         return
-    rest = [*context._protected_args, *context.args]
-    if rest and isinstance(command, click.Group):
-        inner_name, inner, rest = command.resolve_command(context, rest)
-        parse_arguments(inner, inner_name, rest, context)
+    finally:
+        ArgumentParser.parse_args = parse
+    raise AssertionError(f"{name} parsed no arguments")
 
 
 EVALUATORS = {

@@ -1,6 +1,11 @@
-"""Short versions of third-party optimizers: schedule-free and Lookahead."""
+"""Third-party optimizers: short versions of schedule-free and Lookahead; timm's LARS and LAMB."""
 
+import importlib
+import sys
 from collections import OrderedDict, defaultdict
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -82,3 +87,12 @@ class Lookahead(torch.optim.Optimizer):
         self.steps = state_dict["steps"]
         for state, slow in zip(self.state.values(), state_dict["slow"], strict=True):
             state["slow"].copy_(slow)
+
+
+def timm_optimizer(name):
+    """LARS or LAMB of timm, imported without the rest of timm, which needs torchvision."""
+    package = ModuleType("_timm_optim")
+    package.__path__ = [str(Path(find_spec("timm").origin).parent / "optim")]
+    sys.modules.setdefault(package.__name__, package)
+    module = importlib.import_module(f"{package.__name__}.{name.lower()}")
+    return getattr(module, name.capitalize())

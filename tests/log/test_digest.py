@@ -106,9 +106,9 @@ def test_a_damaged_state_of_all_ranks_is_refused():
 
 
 def test_a_damaged_state_in_a_checkpoint_of_transformers_is_refused(tmp_path):
-    state = pytest.importorskip("bigbatch.integrations.transformers.checkpoint")
-    state.save(tmp_path, 0, 3, {"counts": [1, 2]})
-    assert (3, {"counts": [1, 2]}) == state.load(tmp_path, 0)
+    trainer = pytest.importorskip("bigbatch.integrations.transformers.trainer")
+    trainer.save_rank_state(tmp_path, 0, 3, {"counts": [1, 2]})
+    assert (3, {"counts": [1, 2]}) == trainer.load_rank_state(tmp_path, 0)
     flip_one_bit(tmp_path / "adaptive_batch_0.pt")
     with pytest.raises(StateError, match=r"adaptive_batch_0.pt is damaged"):
-        state.load(tmp_path, 0)
+        trainer.load_rank_state(tmp_path, 0)

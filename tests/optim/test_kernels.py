@@ -81,23 +81,6 @@ def test_kernels_are_asked_for_where_they_are_missing_or_found():
         assert VRAdam(weights, fused=True).param_groups[0]["fused"]
 
 
-@pytest.mark.release
-def test_the_bench_says_the_path_and_has_a_row_for_every_optimizer(bigbatch):
-    status, out, _ = bigbatch("bench", "optim", "--rounds", 1, "--over", "1 M in 16")
-    assert status == 0
-    rivals = [one.name for team in optimizer_cost.teams() for one in team]
-    for name in ("VR-SGD", "VR-Momentum", "VR-Adam", "VR-LARS", "VR-LAMB", *rivals):
-        assert f"| {name} " in out, name
-    assert "second moment, in a real backward" in out
-    assert ("compiled kernels" if native.library() else "torch operations") in out
-
-
-def test_the_bench_refuses_a_list_that_it_does_not_have(bigbatch):
-    status, _, err = bigbatch("bench", "optim", "--over", "2 M")
-    assert status == 2
-    assert "one of 1 M in 16" in err
-
-
 def test_a_rows_ratios_are_time_times_speed_over_bytes():
     one = optimizer_cost.Contestant("x", 20, list, times=[2.0, 4.0, 6.0])
     row = optimizer_cost.step_row(

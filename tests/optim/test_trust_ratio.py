@@ -21,8 +21,8 @@ from bigbatch.gradients import SingleProcessSource
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS
 from oracles import vr
-from studies import optimizer_cost
 from tensors import difference, same, threads, values
+from third_party_optimizers import timm_optimizer
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 pytestmark = pytest.mark.filterwarnings("ignore:k = [2-7] micro-batches:UserWarning")
@@ -719,7 +719,7 @@ def test_a_bias_under_lamb_is_torchs_adam(maximize: bool) -> None:
 @needs_timm
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lamb_is_timms_with_a_ratio_for_all(decay: float) -> None:
-    theirs_of = optimizer_cost.timm_optimizer("LAMB")
+    theirs_of = timm_optimizer("LAMB")
     ours, theirs = layers(), layers()
     own = {"lr": 0.02, "betas": (0.8, 0.97), "eps": 1e-4, "weight_decay": decay}
     train(ours, LAMB(ours, exclude_bias_and_norm=False, **own), None, range(10), k=1)
@@ -730,7 +730,7 @@ def test_lamb_is_timms_with_a_ratio_for_all(decay: float) -> None:
 
 @needs_timm
 def test_excluding_biases_is_timms_and_apexs_ratio_for_decayed_groups_only() -> None:
-    theirs_of = optimizer_cost.timm_optimizer("LAMB")
+    theirs_of = timm_optimizer("LAMB")
     ours, theirs = layers(), layers()
     train(ours, LAMB(ours, lr=0.02, weight_decay=0.1), None, range(10), k=1)
     groups = [
@@ -746,7 +746,7 @@ def test_excluding_biases_is_timms_and_apexs_ratio_for_decayed_groups_only() -> 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lars_is_timms_at_a_constant_learning_rate(decay: float, nesterov: bool) -> None:
-    theirs_of = optimizer_cost.timm_optimizer("LARS")
+    theirs_of = timm_optimizer("LARS")
     ours, theirs = layers(), layers()
     own = {"lr": 1.0, "momentum": 0.8, "weight_decay": decay, "nesterov": nesterov}
     local = LARS(ours, trust_coefficient=0.01, exclude_bias_and_norm=False, **own)

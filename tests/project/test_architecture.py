@@ -12,37 +12,37 @@ import pytest
 import bigbatch
 import bigbatch.optim
 
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(bigbatch.__file__).parent
-# errors, interrupts, kernels < chart_axis, digest, optional_packages, setting_types < gradients
-# < statistics < policies < data, optim < training < advisor < integrations, runs < experiments
-# < bench < results < cli
+RECIPES = ROOT / "recipes/src/bigbatch_recipes"
+STUDIES = ROOT / "studies"
+# imports go to the left: docs/decisions/0023
 LEVELS = {
-    "errors": 0,
-    "interrupts": 0,
-    "kernels": 0,
-    "chart_axis": 1,
-    "digest": 1,
-    "optional_packages": 1,
-    "setting_types": 1,
-    "gradients": 2,
-    "statistics": 3,
-    "policies": 4,
-    "data": 5,
-    "optim": 5,
-    "training": 6,
-    "advisor": 7,
-    "public": 8,
-    "": 8,  # the package itself
-    "integrations": 8,
-    "runs": 8,
-    "experiments": 9,
-    "bench": 10,
-    "results": 11,
-    "cli": 12,
-    "__main__": 13,
+    folder: level
+    for level, folders in enumerate(
+        (
+            "errors interrupts kernels",
+            "digest optional_packages setting_types",
+            "gradients",
+            "statistics",
+            "policies",
+            "data optim",
+            "log",
+            "training",
+            "advisor",
+            "public",
+            "integrations",
+            "cli",
+            "__main__",
+        )
+    )
+    for folder in folders.split()
 }
-LIBRARY = {folder for folder, level in LEVELS.items() if level <= LEVELS["advisor"]} | {"public"}
+PACKAGES = {"bigbatch": 0, "bigbatch_recipes": 1, "studies": 2}
 FILES = sorted(SOURCE.rglob("*.py"))
+TREES = {"bigbatch": FILES, "bigbatch_recipes": sorted(RECIPES.rglob("*.py"))}
+TREES["studies"] = sorted(STUDIES.rglob("*.py"))
+ALL_FILES = [file for files in TREES.values() for file in files]
 
 
 def folder_of(module: str) -> str:
@@ -51,7 +51,8 @@ def folder_of(module: str) -> str:
 
 
 def module_of(file: Path) -> str:
-    parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+    above = next(tree for tree in (SOURCE, RECIPES, STUDIES) if tree in file.parents)
+    parts = file.relative_to(above.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -62,7 +63,8 @@ def imports_of(file: Path) -> list[str]:
             found += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative imports hide the direction"
-            found.append(node.module)
+            inside = [f"{node.module}.{name.name}" for name in node.names]
+            found += inside if node.module == "bigbatch" else [node.module]
     return found
 
 
@@ -72,16 +74,31 @@ def test_imports_follow_the_data(file):
     if folder == "":
         return  # the package itself imports everything below
     for imported in imports_of(file):
-        if imported.split(".")[0] == "bigbatch":
+        if imported.split(".")[0] == "bigbatch" and imported != "bigbatch.__version__":
             other = folder_of(imported)
             assert other in LEVELS, f"{file} imports {imported}, which has no level in LEVELS"
             same_or_lower = other == folder or LEVELS[other] < LEVELS[folder]
             assert same_or_lower, f"{file}: {folder} may not import {imported}"
 
 
+def test_the_library_imports_no_recipe_and_a_recipe_no_study():
+    for package, files in TREES.items():
+        assert files
+        for file in files:
+            imported = {name.split(".")[0] for name in imports_of(file)} & PACKAGES.keys()
+            above = [name for name in imported if PACKAGES[name] > PACKAGES[package]]
+            assert not above, f"{file} imports {above}"
+
+
+def test_the_library_has_no_word_of_recipes():
+    for file in SOURCE.rglob("*"):
+        if file.suffix in (".py", ".css", ".js"):
+            assert not re.search(r"(?i)bigbatch.recipes|\brecipes?\b", file.read_text()), file
+
+
 def test_every_folder_has_a_level():
     folders = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert folders - {"__init__", "__pycache__", "py"} <= set(LEVELS) | {"py.typed"}
+    assert folders - {"__init__", "__pycache__"} == set(LEVELS)
 
 
 def test_policies_import_no_tensors_clock_or_files():
@@ -90,36 +107,20 @@ def test_policies_import_no_tensors_clock_or_files():
         assert not forbidden & {name.split(".")[0] for name in imports_of(file)}, file
 
 
-def test_the_library_imports_torch_and_numpy_alone():
-    allowed = {"torch", "numpy", "bigbatch"} | sys.stdlib_module_names
-    for file in FILES:
-        if folder_of(module_of(file)) in LIBRARY:
-            assert {name.split(".")[0] for name in imports_of(file)} <= allowed, file
-
-
-OPTIONAL = {  # the packages that a folder or a module may import
-    "integrations.accelerate": {"accelerate"},
-    "integrations.deepspeed": {"deepspeed"},
-    "integrations.lightning": {"lightning"},
-    "integrations.transformers": {"accelerate", "transformers"},
-    "experiments.models.hf_bert": {"tokenizers", "transformers"},
-    "cli": {"rich", "typer"},
-    "runs": {"filelock", "jinja2", "matplotlib", "rich", "yaml"},
-    "experiments": {"PIL", "filelock", "jinja2", "matplotlib", "rich"},
-    "bench": {"matplotlib", "rich", "typer"},
-    "results": {"matplotlib"},
+TRAINERS = {  # what the integrations may import
+    "accelerate": {"accelerate"},
+    "deepspeed": {"deepspeed"},
+    "lightning": {"lightning"},
+    "transformers": {"accelerate", "transformers"},
 }
 
 
-def test_optional_packages_are_imported_in_their_folders_alone():
-    packages = set().union(*OPTIONAL.values())
+def test_the_library_imports_torch_and_numpy_alone():
+    allowed = {"torch", "numpy", "bigbatch"} | sys.stdlib_module_names
     for file in FILES:
-        module = module_of(file).removeprefix("bigbatch.")
-        allowed = [
-            names for folder, names in OPTIONAL.items() if f"{module}.".startswith(f"{folder}.")
-        ]
-        imported = {name.split(".")[0] for name in imports_of(file)} & packages
-        assert imported <= set().union(*allowed), f"{file} imports {imported}"
+        _, folder, trainer, *_ = [*module_of(file).split("."), "", ""]
+        more = TRAINERS.get(trainer, set()) if folder == "integrations" else set()
+        assert {name.split(".")[0] for name in imports_of(file)} <= allowed | more, file
 
 
 def module_state_of(file: Path) -> list[str]:
@@ -137,10 +138,7 @@ def module_state_of(file: Path) -> list[str]:
     return found
 
 
-LIBRARY_FILES = [file for file in FILES if folder_of(module_of(file)) in LIBRARY]
-
-
-@pytest.mark.parametrize("file", LIBRARY_FILES, ids=module_of)
+@pytest.mark.parametrize("file", FILES, ids=module_of)
 def test_no_module_of_the_library_keeps_state(file):
     assert [] == module_state_of(file)
 
@@ -152,9 +150,11 @@ def test_the_state_of_a_module_is_found(tmp_path):
     assert ["global D", *lines[:3]] == module_state_of(file)
 
 
-def test_no_two_modules_have_the_same_name():
-    names = Counter(file.stem for file in FILES if file.stem != "__init__")
-    names.update(folder.parent.name for folder in SOURCE.rglob("*/__init__.py"))
+@pytest.mark.parametrize("package", TREES)
+def test_no_two_modules_have_the_same_name(package):
+    files = TREES[package]
+    names = Counter(file.stem for file in files if not file.stem.startswith("__"))
+    names.update(file.parent.name for file in files if file.stem == "__init__")
     assert not {name for name, count in names.items() if count > 1}
 
 
@@ -178,6 +178,9 @@ def test_contributing_lists_the_files_of_the_library():
         "optim",
         "training",
         "advisor",
+        "integrations",
+        "log",
+        "cli",
     } == folders
 
 
@@ -214,7 +217,6 @@ def test_the_public_names_are_these():
         "BatchPlan",
         "Batches",
         "BigbatchError",
-        "BranchTest",
         "BranchTestResult",
         "Controller",
         "Decision",
@@ -225,11 +227,13 @@ def test_the_public_names_are_these():
         "GradientMeter",
         "GradientStatistics",
         "LateSwitch",
+        "Needs",
         "Network",
         "NoiseAverage",
         "NoiseScale",
         "NormTest",
         "Policy",
+        "RunLog",
         "Schedule",
         "Seesaw",
         "Shadow",

@@ -21,7 +21,9 @@ LOOP = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
 def test_changelog_and_citation_have_the_version_of_the_package():
     changelog = (ROOT / "CHANGELOG.md").read_text()
     version, day = re.search(r"(?m)^## (\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)$", changelog).groups()
-    assert bigbatch.__version__ == version
+    recipes = tomllib.loads((ROOT / "recipes/pyproject.toml").read_text())["project"]
+    assert bigbatch.__version__ == version == recipes["version"]
+    assert f"bigbatch=={version}" in recipes["dependencies"]
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (version, day) == (citation["version"], str(citation["date-released"]))
@@ -54,13 +56,14 @@ def test_a_wheel_is_installed_by_pip_and_runs_the_readmes_loop(tmp_path):
     subprocess.run([sys.executable, *pip, "wheel", "--no-deps", "-w", tmp_path, ROOT], check=True)
     (wheel,) = tmp_path.glob("bigbatch-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    for ending in ("py.typed", "kernels/kernels.c", "report.html", "report.css", "report.js"):
+    for ending in ("py.typed", "kernels/kernels.c", "log/chart.css"):
         assert any(name.endswith(ending) for name in names), ending
+    assert not [name for name in names if "recipes" in name or "studies" in name]
     venv.create(tmp_path / "new", with_pip=True)
     python = tmp_path / "new/bin/python"
     constraints = ["-c", ROOT / "constraints.txt"]
-    extra = f"bigbatch[experiments] @ {wheel.as_uri()}"
-    subprocess.run([python, *pip, "install", *constraints, extra], check=True, cwd=tmp_path)
+    needed = [wheel, "scikit-learn"]
+    subprocess.run([python, *pip, "install", *constraints, *needed], check=True, cwd=tmp_path)
     command = [tmp_path / "new/bin/bigbatch", "--version"]
     version = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert f"bigbatch {bigbatch.__version__}\n" == version.stdout

@@ -1,7 +1,6 @@
-"""What `bigbatch bench coverage` and `halves` make of the steps they measure."""
+"""What the studies of coverage and of similarity make of the steps they measure."""
 
 import math
-import re
 from statistics import fmean
 
 import pytest
@@ -171,20 +170,3 @@ def test_settings_with_less_than_one_sample_a_micro_batch_are_left_out():
     for row in rows:
         assert pytest.approx(1 / (1 + 2 * 30 / row.samples)) == row.truth
         assert 0 == row.samples % row.micro_batches
-
-
-def test_the_figure_has_a_panel_a_population_and_is_written(tmp_path):
-    rows = [
-        Comparison(name, near, k, 64, near, [near, near + 0.1], [near, near + 0.2])
-        for name in ("one", "two")
-        for near in (0.1, 0.7)
-        for k in (2, 4)
-    ]
-    similarity_accuracy.draw(rows, tmp_path / "halves.svg")
-    text = (tmp_path / "halves.svg").read_text()
-    assert 2 == text.count('id="axes_')
-    bars = re.findall(r'<g id="LineCollection_.*?</g>', text, re.DOTALL)
-    # one bar a population, similarity, k and estimate, and one an estimate in the legend
-    assert 2 * 2 * 2 * 2 + 2 == sum(group.count("<path") for group in bars)
-    similarity_accuracy.draw(rows[:4], tmp_path / "halves.png")
-    assert (tmp_path / "halves.png").read_bytes().startswith(b"\x89PNG")

@@ -9,9 +9,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.optim import LAMB, LARS, VarianceReduced
-from bigbatch.optim.gsnr_options import VROptions
+from bigbatch.optim.gsnr_options import VROptions, require_valid
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.parse import build_policy
+from bigbatch.policies.own_policy import own_policy
+from bigbatch.policies.parse import build_policy, is_own
 from bigbatch.policies.policy import Policy, needs_of
 from bigbatch_recipes.open_loop import Replay
 from bigbatch_recipes.run_directory import RunDirectory
@@ -37,6 +38,8 @@ def build_controller(settings: Settings) -> Controller:
 
 
 def _build_policy(settings: Settings) -> Policy:
+    if is_own(settings.policy):
+        return own_policy(settings.policy)
     if settings.policy == "schedule" and settings.replay_from:
         return _replay(settings)
     if settings.policy == "schedule" and not settings.batch_schedule:
@@ -78,7 +81,7 @@ def build_optimizer(
     Raises:
         SettingError: the name is unknown, or a value is out of range.
     """
-    require_choice("optimizer", settings.optimizer, OPTIMIZERS)
+    require_optimizer(settings)
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in parameters:
         decays = settings.decay_all or parameter.ndim > 1
@@ -93,6 +96,17 @@ def build_optimizer(
     if not is_vr:
         return base
     return VarianceReduced(base, **_vr_options(settings, base))
+
+
+def require_optimizer(settings: Settings) -> None:
+    """Raises SettingError for an optimizer that cannot be built.
+
+    Builds none, for which torch would import its compiler.
+    """
+    require_choice("optimizer", settings.optimizer, OPTIMIZERS)
+    if settings.optimizer.startswith("vr-"):
+        group = {"params": [], "vr": True, "gamma": settings.gamma, "r_max": settings.r_max}
+        require_valid(group, VarianceReduced, settings.factor)
 
 
 def _vr_options(settings: Settings, base: Optimizer) -> VROptions:

@@ -1,12 +1,13 @@
 """Loss and scores of models that predict clicks."""
 
 import math
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from bigbatch.optional_packages import import_optional
 from bigbatch_recipes.datasets.click_rows import Batch, Clicks
 from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
 from bigbatch_recipes.settings import Settings
@@ -31,7 +32,7 @@ def click_scores(
         settings: their micro-batch and device are used.
         dataset: name of the data, for the names of the scores.
     """
-    metrics = import_optional("sklearn.metrics", "experiments")  # its import takes two seconds
+    metrics: Any = import_module("sklearn.metrics")  # its import takes two seconds
     rank_rows = [
         torch.stack([model(numbers, rows).float(), labels], 1)
         for numbers, rows, labels in local_batches(test, settings)

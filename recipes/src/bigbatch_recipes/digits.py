@@ -6,10 +6,12 @@ same samples, with one learning rate for the base batch and the square root for 
 Source of the data: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, 1998.
 """
 
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import nn
 
-from bigbatch.optional_packages import import_optional
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.location import DatasetLocation
 from bigbatch_recipes.image_classification import (
@@ -51,8 +53,8 @@ def _model(settings: Settings) -> nn.Module:
 
 
 def _data(settings: Settings) -> Data:
-    datasets = import_optional("sklearn.datasets", "experiments")  # two seconds
-    model_selection = import_optional("sklearn.model_selection", "experiments")
+    datasets: Any = import_module("sklearn.datasets")  # two seconds
+    model_selection: Any = import_module("sklearn.model_selection")
     images, labels = datasets.load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=_dtype(settings)).reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)

@@ -1,31 +1,38 @@
-"""Estimates of a training from its settings alone, without data, weights or other ranks."""
+"""`bigbatch train --dry-run`: settings with their sources, size, plans and rates; trains nothing.
+
+It reads no data, and has no weights, no optimizer and no other ranks.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from textwrap import fill
 
-from torch import nn
-
-from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
+from bigbatch.log.history import Table
 from bigbatch.policies.batch_schedule import Schedule
+from bigbatch.policies.controller import Controller, controller_of
 from bigbatch.policies.lr_scaling import resolve_scaling
-from bigbatch.policies.plan import BatchPlan
+from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Fixed, TrainingState
 from bigbatch.setting_types import Count, check_setting
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch_recipes.build_loop import build_loop, lr_scaling_of
-from bigbatch_recipes.build_optimizer import build_controller, build_optimizer
+from bigbatch_recipes.build_loop import lr_scaling_of
+from bigbatch_recipes.build_optimizer import build_controller
+from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.lr_schedule import LRSchedule
-from bigbatch_recipes.memory_estimate import MemoryEstimate, estimate_memory
-from bigbatch_recipes.recipe import OURS, Data, Recipe
+from bigbatch_recipes.recipe import OURS, SEEDS, Recipe
 from bigbatch_recipes.settings import Settings, Value
-from bigbatch_recipes.validate import require_trainable
-
-_DEEPSPEED_BACKWARDS = 8  # of a rank and step, which VR compares on DeepSpeed
-_SCHEDULE_POINTS = 1_000  # at which a schedule's smallest and largest batch are searched
+from bigbatch_recipes.validate import count_parameters, require_trainable
 
 MOMENTS = ("start", "warmed up", "middle", "end")  # of a training, at which lr is listed
+NOT_TIMED = "How long a training of the paper's scale takes was not measured."
+
+_FEWEST_BACKWARDS = 4  # of a step; a VR optimizer compares 8, on DeepSpeed 8 of each rank
+_SCHEDULE_POINTS = 1_000  # at which a schedule's smallest and largest batch are searched
+_WIDTH = 80  # letters of a line
+_SCALES = {False: "small", True: "paper"}
+
+Rows = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,12 @@ class PlanEstimate:
         accumulation: backwards of a rank in a step.
         steps: approximate number of steps of all epochs.
         lr: learning rates at `MOMENTS`.
-        bytes_sent: bytes that a rank sends in a step for its gradients, by ring all-reduces; see
-            `bytes_sent_per_step`.
     """
 
     plan: BatchPlan
     accumulation: int
     steps: int
     lr: tuple[float, ...]
-    bytes_sent: int
 
 
 @dataclass(frozen=True)
@@ -69,14 +73,14 @@ class DryRun:
         settings: settings of the training.
         ranks: number of ranks.
         samples: samples of an epoch, over all ranks.
-        memory: memory and operations of a rank.
+        parameters: number of weights; shared ones count once.
         plans: estimates at the batch sizes "start", "least" and "largest".
     """
 
     settings: Settings
     ranks: int
     samples: int
-    memory: MemoryEstimate
+    parameters: int
     plans: Mapping[str, PlanEstimate]
 
 
@@ -91,13 +95,66 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
     check_setting("ranks", ranks, Count)
     require_trainable(recipe, settings)
     samples = min(settings.samples or recipe.paper_samples, recipe.paper_samples)
-    memory = estimate_memory(recipe, settings, ranks)
-    loop = _loop(recipe, settings, samples, ranks)
-    plans = {
-        name: _estimate_plan(settings, loop.planned(size), memory, samples, ranks)
-        for name, size in _sizes(loop, settings, samples).items()
-    }
-    return DryRun(settings, ranks, samples, memory, plans)
+    constraints = _constraints(settings, ranks)
+    controller = controller_of(
+        build_controller(settings),
+        constraints,
+        batch_size=None,
+        base_batch=None,
+        samples=samples,
+        groups=settings.groups,
+    )
+    bounds = controller.min_batch, controller.max_batch
+    plans = {}
+    for name, size in _sizes(controller, settings, samples).items():
+        plan = constraints.plan(size, *bounds, groups=settings.groups)
+        accumulation = plan.accumulation * plan.ranks // ranks
+        steps = settings.epochs * math.ceil(samples / plan.batch_size)
+        rates = _rates(settings, plan.batch_size, samples)
+        plans[name] = PlanEstimate(plan, accumulation, steps, rates)
+    return DryRun(settings, ranks, samples, count_parameters(recipe, settings), plans)
+
+
+def _constraints(settings: Settings, ranks: int) -> PlanConstraints:
+    """The constraints of a loop over so many ranks."""
+    fewest = _FEWEST_BACKWARDS
+    if settings.optimizer.startswith("vr-"):
+        fewest = 8 * ranks if settings.engine == "deepspeed" else 8
+    return PlanConstraints(
+        math.lcm(settings.virtual_ranks, ranks),
+        settings.micro_batch,
+        settings.fixed_micro_batch,
+        settings.min_micro_batches or fewest,
+    )
+
+
+def _sizes(controller: Controller, settings: Settings, samples: int) -> dict[str, int]:
+    """The first, the smallest and the largest batch size, as far as the policy fixes them."""
+    policy, start = controller.policy, controller.decision.batch_size
+    if isinstance(policy, Fixed):
+        return {"start": start}
+    least, largest = controller.min_batch, controller.max_batch or samples
+    if isinstance(policy, Schedule):
+        statistics = GradientStatistics(1.0, 1.0, samples=start, micro_batches=2)
+        total = settings.epochs * samples
+        state = TrainingState(start, start, max_batch=largest)
+        sizes = []
+        for seen in range(0, total, max(1, total // _SCHEDULE_POINTS)):
+            position = replace(state, samples=seen, steps=seen // start, epoch=seen // samples)
+            sizes.append(policy.decide(statistics, position).batch_size)
+        least, largest = min(sizes), min(largest, max(sizes))
+    return {"start": start, "least": least, "largest": largest}
+
+
+def _rates(settings: Settings, batch: int, samples: int) -> tuple[float, ...]:
+    """The learning rates at `MOMENTS`, each in the middle of a base batch."""
+    schedule, base = LRSchedule(settings.lr_schedule), settings.base_batch
+    lr = settings.lr * resolve_scaling(lr_scaling_of(settings), base)(batch, base, None)
+    if settings.lr_schedule == "constant":
+        return (lr,) * len(MOMENTS)
+    total, factor = settings.epochs * samples, schedule.lr_lambda(settings.epochs, samples)
+    ticks = [0, schedule.warmup(samples) // base, total // 2 // base, (total - 1) // base]
+    return tuple(lr * factor((tick + 0.5) * base) for tick in ticks)
 
 
 def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[str, SourcedValue]:
@@ -118,18 +175,6 @@ def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[st
     return {name: SourcedValue(values[name], source(name)) for name in names}
 
 
-def bytes_sent_per_step(gradients: int, m2: int, ranks: int, *, accumulated: bool) -> int:
-    """Bytes that a rank sends in a step under DDP, without sums of a few bytes a layer or rank.
-
-        2 (W - 1) / W gradients     a ring all-reduce; the shards that VR exchanges take the same
-        (W - 1) / W M2              in addition with VR, if a rank has several micro-batches
-
-    Source:
-        docs/scaling.md.
-    """
-    return round((ranks - 1) / ranks * (2 * gradients + (m2 if accumulated else 0)))
-
-
 def _values(settings: Settings) -> dict[str, Value]:
     """The values of all settings by name, those of `task` included."""
     values = settings.as_dict()
@@ -137,58 +182,115 @@ def _values(settings: Settings) -> dict[str, Value]:
     return {name: value for name, value in values.items() if name != "recipe"} | task
 
 
-def _loop(recipe: Recipe, settings: Settings, samples: int, ranks: int) -> AdaptiveBatch:
-    """A real loop over numbers in place of samples, with a model of one weight."""
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = build_optimizer(settings, model.named_parameters())
-    data = Data(range(samples), lambda _: {})  # type: ignore[arg-type]
-    settings = settings.with_changes({"workers": 0})
-    virtual_ranks = math.lcm(settings.virtual_ranks, ranks)
-    compares = settings.engine == "deepspeed" and micro_batch_optimizer(optimizer) is not None
-    if compares and settings.min_micro_batches is None:
-        settings = settings.with_changes({"min_micro_batches": _DEEPSPEED_BACKWARDS * ranks})
-    controller = build_controller(settings)
-    return build_loop(data, settings, model, optimizer, controller, virtual_ranks)
+def show_dry_run(
+    recipe: Recipe, settings: Mapping[bool, Settings], ranks: int | None, view: LiveView
+) -> None:
+    """Prints settings with their sources, sizes, plans and rates.
 
-
-def _sizes(loop: AdaptiveBatch, settings: Settings, samples: int) -> dict[str, int]:
-    """The first, the smallest and the largest batch size, as far as the policy fixes them."""
-    policy, start = loop.controller.policy, loop.controller.decision.batch_size
-    if isinstance(policy, Fixed):
-        return {"start": start}
-    least, largest = loop.controller.min_batch, loop.controller.max_batch or samples
-    if isinstance(policy, Schedule):
-        statistics = GradientStatistics(1.0, 1.0, samples=start, micro_batches=2)
-        total = settings.epochs * samples
-        state = TrainingState(start, start, max_batch=largest)
-        sizes = []
-        for seen in range(0, total, max(1, total // _SCHEDULE_POINTS)):
-            position = replace(state, samples=seen, steps=seen // start, epoch=seen // samples)
-            sizes.append(policy.decide(statistics, position).batch_size)
-        least, largest = min(sizes), min(largest, max(sizes))
-    return {"start": start, "least": least, "largest": largest}
-
-
-def _estimate_plan(
-    settings: Settings, plan: BatchPlan, memory: MemoryEstimate, samples: int, ranks: int
-) -> PlanEstimate:
-    batch = plan.batch_size
-    accumulation = plan.accumulation * plan.ranks // ranks
-    return PlanEstimate(
-        plan,
-        accumulation,
-        settings.epochs * math.ceil(samples / batch),
-        _rates(settings, batch, samples),
-        bytes_sent_per_step(memory.gradients, memory.m2_sent, ranks, accumulated=accumulation > 1),
+    Args:
+        recipe: the recipe.
+        settings: settings by scale; True is the paper's.
+        ranks: number of ranks; None for 1 at the small scale, and the paper's at the paper's.
+        view: prints them.
+    """
+    runs = {
+        paper_scale: dry_run(recipe, each, ranks or (recipe.paper_ranks if paper_scale else 1))
+        for paper_scale, each in settings.items()
+    }
+    values: dict[bool, Rows] = {}
+    for paper_scale, each in sorted(settings.items()):
+        sourced = sources(recipe, each, paper_scale=paper_scale)
+        values[paper_scale] = {name: _value_text(one) for name, one in sourced.items()}
+        value_sources = {name: one.source for name, one in sourced.items()}  # of the last scale
+    facts = {paper_scale: _facts(run) for paper_scale, run in runs.items()}
+    view.table(
+        _table("setting", values, value_sources), fill(f"{recipe.name}: {recipe.summary}", _WIDTH)
     )
+    view.table(_table("fact", facts), f"source: {recipe.paper}")
+    for line in _notes(recipe, settings, runs):
+        view.print(fill(line, _WIDTH))
 
 
-def _rates(settings: Settings, batch: int, samples: int) -> tuple[float, ...]:
-    """The learning rates at `MOMENTS`, each in the middle of a base batch."""
-    schedule, base = LRSchedule(settings.lr_schedule), settings.base_batch
-    lr = settings.lr * resolve_scaling(lr_scaling_of(settings), base)(batch, base, None)
-    if settings.lr_schedule == "constant":
-        return (lr,) * len(MOMENTS)
-    total, factor = settings.epochs * samples, schedule.lr_lambda(settings.epochs, samples)
-    ticks = [0, schedule.warmup(samples) // base, total // 2 // base, (total - 1) // base]
-    return tuple(lr * factor((tick + 0.5) * base) for tick in ticks)
+def _facts(run: DryRun) -> Rows:
+    """Size, batches and rates of a dry run, by name."""
+    return {
+        "ranks": f"{run.ranks:,}",
+        "samples an epoch": f"{run.samples:,}",
+        "samples in all": f"{run.settings.epochs * run.samples:,}",
+        "parameters": f"{run.parameters:,}",
+        **{
+            f"{name}: {fact}": value
+            for name, planned in run.plans.items()
+            for fact, value in _plan_facts(planned, run).items()
+        },
+    }
+
+
+def _plan_facts(planned: PlanEstimate, run: DryRun) -> Rows:
+    plan = planned.plan
+    rates = {f", {moment}": lr for moment, lr in zip(MOMENTS, planned.lr, strict=True)}
+    if len({*planned.lr}) == 1:
+        rates = {"": planned.lr[0]}
+    measured = run.settings.lr_scaling == "adascale"
+    more = " or more, as measured" if measured and plan.batch_size > run.settings.base_batch else ""
+    return {
+        "batch": f"{plan.batch_size:,} = {run.ranks} x {planned.accumulation} x {plan.micro}",
+        "steps": f"{planned.steps:,}, {planned.steps // run.settings.epochs:,} an epoch",
+        **{f"lr{moment}": f"{lr:.4g}{more}" for moment, lr in rates.items()},
+    }
+
+
+def _table(header: str, by_scale: Mapping[bool, Rows], sources: Rows | None = None) -> Table:
+    """One row per name, one column per scale, and a column of sources where they are given."""
+    columns = [header, *(_SCALES[scale] for scale in by_scale)]
+    rows = [
+        [name, *(each.get(name, "-") for each in by_scale.values())]
+        for name in dict.fromkeys(name for each in by_scale.values() for name in each)
+    ]
+    if sources is not None:
+        columns.append("source")
+        rows = [[*row, sources[row[0]]] for row in rows]
+    return Table(tuple(columns), [tuple(row) for row in rows])
+
+
+def _value_text(one: SourcedValue) -> str:
+    text = f"{one.value:g}" if isinstance(one.value, float) else str(one.value)
+    return f"{text} *" if one.source.startswith("small scale") else text
+
+
+def _notes(
+    recipe: Recipe, settings: Mapping[bool, Settings], runs: Mapping[bool, DryRun]
+) -> list[str]:
+    """Notes on the numbers."""
+    conditions: dict[str, Callable[[Settings], bool]] = {
+        "* of the small scale, ours.": lambda one: False in settings and one is settings[False],
+        "The mean r of lr_control_from is known when that run has ended; rates are without it.": (
+            lambda one: bool(one.lr_control_from)
+        ),
+        f"Samples: the paper's {recipe.paper_samples:,} unless the settings limit them; a smaller "
+        "data set has fewer.": lambda one: not one.samples,
+    }
+    lines = [line for line, holds in conditions.items() if any(map(holds, settings.values()))]
+    for run in runs.values():
+        note = LRSchedule(run.settings.lr_schedule).truncation_warning(
+            run.settings.epochs, run.samples
+        )
+        lines += [note] * bool(note and note not in lines)
+    lines.append(
+        "A batch is ranks x backwards x samples; steps and rates assume that it stays constant."
+    )
+    if (small := settings.get(False)) is not None:
+        minutes = recipe.minutes_of(small)
+        study = minutes * len(recipe.arms) * SEEDS
+        lines.append(
+            f"Small scale: a training takes {about_minutes(minutes)}, measured on two cores; the "
+            f"study of {len(recipe.arms)} arms and {SEEDS} seeds {about_minutes(study)}."
+        )
+    return [*lines, NOT_TIMED, f"Arms of the study, each by --arm: {', '.join(recipe.arms)}"]
+
+
+def about_minutes(minutes: float) -> str:
+    """A duration in words, which a measurement on another machine gives to two digits."""
+    if minutes < 1:
+        return f"about {60 * minutes:.2g} seconds"
+    return f"about {minutes:.2g} minutes" if minutes < 99 else f"about {minutes / 60:,.0f} hours"

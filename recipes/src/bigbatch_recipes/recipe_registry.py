@@ -27,12 +27,12 @@ class Experiment:
     Args:
         name: name on the command line.
         summary: description in one line.
-        run: runs it; takes the directory to create, the number of seeds, and quiet.
+        run: runs it; takes the directory to create and the number of seeds; returns its table.
     """
 
     name: str
     summary: str
-    run: Callable[[Path, int, bool], None]
+    run: Callable[[Path, int], str]
 
 
 RECIPES: dict[str, Recipe] = {

@@ -13,7 +13,7 @@ from bigbatch.optim.gsnr_options import Factor, Gamma, RMax
 from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.late_switch import SwitchMoment
-from bigbatch.policies.parse import arguments_of
+from bigbatch.policies.parse import POLICIES, arguments_of, is_own
 from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiGrad
 from bigbatch.setting_types import (
@@ -55,7 +55,9 @@ class Settings:
             for none.
         init_from: run whose weights the model begins with; a relative path is next to this run.
         epochs: passes over the training data.
-        policy: rule that decides the batch size.
+        policy: rule that decides the batch size: fixed, simigrad, noise-scale, norm-test, goodput,
+            schedule, seesaw, late-switch; or a class of your own, module:Class or file.py:Class,
+            with :KEY=VALUE,... for its arguments.
         target: gradient similarity that simigrad keeps.
         grow: factor by which simigrad grows the batch.
         shrink: factor by which simigrad shrinks the batch.
@@ -133,16 +135,7 @@ class Settings:
     held_out: Whole = 0
     init_from: str = ""
     epochs: Count
-    policy: Literal[
-        "fixed",
-        "simigrad",
-        "noise-scale",
-        "norm-test",
-        "goodput",
-        "schedule",
-        "seesaw",
-        "late-switch",
-    ] = field(default="simigrad", metadata={"section": "Policy"})
+    policy: str = field(default="simigrad", metadata={"section": "Policy"})
     target: Cosine = 0.2
     grow: Growth = SimiGrad.grow
     shrink: Shrinkage = SimiGrad.shrink
@@ -213,6 +206,13 @@ class Settings:
                 raise SettingError(
                     f"{name}={value} with engine=deepspeed, {reason}; leave {name} out, or engine"
                 )
+        name, colon, _ = self.policy.partition(":")
+        if colon and name in POLICIES:
+            raise SettingError(
+                f"policy={self.policy!r} has arguments, which are settings here: write "
+                f"policy={name}, and {' or '.join(policy_settings(name).values())} apart"
+            )
+        policy_settings(self.policy)
         if self.every is not None and self.budget is not None:
             raise SettingError(
                 f"every={self.every} and budget={self.budget:g} both say how often steps are "
@@ -258,12 +258,14 @@ class Settings:
     def parse_value(name: str, text: str) -> Value:
         """Parses the value of a setting that all recipes have.
 
-        The path of a run is relative to the working directory, not to the run's own.
+        Paths of runs and of a file with a policy are relative to the working directory.
 
         Raises:
             SettingError: the value has another type.
         """
-        text = str(Path(text).resolve()) if name in (*PREREQUISITES, "replay_from") else text
+        is_path = name in (*PREREQUISITES, "replay_from")
+        if is_path or (name == "policy" and text.partition(":")[0].endswith(".py")):
+            text = str(Path(text).resolve())
         value: Value = parse_setting(name, text, SETTING_TYPES[name])
         return value
 
@@ -344,8 +346,15 @@ HELP: Mapping[str, str] = {  # from the docstring
 
 
 def policy_settings(policy: str) -> dict[str, str]:
-    """The setting of each argument of the policy of that name."""
+    """The setting of each argument of the policy of that name; none of the user's own."""
+    if is_own(policy):
+        return {}
     return {name: _OF_ARGUMENTS.get(name, name) for name in arguments_of(policy)}
+
+
+def policy_name(policy: str) -> str:
+    """The name of a policy, or of the class of one of the user's own."""
+    return policy.split(":")[1] if is_own(policy) else policy
 
 
 def _type_of(value: Value) -> Any:

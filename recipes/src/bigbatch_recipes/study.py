@@ -4,7 +4,6 @@ All ranks call the same functions; rank 0 reads, writes and shows.
 """
 
 import gc
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +103,7 @@ def train_study(path: Path, view: LiveView) -> None:
     """
     trainings = run_on_rank_zero(lambda: read_trainings(path))
     for number, (name, settings) in enumerate(trainings.items(), start=1):
-        run = run_on_rank_zero(partial(open_or_create_run, path / name, settings))
-        train_run(_training(run), run, view, f"{number}/{len(trainings)} {name}")
-        gc.collect()  # frees the model, which is in reference cycles
+        train_directory(path / name, settings, view, f"{number}/{len(trainings)} {name}")
     if is_rank_zero():
         report_study(path, view)
 
@@ -140,9 +137,19 @@ def _show_runs(path: Path, view: LiveView) -> None:
     view.print(f"report: {path / 'report.html'}")
 
 
-def open_or_create_run(path: Path, settings: dict[str, Any]) -> RunDirectory:
-    """The run directory at `path`, which is created if it does not exist."""
-    return RunDirectory.open(path) if path.exists() else create_run(path, settings)
+def train_directory(
+    path: Path, settings: dict[str, Any], view: LiveView, label: str, end: float | None = None
+) -> bool:
+    """Trains the run at `path`, which is created if it does not exist; see `train_run`."""
+
+    def open_or_create() -> RunDirectory:
+        return RunDirectory.open(path) if path.exists() else create_run(path, settings)
+
+    run = run_on_rank_zero(open_or_create)
+    try:
+        return train_run(_training(run), run, view, label, end)
+    finally:
+        gc.collect()  # frees the model, which is in reference cycles
 
 
 def create_run(path: Path, settings: dict[str, Any], launch: str | None = None) -> RunDirectory:

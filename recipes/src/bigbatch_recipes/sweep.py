@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bigbatch.errors import SettingError
 from bigbatch_recipes.recipe import Grid, Recipe, Sweep
-from bigbatch_recipes.settings import Settings, Value
+from bigbatch_recipes.settings import Settings, Value, policy_name
 from bigbatch_recipes.study import write_study
 from bigbatch_recipes.validate import require_trainable, unused_in
 
@@ -203,13 +203,15 @@ def _name_points(
     points: list[Point] = []
     for combination, settings in combinations:
         values = {key: combination[key] for key in varied if key in combination}
-        name = ",".join(f"{key}={_file_name(value)}" for key, value in values.items()) or "all"
+        name = ",".join(f"{key}={_file_name(key, value)}" for key, value in values.items()) or "all"
         equal = sum(point.name.partition("~")[0] == name for point in points)
         points.append(Point(f"{name}~{equal + 1}" if equal else name, values, settings))
     return points
 
 
-def _file_name(value: Value) -> str:
+def _file_name(key: str, value: Value) -> str:
+    if key == "policy":
+        value = policy_name(str(value))
     text = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
     return _NOT_IN_NAMES.sub("-", text).strip("-")[:_MAX_LENGTH]
 

@@ -1,6 +1,7 @@
 """The page and the files of a sweep: score against average batch, tables, curves of its runs."""
 
-import json
+import csv
+import io
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -20,10 +21,11 @@ from bigbatch.log.html_report import (
     write_text,
 )
 from bigbatch.log.report_summary import ArmSummary, summaries_of
+from bigbatch.log.row_schema import finite
 from bigbatch.log.series_style import NEUTRAL, style_of
-from bigbatch_recipes.sweep_files import as_csv, as_json
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults, value_text
 
+_RUN_COLUMNS = ("average_batch", "steps", "skipped", "elapsed_seconds", "diverged")
 _MAX_LABELS = 30  # points of a sweep whose points have labels
 _SIZES = {"wide": (900, 440), "narrow": (380, 400)}  # for windows of either kind
 _STYLE = (
@@ -33,17 +35,33 @@ _STYLE = (
 
 
 def write_sweep(sweep: SweepResults, folder: Path) -> None:
-    """Writes sweep.svg, sweep.json, sweep.csv with one row per run, and report.html.
+    """Writes sweep.svg, sweep.csv with one row per run, and report.html.
 
     Raises:
         RunError: a file cannot be written.
     """
     figure = svg([sweep_panel(sweep, _SIZES["wide"])], key=True, standalone=True)
     write_text(folder / "sweep.svg", figure)
-    write_text(folder / "sweep.json", json.dumps(as_json(sweep), indent=1))
     write_text(folder / "sweep.csv", as_csv(sweep))
     histories = [history_of(run.path) for run in sweep.drawn]
     write_page(folder / "report.html", sweep.name, _sections(sweep, histories), _STYLE)
+
+
+def as_csv(sweep: SweepResults) -> str:
+    """One row per run, for sweep.csv; `difference` is that from the reference's run of its seed."""
+    keys, scores, differences = sweep.keys, sweep.score_names, sweep.differences()
+    arms = differences.arms if differences else {}
+    text = io.StringIO()
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow(["point", *keys, "seed", *scores, *_RUN_COLUMNS, "difference"])
+    for point in sweep.points:
+        values = [point.values.get(key, "") for key in keys]
+        for run in point.runs:
+            run_scores = [run.scores.get(score) for score in scores]
+            numbers = [finite(getattr(run, name)) for name in _RUN_COLUMNS]
+            difference = arms[point.name].by_seed.get(run.seed) if point.name in arms else None
+            out.writerow([point.name, *values, run.seed, *run_scores, *numbers, difference])
+    return text.getvalue()
 
 
 def sweep_summary(sweep: SweepResults) -> str:

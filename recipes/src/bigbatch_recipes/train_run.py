@@ -1,9 +1,9 @@
 """One training, from settings to a finished run directory; it resumes after a kill."""
 
 import random
+import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from bigbatch.errors import RankError, RunError
 from bigbatch.gradients import is_of_network
 from bigbatch.log.history import history_of
 from bigbatch.log.html_report import write_report
-from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.amounts import Amount
 from bigbatch.policies.parse import target_of
 from bigbatch.training.oom_hints import is_out_of_memory
 from bigbatch_recipes.build_optimizer import base_of, build_controller, build_optimizer
-from bigbatch_recipes.console import LiveView, Scores
+from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.distributed_eval import device_of, finite_scores, to_device
 from bigbatch_recipes.engines.ddp_engine import DDP
 from bigbatch_recipes.engines.deepspeed_engine import DeepSpeed
@@ -36,20 +35,27 @@ from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.validate import CAST, require_trainable
 
-LogStep = Callable[[StepRecord, Scores | None], None]
-
 _SEED_STEP = 1_000_003  # between the seeds of two ranks
 
 
-def train_run(training: "Training", run: RunDirectory, view: LiveView, label: str) -> None:
+def train_run(
+    training: "Training", run: RunDirectory, view: LiveView, label: str, end: float | None = None
+) -> bool:
     """Trains the run to its end, from its latest checkpoint where there is one. Collective.
 
+    Args:
+        training: the training of the run.
+        run: the run directory.
+        view: shows the progress.
+        label: name of the run in the view.
+        end: value of `time.time()` at which a checkpoint is written, and the training stops.
+    Returns:
+        Whether it is finished.
     Raises:
         RunError: another process trains in it, its checkpoint is damaged, or a file could not be
             written.
     """
-    with ExitStack() as stack:
-        stack.callback(run.log.close)
+    with closing(run.log):
         checkpoint = run_on_rank_zero(run.load_checkpoint)
         if checkpoint is not None:
             training.load_state_dict(checkpoint, run.path)
@@ -57,8 +63,10 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
         unfinished = training.train.epoch < training.settings.epochs
         if unfinished:
             run_on_rank_zero(lambda: run.save_texts(training.data.run_files))
-            training.train_epochs(run, view, label)
+            if not training.train_epochs(run, view, label, end):
+                return False
         run_on_rank_zero(lambda: _finish(run, trained=unfinished))
+    return True
 
 
 def _finish(run: RunDirectory, *, trained: bool) -> None:
@@ -120,25 +128,36 @@ class Training:
         base = self.settings.base_batch
         return LambdaLR(base_of(self.optimizer), lambda tick: factor((tick + 0.5) * base))
 
-    def train_epochs(self, run: RunDirectory, view: LiveView, label: str) -> None:
-        """Trains, logs, shows and saves until the last epoch ends; rank 0 alone writes."""
+    def train_epochs(
+        self, run: RunDirectory, view: LiveView, label: str, end: float | None = None
+    ) -> bool:
+        """Trains, logs, shows and saves until the last epoch ends; rank 0 alone writes.
+
+        Returns:
+            False where it stopped at `end`.
+        """
         settings, train = self.settings, self.train
         epoch_samples = train.batches.samples or 0
+        total = settings.epochs * epoch_samples
         evaluation = Amount.parse(settings.evaluate_every)
         checkpoint = Amount.parse(settings.checkpoint_every)
-        with ExitStack() as stack:
-            log = stack.enter_context(self._log(run, view, label)) if is_rank_zero() else None
-            for _ in train.epochs(settings.epochs):
-                for record in self.engine.steps(self.loss):
-                    position = record.step, train.samples, record.batch_size, epoch_samples
-                    is_last = train.samples == settings.epochs * epoch_samples
-                    evaluates = is_last or evaluation.ends_in_step(*position)
-                    scores = self.scores() if evaluates else None
-                    if log is not None:
-                        log(record, scores)
-                    if checkpoint.ends_in_step(*position):
-                        self.engine.save(run)
+        target = target_of(settings.policy, settings.target)
+        progress = view.training(label, total, train.samples, target)
+        for _ in train.epochs(settings.epochs):
+            for record in self.engine.steps(self.loss):
+                position = record.step, train.samples, record.batch_size, epoch_samples
+                evaluates = train.samples == total or evaluation.ends_in_step(*position)
+                scores = self.scores() if evaluates else {}
+                if is_rank_zero():
+                    run.log.record(record, **scores)
+                    progress.step(record, scores)
+                if end is not None and time.time() >= end and train.samples < total:
+                    self.engine.save(run)
+                    return False
+                if checkpoint.ends_in_step(*position):
+                    self.engine.save(run)
         self.engine.save(run)
+        return True
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean over a micro-batch's samples."""
@@ -156,19 +175,6 @@ class Training:
 
     def _autocast(self) -> torch.autocast:
         return autocast(self.device.type, self.settings.precision)
-
-    @contextmanager
-    def _log(self, run: RunDirectory, view: LiveView, label: str) -> Iterator[LogStep]:
-        """A function that logs and shows each step with the scores after it."""
-        total = self.settings.epochs * (self.train.batches.samples or 0)
-        target = target_of(self.settings.policy, self.settings.target)
-        with view.training(label, total, self.train.samples, target) as progress:
-
-            def log(record: StepRecord, scores: Scores | None) -> None:
-                run.log.record(record, **(scores or {}))
-                progress.step(record, scores)
-
-            yield log
 
     def state_dict(self) -> dict[str, Any]:
         """The engine's state for checkpoint.pt; of all ranks on rank 0. Collective."""

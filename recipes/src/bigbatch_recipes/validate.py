@@ -5,7 +5,7 @@ from torch import nn
 
 from bigbatch.errors import BigbatchError, SettingError
 from bigbatch.policies.parse import POLICIES
-from bigbatch_recipes.build_optimizer import build_controller, build_optimizer
+from bigbatch_recipes.build_optimizer import build_controller, require_optimizer
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_settings
 
@@ -19,11 +19,16 @@ def build_on_meta_device(recipe: Recipe, settings: Settings) -> nn.Module:
         return recipe.model(settings)
 
 
+def count_parameters(recipe: Recipe, settings: Settings) -> int:
+    """Number of weights of the model; shared ones count once."""
+    return sum(p.numel() for p in build_on_meta_device(recipe, settings).parameters())
+
+
 def require_trainable(recipe: Recipe, *settings_list: Settings) -> None:
     """Raises SettingError if the recipe cannot train with one of these settings on any data.
 
-    Trainings, studies, sweeps and dry runs call it. It builds policy, optimizer, an example and the
-    model, which check their own settings.
+    Trainings, studies, sweeps and dry runs call it. It builds the policy, an example and the model,
+    which check their own settings.
     """
     for settings in settings_list:
         build_controller(settings)
@@ -31,7 +36,7 @@ def require_trainable(recipe: Recipe, *settings_list: Settings) -> None:
             raise SettingError(
                 "confidence with engine=deepspeed is that of a window; set smoothing"
             )
-        build_optimizer(settings, [("weight", nn.Parameter(torch.zeros(1)))])
+        require_optimizer(settings)
     different = {repr((s.task, s.precision, s.engine)): s for s in settings_list}
     for settings in different.values():
         dtypes = {p.dtype for p in _build(recipe, settings).parameters()}

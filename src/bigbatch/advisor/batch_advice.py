@@ -20,39 +20,25 @@ _REACH = 1024  # factor beyond the present batch size up to which the fastest on
 
 @dataclass(frozen=True)
 class DeviceAdvice:
-    """The fastest batch size on so many devices.
+    """The fastest batch size on so many devices."""
 
-    Args:
-        devices: how many, each like the observed one.
-        batch_size: samples of a step of all of them.
-        low, high: the same at the ends of the noise scale's interval.
-        seconds: of a step.
-        time: time to the same progress, relative to the present batch size on these devices.
-        speedup: how much faster than the present batch size on one device.
-        samples: samples to the same progress, relative to the present batch size.
-    """
-
-    devices: int
-    batch_size: int
+    devices: int  # how many, each like the observed one
+    batch_size: int  # samples of a step of all of them
+    # low, high: the same at the ends of the noise scale's interval
     low: int
     high: int
-    seconds: float
-    time: float
-    speedup: float
-    samples: float
+    seconds: float  # of a step
+    time: float  # time to the same progress, relative to the present batch size on these devices
+    speedup: float  # how much faster than the present batch size on one device
+    samples: float  # samples to the same progress, relative to the present batch size
 
 
 @dataclass(frozen=True)
 class BatchAdvice:
-    """What was found about the batch size of a training.
-
-    Args:
-        observations: what was observed.
-        network: the assumed network between devices.
-    """
+    """What was found about the batch size of a training."""
 
     observations: Observations
-    network: Network = field(default_factory=Network)
+    network: Network = field(default_factory=Network)  # the assumed network between devices
 
     @property
     def refusal(self) -> str:

@@ -47,18 +47,12 @@ class ClusterTime:
     DataLoader gets it in the same process; `rest` is what is left of an observed step. On several
     observed ranks it holds their all-reduce: the network is not used for as many devices, and
     `rest` not for others. Nothing overlaps.
-
-    Args:
-        time: of the observed machine.
-        found: the observed training.
-        network: of the devices.
-        devices: W.
     """
 
-    time: MachineTime
-    found: Found
+    time: MachineTime  # of the observed machine
+    found: Found  # the observed training
     network: Network
-    devices: int
+    devices: int  # W
 
     def seconds(self, batch_size: float) -> float:
         """Seconds of a step of this batch size."""

@@ -1,5 +1,6 @@
 """The forwards of a training: which modules the loop calls, with how many samples."""
 
+import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -10,29 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
 
+_REMEDY = "state the samples of a backward and rank by --micro-batch (bb.advise: micro_batch=)"
+
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a module, without graphs.
-
-    Args:
-        module: the module.
-        args, kwargs: what it was called with.
-        samples: length of dimension 0 of the first tensor in these.
-        lengths: those of all tensors, each once.
-        autocast_dtype: of autocast; None without it.
-    """
+    """A call of a module, without graphs."""
 
     module: nn.Module
+    # args, kwargs: what it was called with
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    samples: int
-    lengths: tuple[int, ...]
-    autocast_dtype: torch.dtype | None
+    samples: int  # length of dimension 0 of the first tensor in these
+    lengths: tuple[int, ...]  # those of all tensors, each once
+    autocast_dtype: torch.dtype | None  # of autocast; None without it
 
     def autocast(self, device: str) -> torch.autocast:
         """The call's autocast."""
@@ -193,3 +190,62 @@ class ForwardWatch:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+@dataclass(frozen=True)
+class SampleCount:
+    """What speaks against the number of samples that was taken."""
+
+    refusal: str = ""  # why it is not used; empty if it is
+    doubt: str = ""  # what does not fit; empty if everything does
+
+
+def check_sample_count(call: ModuleCall, model: nn.Module) -> SampleCount:
+    """Compares the length of the first tensor with the other tensors, the layers and the loaders.
+
+    A DataLoader of the program with batches of that length settles it. Otherwise tensors of
+    different lengths, or a layer that takes its samples in dimension 1, refuse it.
+
+    Args:
+        call: the loop's call of the model.
+        model: the model.
+    """
+    loaders = _batch_sizes()
+    if call.samples in loaders:
+        return SampleCount()
+    lengths = [length for length in call.lengths if length != 1]
+    if len(lengths) > 1:
+        return SampleCount(
+            f"the tensors of the model's call have {_join(lengths)} in dimension 0, so it is "
+            f"unknown how many samples it has; {_REMEDY}"
+        )
+    layer = next((m for m in model.modules() if getattr(m, "batch_first", None) is False), None)
+    if layer is not None:
+        return SampleCount(
+            f"{type(layer).__name__} has batch_first=False, so dimension 0 of the model's first "
+            f"tensor, of length {call.samples}, may be positions and not samples; {_REMEDY}"
+        )
+    if not loaders:
+        return SampleCount()
+    return SampleCount(
+        doubt=f"the model gets {call.samples} samples in a backward, and no DataLoader has such "
+        f"batches, but of {_join(sorted(loaders))}; if they are not {call.samples} independent "
+        f"samples (two views of each?), {_REMEDY}"
+    )
+
+
+def data_loaders() -> list[DataLoader[Any]]:
+    """The program's loaders."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), DataLoader)]
+
+
+def _batch_sizes() -> set[int]:
+    """The batch sizes of the program's loaders."""
+    loaders = data_loaders()
+    samplers = [getattr(loader, "batch_sampler", None) for loader in loaders]
+    sizes = [getattr(thing, "batch_size", None) for thing in (*loaders, *samplers)]
+    return {size for size in sizes if isinstance(size, int)}
+
+
+def _join(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

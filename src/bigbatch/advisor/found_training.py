@@ -32,14 +32,10 @@ LATER = (
 
 @dataclass(frozen=True)
 class Caller:
-    """Who called `optimizer.step()`.
+    """Who called `optimizer.step()`."""
 
-    Args:
-        engine: name of the trainer; empty for a loop of the user's own.
-        scaler: the GradScaler that stepped; None if there is none, or it is disabled.
-    """
-
-    engine: str
+    engine: str  # name of the trainer; empty for a loop of the user's own
+    # the GradScaler that stepped; None if there is none, or it is disabled
     scaler: GradScaler | None
 
     @classmethod
@@ -64,21 +60,14 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 @dataclass(frozen=True)
 class FoundTraining:
-    """A training that was found.
+    """A training that was found."""
 
-    Args:
-        optimizers: the optimizers that step after the same backwards.
-        parameters: what they train, each once.
-        model: the outermost module that has the parameters; a list of them if there are several.
-        outermost: these modules.
-        caller: who steps.
-    """
-
-    optimizers: tuple[Optimizer, ...]
-    parameters: tuple[Tensor, ...]
+    optimizers: tuple[Optimizer, ...]  # the optimizers that step after the same backwards
+    parameters: tuple[Tensor, ...]  # what they train, each once
+    # the outermost module that has the parameters; a list of them if there are several
     model: nn.Module
-    outermost: tuple[nn.Module, ...]
-    caller: Caller
+    outermost: tuple[nn.Module, ...]  # these modules
+    caller: Caller  # who steps
 
     @classmethod
     def find(

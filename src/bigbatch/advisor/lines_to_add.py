@@ -11,15 +11,10 @@ _MOVES = 2.0  # factor of the fastest batch size from which a schedule is worth 
 
 @dataclass(frozen=True)
 class SettingLines:
-    """Lines to add for one trainer.
+    """Lines to add for one trainer."""
 
-    Args:
-        trainer: its name.
-        lines: what to write.
-    """
-
-    trainer: str
-    lines: str
+    trainer: str  # its name
+    lines: str  # what to write
 
 
 def lines_to_add(advice: BatchAdvice) -> list[SettingLines]:

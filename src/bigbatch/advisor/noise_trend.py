@@ -16,49 +16,35 @@ _BLOCKS = 20  # of the jackknife, at most
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive measured steps.
+    """Consecutive measured steps."""
 
-    Args:
-        first, last: numbers of the optimizer steps.
-        noise_scale: of the averages of signal and noise, in samples; inf without signal.
-    """
-
+    # first, last: numbers of the optimizer steps
     first: int
     last: int
-    noise_scale: float
+    noise_scale: float  # of the averages of signal and noise, in samples; inf without signal
 
 
 @dataclass(frozen=True)
 class LayerNoise:
-    """A layer's part of the noise.
+    """A layer's part of the noise."""
 
-    Args:
-        name: the module's name.
-        share: its share of the gradient variance.
-        noise_scale: its own noise scale, in samples.
-    """
-
-    name: str
-    share: float
-    noise_scale: float
+    name: str  # of the module
+    share: float  # its share of the gradient variance
+    noise_scale: float  # its own noise scale, in samples
 
 
 @dataclass(frozen=True)
 class NoiseTrend:
-    """The noise scale over the observed steps.
+    """The noise scale over the observed steps."""
 
-    Args:
-        noise_scale: the mean over the later half of the measured steps, which is nearer to the
-            steps that follow; weighted by the progress that each made, in samples.
-        low, high: its 90 % interval, by a jackknife over blocks of consecutive measured steps.
-        segments: how it moved.
-        layers: of the same steps, by their share of the noise, the largest first.
-    """
-
+    # the mean over the later half of the measured steps, which is nearer to the steps that follow;
+    # weighted by the progress that each made, in samples
     noise_scale: float
+    # low, high: its 90 % interval, by a jackknife over blocks of consecutive measured steps
     low: float
     high: float
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...]  # how it moved
+    # of the same steps, by their share of the noise, the largest first
     layers: tuple[LayerNoise, ...]
 
     @classmethod

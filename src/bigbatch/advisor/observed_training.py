@@ -8,11 +8,15 @@ from statistics import median, mode
 import torch
 from torch.optim import Optimizer
 
-from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall
+from bigbatch.advisor.forward_watch import (
+    ForwardWatch,
+    ModuleCall,
+    check_sample_count,
+    data_loaders,
+)
 from bigbatch.advisor.found_training import LATER, FoundTraining, candidates
 from bigbatch.advisor.observations import Found, Limits, MachineTime, Measurement, Observations, Way
 from bigbatch.advisor.rank_agreement import sign_in
-from bigbatch.advisor.sample_count import check_sample_count, data_loaders
 from bigbatch.advisor.sampled_steps import SampledSteps
 from bigbatch.advisor.step_reader import ConsecutiveStepsReader, StepReader, StepReading
 from bigbatch.advisor.time_probe import Probe, probe
@@ -32,8 +36,7 @@ class ObservedTraining:
     (`_measure`). `end_step` is called after every step of each of its optimizers.
 
     Args:
-        training: the training.
-        limits: how long it is observed.
+        training, limits: what is observed, and how long.
         began: time of the first step.
         steps: steps that have ended.
         observations: takes what is found.

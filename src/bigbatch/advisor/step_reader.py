@@ -33,23 +33,14 @@ _UNSEEN = "the last backward of the step was not seen"
 
 @dataclass(frozen=True)
 class StepReading:
-    """What a step showed.
+    """What a step showed."""
 
-    Args:
-        statistics: its signal and noise; None if they could not be read.
-        failure: why; empty if there is no reason.
-        backwards: how many it had on this rank.
-        sizes: samples of these.
-        features: |h_d|^2 and 8 projections of each of these.
-        shared: sums over the ranks of the values that each has passed.
-    """
-
-    statistics: GradientStatistics | None
-    failure: str
-    backwards: int
-    sizes: tuple[float, ...]
-    features: tuple[tuple[float, ...], ...]
-    shared: tuple[float, ...]
+    statistics: GradientStatistics | None  # its signal and noise; None if they could not be read
+    failure: str  # why; empty if there is no reason
+    backwards: int  # how many it had on this rank
+    sizes: tuple[float, ...]  # samples of these
+    features: tuple[tuple[float, ...], ...]  # |h_d|^2 and 8 projections of each of these
+    shared: tuple[float, ...]  # sums over the ranks of the values that each has passed
 
 
 class StepReader(Subscriber):
@@ -58,12 +49,6 @@ class StepReader(Subscriber):
     `.grad` is what the backwards left only until the loop clips or unscales it, and a closure may
     run inside `optimizer.step()`. So a step is read at the end of its last backward, whose number
     is that of the step before. Errors end the reading of a step, never the program.
-
-    Args:
-        training: the training.
-        forwards: its forwards.
-        way: how to read.
-        limits: with k, the groups of a backward, and its samples if they are stated.
     """
 
     def __init__(
@@ -191,9 +176,6 @@ class StepReader(Subscriber):
                 f"{', '.join(map(str, samples))} samples, so it is unknown how many there are"
             )
         self._sizes.append(float(self._stated or samples[0] or 0))
-
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Not needed: the meter reads it."""
 
     def end(self) -> None:
         """A backward is complete."""

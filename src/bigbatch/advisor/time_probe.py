@@ -28,17 +28,11 @@ _MARGIN = 0.1  # of memory that is left free
 
 @dataclass(frozen=True)
 class Probe:
-    """What the probe found.
+    """What the probe found."""
 
-    Args:
-        backward: seconds of a forward and backward by samples.
-        sample_bytes: bytes that a backward keeps for a sample.
-        largest: samples for which there is memory beyond what is used; an estimate.
-    """
-
-    backward: StepTime
-    sample_bytes: float
-    largest: int | None
+    backward: StepTime  # seconds of a forward and backward by samples
+    sample_bytes: float  # bytes that a backward keeps for a sample
+    largest: int | None  # samples for which there is memory beyond what is used; an estimate
 
 
 def probe(call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool) -> Probe:

@@ -353,16 +353,11 @@ class Batches:
 
 @dataclass(frozen=True)
 class PeekedSamples:
-    """The next samples of this rank, inside `Batches.peek`.
+    """The next samples of this rank, inside `Batches.peek`."""
 
-    Args:
-        buffer: the buffer in which they wait.
-        available: how many were read; fewer than were asked for at the end of a pass.
-        place: moves a batch to its device, for example; None to leave it.
-    """
-
-    buffer: SampleBuffer
-    available: int
+    buffer: SampleBuffer  # in which they wait
+    available: int  # how many were read; fewer than were asked for at the end of a pass
+    # moves a batch to its device, for example; None to leave it
     place: Callable[[Batch], Batch] | None
 
     def batches(self, start: int, stop: int) -> list[tuple[Batch, int]]:

@@ -29,7 +29,8 @@ class ResumableLoader:
             raise SettingError("the loader is used up after one pass; give one that starts again")
         self.batches = batches
         self._started_from: dict[str, Any] = {}  # random states at the pass's start
-        self._keeps_workers = isinstance(batches, DataLoader) and batches.persistent_workers
+        # whether its workers, with random states of their own, live from pass to pass
+        self.keeps_workers = isinstance(batches, DataLoader) and batches.persistent_workers
         self._had_workers = False  # when the pass started
         sampler = getattr(batches, "sampler", None)
         self._batch_sampler = getattr(batches, "batch_sampler", None)
@@ -93,11 +94,6 @@ class ResumableLoader:
                 f"the first batch reads as {count} samples, the loader's batch size is {size}: its "
                 f"first axis is no sample axis, or samples were left out; {remedy}"
             )
-
-    @property
-    def keeps_workers(self) -> bool:
-        """Whether its workers, with random states of their own, live from pass to pass."""
-        return self._keeps_workers
 
     @property
     def order(self) -> str:
@@ -222,11 +218,11 @@ class ResumableLoader:
     @property
     def _has_workers(self) -> bool:
         """Whether persistent workers run since an earlier pass; their start draws a seed."""
-        return self._keeps_workers and self.batches._iterator is not None  # type: ignore[attr-defined]
+        return self.keeps_workers and self.batches._iterator is not None  # type: ignore[attr-defined]
 
     def _set_workers(self, running: bool) -> None:
         """Starts or drops the workers, so that the next pass draws as many random numbers."""
-        if self._keeps_workers and running != self._has_workers:
+        if self.keeps_workers and running != self._has_workers:
             self.batches._iterator = iter(self.batches) if running else None  # type: ignore[attr-defined]
 
     def _generators(self) -> list[torch.Generator]:

@@ -24,27 +24,17 @@ class MicroBatch(NamedTuple):
 
 @dataclass
 class SamplePass:
-    """Hands out rows; a row is one sample of every virtual rank.
+    """Hands out rows; a row is one sample of every virtual rank."""
 
-    Args:
-        buffer: this rank's samples.
-        collectives: collectives between the ranks.
-        virtual_ranks: samples in a row, a multiple of the ranks.
-        remainder: use of the last samples; see `Batches`.
-        lockstep: whether the ranks must do equally many backwards.
-        place: moves a micro-batch to its device, for example; None to leave it.
-        consumed: samples that steps have taken, over all ranks.
-        end: samples of the whole pass, once known.
-    """
-
-    buffer: SampleBuffer
+    buffer: SampleBuffer  # this rank's samples
     collectives: HostCollectives
-    virtual_ranks: int
-    remainder: Remainder
-    lockstep: bool = False
+    virtual_ranks: int  # samples in a row, a multiple of the ranks
+    remainder: Remainder  # use of the last samples; see `Batches`
+    lockstep: bool = False  # whether the ranks must do equally many backwards
+    # moves a micro-batch to its device, for example; None to leave it
     place: Callable[[Batch], Batch] | None = None
-    consumed: int = 0
-    end: int | None = None
+    consumed: int = 0  # samples that steps have taken, over all ranks
+    end: int | None = None  # samples of the whole pass, once known
 
     def remaining(self, ahead: int) -> int | None:
         """Samples still to come; None if their number is unknown and at least `ahead`."""

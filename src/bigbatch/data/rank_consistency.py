@@ -19,8 +19,20 @@ _MAX_DIFFERENCES = 3  # named in an error
 _IGNORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
+# [Note: Agreement of ranks]
+# Ranks that decide differently reduce gradients of different steps, or wait for each other for
+# ever. So what decides is the same on all ranks by construction, and that is checked:
+# - Statistics, loss and samples are sums over the ranks before a policy sees them, and a policy is
+#   a function of (statistics, now). No rank decides for the others, and no decision is sent.
+# - What a step depends on (settings, target, learning rates, order of the data) is written as text.
+#   Its checksum travels with the sums that every step reduces anyway, so a step that agrees sends
+#   nothing for it. The texts themselves are gathered where checksums differ, for the error.
+# - A fault of one rank is raised by all, by numbers that all have. If one alone raised, the others
+#   would wait in the next collective until its time-out, and show that error.
+# - Each row of an all-reduce over slots is one rank's, as zeros are added to it. Any engine whose
+#   reducer can sum can do that; object collectives would need a group, and pickle.
 class HostCollectives:
-    """Small numbers and bytes of every rank, in one all-reduce.
+    """Small numbers and bytes of every rank, in one all-reduce: [Note: Agreement of ranks].
 
     Args:
         source: has the ranks, and sums over them; None for one rank.

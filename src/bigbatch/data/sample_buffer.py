@@ -257,7 +257,7 @@ class SampleBuffer:
         return True
 
     def _count_by_length(self) -> int:
-        """Samples of the next batch of a loader that states its length."""
+        """Samples of the next batch by the present sizes of the loader, which may have changed."""
         size, length = self.loader.batch_size, self.loader.length
         assert size is not None
         assert length is not None

@@ -38,7 +38,7 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
 
         return FSDP2Source(model)
     if "torch.distributed.tensor" in sys.modules:
-        from bigbatch.gradients.device_mesh import require_no_tensor_parallelism
+        from bigbatch.gradients.sharded import require_no_tensor_parallelism
 
         require_no_tensor_parallelism(model.parameters())
     wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]

@@ -26,6 +26,11 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in FULL_PRECISION else torch.float32
 
 
+def full_precision(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype of its sums; itself where that is its own."""
+    return tensor.to(sum_dtype(tensor.dtype))
+
+
 def widest_float(device: torch.device) -> torch.dtype:
     """The widest float dtype that a device supports."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -10,25 +10,36 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients.device_mesh import require_one_mesh
 from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.gradient_hooks import gradient_hook, weak_method
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import OnGradient
 from bigbatch.gradients.rank_reducer import GroupReducer
 from bigbatch.gradients.shard_indices import ShardIndices, indices_in_rows
-from bigbatch.gradients.sharded import local_shard
+from bigbatch.gradients.sharded import local_shard, require_one_mesh
 from bigbatch.gradients.source import MADE_LATE, GradientSource
 
 _Owned = tuple[nn.Module, str, Tensor]  # a module, the parameter's name in it, the parameter
 
 
+# [Note: FSDP2's shards]
+# A parameter under fully_shard is a DTensor of which each rank has a shard, and two tensors have
+# gradients: the shard that the optimizer steps, and the whole parameter that a forward gathers.
+# - Autograd's leaf is the whole one, so a rank's own gradient, before ranks are reduced, is seen by
+#   a hook there alone. That tensor exists from the first forward on, and torch keeps it: a pre-hook
+#   of the module, which runs when the parameters are gathered, hooks each once. So it works with
+#   several groups, mixed precision, checkpointing, and without set_requires_gradient_sync.
+# - `.grad` is a shard of the mean: |G|^2 is a sum over ranks, and a rank may have no element. The
+#   shard is what torch.chunk cuts of dimension 0, so its indices are computed, and nothing is sent.
+# - A forward without backward (an evaluation) leaves whole parameters in the modules, a root module
+#   always does. They are no parameters to train: modules are resharded before parameters are
+#   listed; and after each step, as FSDP2 gathers nothing that it still holds, from before the step.
+# - An optimizer alone has the shards, no module. Their post-accumulate hooks see the sum over ranks
+#   of each micro-batch (`ShardedSource`): k is the accumulation, and nothing is communicated.
 class FSDP2Source(GradientSource):
     """Sees the whole local gradient of every parameter before it is reduced and sharded.
 
-    After a forward without backward (an evaluation) modules hold whole parameters, a root module
-    always does: they are resharded before parameters are listed, and at the end of each step, since
-    FSDP2 does not gather again what it still holds from before the optimizer's step.
+    See [Note: FSDP2's shards].
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,15 +57,9 @@ class FSDP2Source(GradientSource):
 
 
 class UnshardedTap(GradientTap):
-    """Leaf hooks on the parameters that FSDP2 gathers.
+    """Leaf hooks on the parameters that FSDP2 gathers, as [Note: FSDP2's shards] has it.
 
-    A forward hook on each FSDP module, run when its parameters have just been gathered, hooks them
-    once: torch keeps the unsharded tensors. Works with several groups, mixed precision,
-    checkpointing, and with or without `set_requires_gradient_sync(False)`; the last backward of a
-    step has to reduce.
-
-    Args:
-        units: the parameters that each FSDP module shards.
+    The last backward of a step has to reduce.
     """
 
     def __init__(self, units: dict[nn.Module, list[_Owned]]) -> None:
@@ -140,7 +145,7 @@ class FSDP2Reducer(GroupReducer):
         return distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
 
     def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
-        """Which of the first `count` elements of a gradient this rank has, cut by torch.chunk."""
+        """Which of the first `count` elements of a gradient this rank has."""
         assert isinstance(parameter, DTensor)
         mesh, shard = parameter.device_mesh, parameter.placements[-1]
         assert isinstance(shard, Shard)

@@ -13,15 +13,30 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import stack_scalars
 from bigbatch.gradients.gradient_hooks import only_watched, remove_hooks, watching_hook, weak_method
 
-# Which tensor .grad is, and how often it was written to. The tensor's own id would be free for the
-# next tensor; its weak reference is one object while anybody holds it, here the last of the three.
 Stamp = tuple[Any, ...] | None
+"""Which tensor `.grad` is, and how often it was written to; None without a gradient."""
 
 _GRAD = operator.attrgetter("grad")
 
 
+# [Note: Integrity of .grad]
+# Statistics and r are computed from `.grad` at the end of a step. If it was clipped, zeroed or
+# written to by a backward of the user's own in between, they are plausible and wrong, so such a
+# step is refused. To compare values would read all gradients and wait for the device. Instead:
+# - Autograd counts the writes to a tensor, also those of a clipping whose factor is 1. A stamp is
+#   (which tensor, its version); stamps differ if anybody wrote between two micro-batches.
+# - The id of a tensor that is gone may be that of the next. Its weak reference is one object while
+#   anybody holds it, so the stamp holds that, and has its id.
+# - Engines write to `.grad` between and after backwards (`engine_writes`). Then only the end of a
+#   step is checked. A DTensor and its local shard are counted apart, so both versions are added.
+# - Values are read only where stamps differ between micro-batches, as the user may have called
+#   zero_grad(), which begins a new step; and before the first one, where `.grad` is not None.
+# - Writes through `.data` are not counted. Where VR optimizers rely on the sums, they compare some
+#   (`optim/local_step.py`).
 class GradGuard:
     """What this rank holds of `.grad`: its version, its sum over micro-batches, its scale.
+
+    See [Note: Integrity of .grad].
 
     Args:
         engine_writes: whether an engine rewrites `.grad` between and after backwards. Then only
@@ -68,7 +83,7 @@ class GradGuard:
     # versions
 
     def stamps(self) -> list[Stamp]:
-        """The version of every gradient now."""
+        """The version of every gradient now, as [Note: Integrity of .grad] has it."""
         if self.local_grad is _GRAD:  # one tensor a parameter, and the usual case
             grads = [p.grad for p in self.parameters]
             return [

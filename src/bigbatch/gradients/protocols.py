@@ -25,7 +25,7 @@ OnGradient = Callable[[Tensor, Tensor], None]
 class Subscriber(Protocol):
     """Reads each micro-batch's gradient once, before it is summed into `.grad`.
 
-    A subclass may leave out `end` and `groups`.
+    A subclass may leave out `gradient`, `groups` and `end`.
     """
 
     needs_exact_groups: bool = False
@@ -39,6 +39,7 @@ class Subscriber(Protocol):
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """The current micro-batch adds the full `gradient` to `parameter.grad` on this rank."""
+        return
 
     def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
         """The groups of the current backward, which together add `gradient`."""

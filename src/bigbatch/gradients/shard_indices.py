@@ -1,4 +1,8 @@
-"""Indices of the elements of a gradient that a rank's shard of it has."""
+"""Indices of the elements of a gradient that a rank's shard of it has.
+
+A shard is a slice of one dimension under fully_shard ([Note: FSDP2's shards] in `fsdp2.py`), and
+runs of the flat gradient in DDP's buckets and in ZeRO's partitions.
+"""
 
 import math
 from collections.abc import Iterable, Sequence

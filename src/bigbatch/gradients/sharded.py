@@ -1,12 +1,12 @@
-"""Reduced gradients of sharded parameters (FSDP2): each rank sees its own shard of them."""
+"""Sharded parameters (FSDP2): reduced gradients, of which each rank sees its shard; their mesh."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
-from bigbatch.errors import GradientError
+from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.grad_guard import GradGuard, all_zero
 from bigbatch.gradients.gradient_hooks import watching_hook
 from bigbatch.gradients.leaf_tap import GradientTap
@@ -14,13 +14,18 @@ from bigbatch.gradients.protocols import OnGradient
 from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.gradients.source import GradientSource
 
+_REMEDY = (
+    "tensor parallelism cannot be measured in this release; leave parallelize_module out, and "
+    "shard by fully_shard alone over all ranks"
+)
+
 
 class ShardedSource(GradientSource):
-    """Watches the local shards of `.grad` with post-accumulate hooks; nothing is communicated.
+    """Watches the local shards of `.grad`; see [Note: FSDP2's shards] in `fsdp2.py`.
 
     An engine that reduces in every backward leaves the sum so far, S_j, in the shard. What the
-    micro-batch of all ranks together added is S_j - S_{j-1}, for one copy of the shard. So k is the
-    accumulation alone, and a backward whose gradient is not reduced is not seen.
+    micro-batch of all ranks together added is S_j - S_{j-1}, for one copy of the shard. A backward
+    whose gradient is not reduced is not seen.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -87,11 +92,7 @@ class ShardSumsGuard(GradGuard):
 
 
 class AccumulateTap(GradientTap):
-    """Post-accumulate hooks on sharded parameters, which report S_j.
-
-    Args:
-        guard: the guard of the same source.
-    """
+    """Post-accumulate hooks on sharded parameters, which report S_j."""
 
     def __init__(self, guard: ShardSumsGuard) -> None:
         super().__init__()
@@ -116,3 +117,47 @@ def local_shard(parameter: Tensor) -> Tensor | None:
     """This rank's shard of `.grad`, whether that is a DTensor or plain."""
     grad = parameter.grad
     return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def require_no_tensor_parallelism(parameters: Iterable[Tensor]) -> None:
+    """Checks that parameters outside `fully_shard` are not sharded.
+
+    Raises:
+        SettingError: a parameter is a shard of a tensor-parallel mesh, also as DDP holds it.
+    """
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) or hasattr(parameter, "_st_info"):
+            raise SettingError(
+                f"a parameter of shape {tuple(parameter.shape)} is sharded over a mesh that "
+                f"fully_shard has not made: {_REMEDY}"
+            )
+
+
+def require_one_mesh(parameters: Sequence[Tensor]) -> DTensor:
+    """The first parameter, for the mesh and placements of all.
+
+    Raises:
+        SettingError: there are two meshes, offloaded parameters, or other placements.
+    """
+    first = parameters[0]
+    assert isinstance(first, DTensor)
+    for parameter in parameters:
+        assert isinstance(parameter, DTensor)
+        if parameter.device_mesh != first.device_mesh:
+            raise SettingError(
+                f"parameters are sharded over two meshes, {first.device_mesh} and "
+                f"{parameter.device_mesh} (experts?); in this release they share one"
+            )
+        if parameter.device.type == "cpu" != parameter.device_mesh.device_type:
+            raise SettingError(
+                "parameters are offloaded to the CPU (CPUOffloadPolicy), away from the ranks' "
+                f"{first.device_mesh.device_type}; that cannot be measured in this release"
+            )
+        *copies, shard = [isinstance(p, Replicate) for p in parameter.placements]
+        if shard or not all(copies) or len(copies) > 1:
+            raise SettingError(
+                f"a parameter has the placements {parameter.placements}, where fully_shard alone "
+                f"gives (Shard,) or (Replicate, Shard): {_REMEDY}; for replicate(), wrap the model "
+                "in DistributedDataParallel"
+            )
+    return first

@@ -19,8 +19,7 @@ class SingleProcessSource(GradientSource):
     """Leaf hooks in one process; on several it refuses the first step.
 
     Args:
-        parameters: the parameters to watch.
-        explicit: counts only what happens inside `micro_batch`.
+        parameters, explicit: see `GradientSource`.
         unshared: the error on several ranks, with `{ranks}` for their number.
     """
 

@@ -153,11 +153,6 @@ class GradientSource:
             self.group_tap.exact = any(s.needs_exact_groups for s in self._subscribers)
             self.group_tap.prepare(roots, samples, sample_weights)
 
-    def leave_out_groups(self, reason: str) -> None:
-        """The next backward has no groups, for this reason."""
-        if self.group_tap is not None:
-            self.group_tap.missing = reason
-
     def subscribe(self, subscriber: Subscriber) -> None:
         """Reports every later step to `subscriber`; call it between steps."""
         self._subscribers.append(subscriber)

@@ -1,17 +1,18 @@
 """AdaptiveBatch for a model, optimizer and loader prepared by Hugging Face's accelerate."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
 from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
+from bigbatch.data.rank_consistency import samples_of_rank
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import SettingError
-from bigbatch.integrations.sharded_sampler import ShardedSampler
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy
@@ -149,6 +150,52 @@ def require_supported(accelerator: Any) -> None:
             f"parallelism_config has {parallel.non_data_parallel_size} ranks that share samples; "
             "tensor, context and sequence parallelism are not supported: use data parallelism alone"
         )
+
+
+class ShardedSampler(Sampler[Any]):
+    """Selects the samples of one rank from a sampler whose order is the same on all ranks.
+
+    Rank r has the samples at r, r + W, r + 2 W ..., as in `ElasticDistributedSampler`.
+
+    Args:
+        sampler: the sampler of the whole data set.
+        rank: the rank r that iterates over the samples.
+        ranks: number of ranks W.
+        multiple: samples beyond the last multiple of this number are left out.
+    Example:
+        >>> [list(ShardedSampler(range(10, 15), rank=rank, ranks=2)) for rank in (0, 1)]
+        [[10, 12, 14], [11, 13]]
+    """
+
+    def __init__(self, sampler: Any, rank: int, ranks: int, multiple: int = 1) -> None:
+        self.sampler = sampler
+        self.rank, self.ranks = rank, ranks
+        self.total = len(sampler) - len(sampler) % multiple  # over all ranks
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The generator of the order; None where the epoch alone determines the order."""
+        seeds_epochs = hasattr(self.sampler, "initial_seed")  # accelerate's SeedableRandomSampler
+        return None if seeds_epochs else getattr(self.sampler, "generator", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the sampler, if it has one."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return samples_of_rank(self.total, self.rank, self.ranks)
+
+    def __iter__(self) -> Iterator[Any]:
+        local = (
+            sample
+            for position, sample in enumerate(self.sampler)
+            if position < self.total and position % self.ranks == self.rank
+        )
+        # Reads one sample ahead, so that a generator has drawn the whole pass before a rank yields
+        # its last sample: ranks with unequal passes then start the next from the same state.
+        for sample, _ in pairwise(chain(local, [None])):
+            yield sample
 
 
 class PreparedBatches(Batches):

@@ -18,20 +18,14 @@ _MAX_SHARE = 0.01  # of a layer out of range; below it, r of the other elements 
 
 
 class Layer(NamedTuple):
-    """The moments of a parameter, its gradient, and p if r has momentum.
+    """The moments of a parameter, its gradient, and p if r has momentum."""
 
-    Args:
-        total, m2: S and M2 of the micro-batch gradients.
-        gradient: the gradient, multiplied in place.
-        average: p, updated in place; None without momentum of r.
-        correction: 1 / (1 - beta3^t).
-    """
-
+    # total, m2: S and M2 of the micro-batch gradients
     total: Tensor
     m2: Tensor
-    gradient: Tensor
-    average: Tensor | None = None
-    correction: float = 1.0
+    gradient: Tensor  # the gradient, multiplied in place
+    average: Tensor | None = None  # p, updated in place; None without momentum of r
+    correction: float = 1.0  # 1 / (1 - beta3^t)
 
     @property
     def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -41,41 +35,29 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class GsnrOptions:
-    """The options of all layers of a parameter group in one step.
+    """The options of all layers of a parameter group in one step."""
 
-    Args:
-        factor, gamma, r_max, beta3, watch, compiled: see `VarianceReduced`.
-        weight: N, the sum of the micro-batches' weights.
-        k: number of micro-batches.
-        fused: whether kernels may be used; torch does the layers that do not fit them.
-    """
-
+    # factor, gamma, r_max, beta3, watch, compiled: see `VarianceReduced`
     factor: str
     gamma: float
     r_max: float
     beta3: float
-    weight: float
-    k: int
+    weight: float  # N, the sum of the micro-batches' weights
+    k: int  # number of micro-batches
     watch: bool = False
-    fused: bool = True
+    fused: bool = True  # whether kernels may be used; torch does the layers that do not fit them
     compiled: bool = False
 
 
 @dataclass(frozen=True)
 class AppliedGsnr:
-    """The effect of scaling in one step.
+    """The effect of scaling in one step."""
 
-    Args:
-        k: number of micro-batches, or other groups, that r compared.
-        layers: the row of `apply_gsnr` of each parameter, over all ranks; empty if not watched.
-        agree: whether all groups had the same gradient, if that was checked.
-        out_of_range: layers on this rank whose M2 is out of range, so that r is wrong, if that was
-            checked.
-    """
-
-    k: int
+    k: int  # number of micro-batches, or other groups, that r compared
+    # the row of `apply_gsnr` of each parameter, over all ranks; empty if not watched
     layers: dict[Tensor, Tensor]
-    agree: bool
+    agree: bool  # whether all groups had the same gradient, if that was checked
+    # layers on this rank whose M2 is out of range, so that r is wrong, if that was checked
     out_of_range: Sequence[Tensor] = ()
 
 

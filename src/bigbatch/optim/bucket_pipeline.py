@@ -1,8 +1,8 @@
 """Reduces DDP's buckets in one step: from every rank's sums to r g on all ranks.
 
-The thread that runs DDP's hooks sends everything, in the order of the buckets, which is the same on
-all ranks. A bucket is scattered when it is ready, scaled when the next one is ready, and gathered
-after that. So two buckets are in flight while the backward continues.
+A bucket is scattered when it is ready, scaled and sent back when the next one is ready, and
+received after that: two are in flight while the backward continues.
+See [Note: GSNR inside DDP's all-reduce] in `ddp_comm_hook.py`.
 """
 
 from dataclasses import dataclass
@@ -33,22 +33,14 @@ class BucketPipeline:
         squares: |g|^2 of each parameter of the model, when done.
         out_of_range: for each layer on this rank, the share of M2 out of range, if that is checked.
         live: elements whose groups do not agree to rounding; at least 1 if that is unknown.
-
-    Args:
-        state: the optimizer's moments, momentum and options.
-        group: the process group.
-        weights: weight of the micro-batches of each rank.
-        k: number of groups that are compared.
-        sends_m2: whether any rank has an M2 of its own.
-        m2_dtype: the type in which M2 is sent; None: see `Bucket`.
     """
 
-    state: GsnrState
-    group: dist.ProcessGroup
-    weights: list[float]
-    k: int
-    sends_m2: bool
-    m2_dtype: torch.dtype | None
+    state: GsnrState  # the optimizer's moments, momentum and options
+    group: dist.ProcessGroup  # the process group
+    weights: list[float]  # weight of the micro-batches of each rank
+    k: int  # number of groups that are compared
+    sends_m2: bool  # whether any rank has an M2 of its own
+    m2_dtype: torch.dtype | None  # the type in which M2 is sent; None: see `Bucket`
 
     def __post_init__(self) -> None:
         self.done = False

@@ -1,4 +1,7 @@
-"""A rank's shards of DDP's buckets, and buckets on their way to the shards and back."""
+"""A rank's shards of DDP's buckets, and buckets on their way to the shards and back.
+
+See [Note: GSNR inside DDP's all-reduce] in `ddp_comm_hook.py`.
+"""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +18,7 @@ from bigbatch.optim.gsnr_momentum import GsnrMomentum
 from bigbatch.statistics.norms import flattened
 from bigbatch.statistics.second_moment import combine_moments
 
-CHUNK_BYTES = 16 << 20  # of a chunk; in DDP's first step one bucket has the whole model
+CHUNK_BYTES = 16 << 20  # of a chunk
 _PREFETCHED = 2  # chunks in flight
 
 M2Of = Callable[[Tensor], Tensor | None]
@@ -23,17 +26,11 @@ M2Of = Callable[[Tensor], Tensor | None]
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive elements of a parameter, in the order of its memory.
+    """Consecutive elements of a parameter, in the order of its memory."""
 
-    Args:
-        parameter: the parameter.
-        parameter_slice: its elements.
-        shard_slice: the same elements in the shard, or in the chunk.
-    """
-
-    parameter: Tensor
-    parameter_slice: slice
-    shard_slice: slice
+    parameter: Tensor  # the parameter
+    parameter_slice: slice  # its elements
+    shard_slice: slice  # the same elements in the shard, or in the chunk
 
 
 class Shard:

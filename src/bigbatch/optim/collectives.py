@@ -1,7 +1,4 @@
-"""Flat tensors scattered over ranks and gathered again: all-to-all, then all-gather.
-
-Together they send as much as an all-reduce; in between, each rank has a shard of the sum.
-"""
+"""Flat tensors scattered over ranks and gathered again: all-to-all, then all-gather."""
 
 import itertools
 import os
@@ -22,16 +19,11 @@ _all_gather = getattr(_c10d, "all_gather_single", None) or _c10d.all_gather_into
 
 @dataclass(frozen=True)
 class Level:
-    """A process group in which tensors are scattered and gathered.
+    """A process group in which tensors are scattered and gathered."""
 
-    Args:
-        group: the process group.
-        rank: the rank of this process in the group.
-        members: for each rank of the group, the ranks of the DDP group whose sum it contributes.
-    """
-
-    group: dist.ProcessGroup
-    rank: int
+    group: dist.ProcessGroup  # the process group
+    rank: int  # the rank of this process in the group
+    # for each rank of the group, the ranks of the DDP group whose sum it contributes
     members: list[list[int]]
 
 

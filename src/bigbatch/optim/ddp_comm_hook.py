@@ -35,14 +35,27 @@ _FAULTS = (  # of which one on any rank refuses a step
 )
 
 
+# [Note: GSNR inside DDP's all-reduce]
+# r needs the variance over the micro-batches of all ranks. To all-reduce M2 as well would double
+# what is sent. An all-reduce is a scatter and a gather of shards. In between, a rank has one shard
+# of every rank's sums: it computes mean, M2 and r there, and r g is gathered in place of the mean.
+# - The scatter is an all-to-all, since gloo's reduce-scatter sends as much as an all-reduce.
+# - A shard is a slice of a bucket, which cuts parameters anywhere, so means of layers need a small
+#   all-reduce (`BucketPipeline`). In the first step one bucket is the whole model: chunks bound the
+#   memory. Then DDP rebuilds its buckets, other ranks own the elements, and p moves (`_shard_of`).
+# - All ranks must send in one order. So only the thread of DDP's hooks sends, when the next bucket
+#   is ready; from callbacks of futures, collectives of different ranks matched wrongly, unnoticed.
+# - The variance is complete after the last backward, so the others run under no_sync. A second
+#   reduction would take r g for g: it is refused, and `.grad` must not be written to.
+# - An exception in a hook breaks DDP on the other ranks. So they exchange faults before the first
+#   bucket (`_start`), average the gradients of a refused step, and `step()` raises on all alike.
+# - `.grad` is r g, so |g| and the mean come from the shards (`ReducedShards`). The next p is taken
+#   by `step()` alone, which a GradScaler may skip.
 class DDPCommHook(ReducedShards, Subscriber):
-    """State of the communication hook that scales gradients.
+    """State of the communication hook that scales gradients: [Note: GSNR inside DDP's all-reduce].
 
-    After the last backward of a step `.grad` is r g, bit for bit the same on every rank. All
-    backwards of a step except the last must run under `no_sync`. Each element of p is on one rank;
-    `consolidate` gathers p on all ranks before the optimizer's `state_dict()`.
-
-    The hook subscribes to the source of the optimizer's gradients, for the micro-batches' weights.
+    After the last backward of a step `.grad` is r g, bit for bit the same on every rank. Each
+    element of p is on one rank; `consolidate` gathers p on all ranks before `state_dict()`.
     """
 
     def __init__(
@@ -220,12 +233,6 @@ class DDPCommHook(ReducedShards, Subscriber):
         count, total = self._count_and_weight
         self._count_and_weight = [count + groups, total + weight]
 
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Nothing to do: the bucket will have it."""
-
-    def end(self) -> None:
-        """Nothing to do."""
-
     # reduction
 
     @torch.no_grad()
@@ -248,11 +255,7 @@ class DDPCommHook(ReducedShards, Subscriber):
         return future
 
     def _start(self) -> None:
-        """Exchanges the ranks' micro-batch counts and weights; all ranks refuse the same steps.
-
-        `step()` raises the error, since an error during a backward would break DDP. The gradients
-        of a refused step are averaged.
-        """
+        """Exchanges the ranks' micro-batch counts and weights; all ranks refuse the same steps."""
         ddp, state = self._ddp(), self._live_state
         joins = ddp is not None and bool(ddp._join_config.enable)
         is_repeated = self._pipeline is not None or bool(self._refusal)

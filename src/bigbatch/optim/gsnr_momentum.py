@@ -90,16 +90,11 @@ class StateWithGsnrMomentum(MutableMapping[Tensor, Any]):
     """A base optimizer's `state`, with the entries of p in the state of each parameter.
 
     Torch's distributed checkpoints read from it what is saved of a parameter.
-
-    Args:
-        base: the base optimizer's state, which writes go to.
-        momentum: p.
-        parameters: the parameters that have p, or will have it.
     """
 
-    base: MutableMapping[Tensor, Any]
-    momentum: GsnrMomentum
-    parameters: Collection[Tensor]
+    base: MutableMapping[Tensor, Any]  # the base optimizer's state, which writes go to
+    momentum: GsnrMomentum  # p
+    parameters: Collection[Tensor]  # the parameters that have p, or will have it
 
     def __getitem__(self, parameter: Tensor) -> Any:
         state = self.base[parameter]

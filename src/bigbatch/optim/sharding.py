@@ -1,6 +1,7 @@
 """Sharded parameters: their gradient source, their local shards, and sums over their ranks.
 
-This module never imports DTensor first: no parameter is sharded unless it is imported already.
+See [Note: FSDP2's shards] in `gradients/fsdp2.py`. This module never imports DTensor first: no
+parameter is sharded unless it is imported already.
 """
 
 import sys
@@ -33,8 +34,7 @@ def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
     if not sharded:
         return SingleProcessSource(parameters, unshared=f"{optimizer} {_UNSHARED}")
-    from bigbatch.gradients.device_mesh import require_one_mesh
-    from bigbatch.gradients.sharded import ShardedSource
+    from bigbatch.gradients.sharded import ShardedSource, require_one_mesh
 
     if len(sharded) < len(parameters):
         raise SettingError(

@@ -18,20 +18,14 @@ from bigbatch.optim.two_pass import TwoPass, require_kernels
 
 
 class ParameterShard(NamedTuple):
-    """This process's shard of a layer in one step.
+    """This process's shard of a layer in one step."""
 
-    Args:
-        theta, gradient: the elements of the shard.
-        state: their state, in the order of the optimizer's `_state_names`.
-        steps: steps of the layer, this one included; 0 if the optimizer does not count them.
-        dimensions: dimensions of the layer.
-    """
-
+    # theta, gradient: the elements of the shard
     theta: Tensor
     gradient: Tensor
-    state: list[Tensor]
-    steps: float
-    dimensions: int
+    state: list[Tensor]  # their state, in the order of the optimizer's `_state_names`
+    steps: float  # steps of the layer, this one included; 0 if the optimizer does not count them
+    dimensions: int  # dimensions of the layer
 
 
 class ShardedParameters(Protocol):

@@ -17,25 +17,17 @@ from bigbatch.optim.sharding import AllReduce
 
 @dataclass(frozen=True)
 class TwoPass:
-    """A rule over layers, both as a kernel and as functions of a layer's number.
+    """A rule over layers, both as a kernel and as functions of a layer's number."""
 
-    Args:
-        rule: the kernel.
-        layers: the arrays of each layer, in the kernel's order.
-        layer_values: two numbers for each layer.
-        group_values: the numbers that all layers share.
-        first_pass: returns the sums of a layer, (2,); None for a rule without sums.
-        second_pass: updates a layer with its sums; may return statistics, (5,).
-        watch: whether kernels return statistics.
-    """
-
-    rule: native.Rule
-    layers: Sequence[native.Layer]
-    layer_values: Sequence[tuple[float, float]]
-    group_values: Sequence[float]
+    rule: native.Rule  # the kernel
+    layers: Sequence[native.Layer]  # the arrays of each layer, in the kernel's order
+    layer_values: Sequence[tuple[float, float]]  # two numbers for each layer
+    group_values: Sequence[float]  # the numbers that all layers share
+    # returns the sums of a layer, (2,); None for a rule without sums
     first_pass: Callable[[int], Tensor] | None
+    # updates a layer with its sums; may return statistics, (5,)
     second_pass: Callable[[int, Tensor], Tensor | None]
-    watch: bool = False
+    watch: bool = False  # whether kernels return statistics
 
     def run(self, *, fused: bool, all_reduce: AllReduce | None) -> Tensor:
         """Runs both passes.

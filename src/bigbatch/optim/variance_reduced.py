@@ -379,3 +379,8 @@ class VarianceReduced(Optimizer):
         require_valid(group, type(self), self.gsnr_state.factor)
         if group["vr"]:
             self.gsnr_state.vr_parameters.update(dict.fromkeys(group["params"]))
+
+
+def micro_batch_optimizer(optimizer: object) -> VarianceReduced | None:
+    """The optimizer, if it reads the gradient of each micro-batch, and so needs two or more."""
+    return optimizer if isinstance(optimizer, VarianceReduced) else None

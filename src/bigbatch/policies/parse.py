@@ -8,6 +8,7 @@ from bigbatch.errors import SettingError
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.goodput import Goodput
 from bigbatch.policies.late_switch import LateSwitch
+from bigbatch.policies.own_policy import own_policy
 from bigbatch.policies.policy import Fixed, NoiseScale, NormTest, Policy, SimiGrad
 from bigbatch.policies.seesaw import Seesaw
 from bigbatch.setting_types import parse_setting
@@ -28,6 +29,8 @@ _SEMICOLONS = ("schedule", "seesaw", "late-switch")  # their arguments contain c
 def parse_policy(text: str) -> Policy:
     """Parses a policy: `NAME`, `NAME:KEY=VALUE,KEY=VALUE` or `NAME:VALUE,...`.
 
+    Or one of your own: `module:Class` or `file.py:Class`, see `own_policy`.
+
     A value without a key is the first argument's. Arguments that are schedules or policies contain
     commas: semicolons separate the arguments of schedule, seesaw and late-switch.
 
@@ -43,6 +46,8 @@ def parse_policy(text: str) -> Policy:
         0.3
     """
     name, _, rest = (part.strip() for part in text.partition(":"))
+    if is_own(text):
+        return own_policy(text)
     arguments = arguments_of(name)
     values: dict[str, Any] = {}
     for part in rest.split(";" if name in _SEMICOLONS else ",") if rest else []:
@@ -58,6 +63,12 @@ def parse_policy(text: str) -> Policy:
     if any(field.default is MISSING and key not in values for key, field in arguments.items()):
         raise SettingError(f"policy {text!r} lacks a value; write {_usage(name)}")
     return build_policy(name, values)
+
+
+def is_own(text: str) -> bool:
+    """Whether the text is the place of a policy of the user's own, not the name of one of ours."""
+    name, colon, _ = text.partition(":")
+    return bool(colon) and name.strip() not in POLICIES
 
 
 def build_policy(name: str, values: dict[str, Any]) -> Policy:
@@ -79,7 +90,10 @@ def arguments_of(name: str) -> dict[str, Field[Any]]:
         SettingError: no policy has that name.
     """
     if name not in POLICIES:
-        raise SettingError(f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}")
+        raise SettingError(
+            f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}; or your own, "
+            "module:Class or file.py:Class"
+        )
     return {field.name: field for field in fields(POLICIES[name])}
 
 
@@ -89,7 +103,7 @@ def target_of(name: str, target: float | None) -> float | None:
     Raises:
         SettingError: no policy has that name.
     """
-    return target if "target" in arguments_of(name) else None
+    return target if not is_own(name) and "target" in arguments_of(name) else None
 
 
 def _usage(name: str) -> str:

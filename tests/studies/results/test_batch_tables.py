@@ -7,6 +7,7 @@ from statistics import mean, stdev
 import pytest
 
 from made_runs import fresh, log_of, tuning
+from studies.results.batch_comparisons import CONTROLLED, DOUBLING, equal_steps, fixed, replay_of
 from studies.results.batch_tables import (
     figure,
     fixed_arms,
@@ -15,8 +16,7 @@ from studies.results.batch_tables import (
     target_of,
     time_ratio,
 )
-from studies.results.measured_batch import CONTROLLED, DOUBLING, equal_steps, fixed, replay_of
-from studies.results.run_log import LoggedRun
+from studies.results.comparison_log import LoggedRun
 
 BASE = fixed(64)
 ARMS = (BASE, fixed(256), DOUBLING, *CONTROLLED)
@@ -93,19 +93,13 @@ def test_a_first_arm_that_failed_stays_in_the_table_and_has_no_curve():
     failed = [LoggedRun(BASE, 0.1, seed, tuning=False, failure="killed") for seed in range(3)]
     log = made_log({BASE: failed})
     assert ("none", "0 of 3") == tuple(cells(log, BASE)[name] for name in ("steps", "reached"))
-    assert [] == score_over_steps(log, (BASE, DOUBLING)).axes
-
-
-def test_without_a_run_of_the_first_arm_there_is_no_target():
-    log = made_log()
-    log.runs[:] = [run for run in log.runs if run.tuning or run.arm != BASE]
-    assert "There is no target before fixed 64 has a run." in tables(log)
+    assert [] == score_over_steps(log, (BASE, DOUBLING))
 
 
 def test_curves_leave_out_runs_that_failed():
     runs = [LoggedRun(BASE, 0.1, 0, tuning=False, failure="killed"), fresh(BASE, 1), fresh(BASE, 2)]
-    (axes,) = score_over_steps(made_log({BASE: runs}), (BASE, DOUBLING)).axes
-    assert [90.0, 90.0] == list(axes.lines[0].get_ydata())
+    (panel,) = score_over_steps(made_log({BASE: runs}), (BASE, DOUBLING))
+    assert [90.0, 90.0] == list(panel.series[0].y)
 
 
 def test_diverged_runs_are_in_no_mean():
@@ -146,8 +140,8 @@ def test_no_fixed_batch_that_reaches_the_target_leaves_no_ratio():
     log = made_log(changes)
     assert "steps, samples to it" == list(cells(log, DOUBLING))[-1]
     assert "No fixed batch reaches the target" in tables(log)
-    (axes,) = figure(log).axes
-    assert [f"{log.score},\nless that of {BASE}"] == [axes.get_title(loc="left")]
+    (panel,) = figure(log)
+    assert f"{log.score}, less that of {BASE}" == panel.title
 
 
 def test_controls_are_not_among_the_fixed_batches():

@@ -9,19 +9,17 @@ import pytest
 from bigbatch.errors import RunError
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.build_optimizer import build_controller
-from bigbatch_recipes.console import LiveView, plain_console
 from bigbatch_recipes.run_config import read_trainings
 from bigbatch_recipes.sweep import start_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
 from log_rows import add_rows, row, write_log
 from made_runs import COST, SCORE
-from studies.results import any_start, batch_norm, measured_batch
+from studies.results import any_start, batch_comparisons
+from studies.results.batch_comparisons import CONTROLLED, equal_steps, replay_of
 from studies.results.comparison import Comparison
-from studies.results.measured_batch import CONTROLLED, equal_steps, replay_of
-from studies.results.run_log import log_text
+from studies.results.comparison_log import log_text
 
-VIEW = LiveView(plain_console(), quiet=True)
-ALL = [*measured_batch.COMPARISONS, batch_norm.COMPARISON, any_start.COMPARISON]
+ALL = [*batch_comparisons.COMPARISONS, any_start.COMPARISON]
 SMALL = Comparison(
     name="small",
     recipe="digits",
@@ -67,13 +65,13 @@ def test_all_trainings_of_a_comparison_are_possible(comparison):
 
 
 def test_a_comparison_that_is_trained_is_collected_alone(tmp_path):
-    log = SMALL.train(trained(tmp_path / "runs"), "", 1, VIEW)
+    log = SMALL.train(trained(tmp_path / "runs"), None, 1)
     assert (COST, True) == (log.step_cost, log.higher_is_better)
     assert ["fixed", "adaptive"] == log.arms
     assert [(0.1, 0), (0.1, 1)] == [(run.lr, run.seed) for run in log.fresh("fixed")]
     assert [0.05, 0.1] == [run.lr for run in log.tuning("fixed")]
     assert not any(run.failure for run in log.runs)
-    assert log_text(log) == log_text(SMALL.train(tmp_path / "runs", "", 1, VIEW))
+    assert log_text(log) == log_text(SMALL.train(tmp_path / "runs", None, 1))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,7 @@ def test_a_comparison_that_is_trained_is_collected_alone(tmp_path):
 def test_trainings_of_another_comparison_are_not_mixed_in(tmp_path, changes):
     folder = trained(tmp_path / "runs")
     with pytest.raises(RunError, match=r"study.yaml has other trainings than this comparison"):
-        replace(SMALL, **changes).train(folder, "", 1, VIEW)
+        replace(SMALL, **changes).train(folder, None, 1)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"fixed": 1, "speed": 2}'])
@@ -97,11 +95,11 @@ def test_a_damaged_step_cost_is_named(tmp_path, text):
     folder = trained(tmp_path / "runs")
     (folder / "step_cost.json").write_text(text)
     with pytest.raises(RunError, match=r"step_cost.json is not the cost of a step"):
-        SMALL.train(folder, "", 1, VIEW)
+        SMALL.train(folder, None, 1)
 
 
 def controls_of(folder):
-    return measured_batch.COMPARISONS[0].controls(read_sweep_results(folder / "arms"))
+    return batch_comparisons.COMPARISONS[0].controls(read_sweep_results(folder / "arms"))
 
 
 def test_a_replay_has_the_mean_trajectory_of_the_other_fresh_seeds(tmp_path):
@@ -149,13 +147,13 @@ def test_an_interrupted_comparison_continues_and_gives_the_same_log(tmp_path):
             for run in log.runs
         ]
 
-    first = comparison.train(tmp_path / "runs", "", 2, VIEW)
+    first = comparison.train(tmp_path / "runs", None, 2)
     for run in [
         *(tmp_path / "runs").glob("*/*-seed1"),
         *(tmp_path / "runs").glob("arms/*-seed1000"),
     ]:
         shutil.rmtree(run)
     (tmp_path / "runs" / "arms" / "fixed,lr=0.1-seed0" / "report.html").unlink(missing_ok=True)
-    second = comparison.train(tmp_path / "runs", "", 2, VIEW)
+    second = comparison.train(tmp_path / "runs", None, 2)
     assert runs_of(first) == runs_of(second)
     assert first.step_cost == second.step_cost

@@ -8,17 +8,17 @@ import pytest
 
 from bigbatch.errors import RunError
 from made_runs import fresh, log_of, tuning
-from studies.results import any_start, measured_batch
+from studies.results import any_start, batch_comparisons
+from studies.results.__main__ import main
 from studies.results.any_start import BATCHES, POLICIES, RATES, WARMUPS, arm_of
-from studies.results.markdown import fill
-from studies.results.measured_batch import CONTROLLED, DOUBLING, equal_steps, fixed, replay_of
-from studies.results.questions import QUESTIONS, draw, pages_of, tables_of
-from studies.results.run_log import LoggedRun, log_text
+from studies.results.batch_comparisons import CONTROLLED, DOUBLING, equal_steps, fixed, replay_of
+from studies.results.comparison_log import LoggedRun, log_text
+from studies.results.questions import draw, fill, pages_of, tables_of
 
 BASE = fixed(64)
 
-LOGS = Path(__file__).parents[2] / "docs" / "results"
-BATCH, START = measured_batch.COMPARISONS[0].name, any_start.COMPARISON.name
+LOGS = Path(__file__).parents[3] / "docs" / "results"
+BATCH, START = batch_comparisons.COMPARISONS[0].name, any_start.COMPARISON.name
 
 
 def write_logs(folder):
@@ -42,16 +42,15 @@ def page_of(*names):
     return "\n".join(f"<!-- results: {name} -->\nold\n<!-- end -->\nkept" for name in names)
 
 
-@pytest.mark.thorough  # figures
 def test_figures_and_pages_are_drawn_from_the_logs_alone(tmp_path):
     logs = tmp_path / "results"
     write_logs(logs)
     (tmp_path / "results.md").write_text(page_of(BATCH, START))
     (logs / "one.md").write_text(page_of(START))
     pages = [tmp_path / "results.md", logs / "one.md"]
-    figures = [logs / f"{name}.png" for name in (BATCH, START, "score-over-steps")]
-    assert [*figures, *pages] == draw(logs)
-    assert b"\x89PNG" == (logs / f"{BATCH}.png").read_bytes()[:4]
+    figures = [logs / f"{name}.svg" for name in (BATCH, "score-over-steps", START)]
+    assert [*pages, *figures] == draw(logs)
+    assert all(figure.read_text().startswith("<svg") for figure in figures)
     texts = [page.read_text() for page in pages]
     assert "old" not in "".join(texts)
     assert texts[1] in texts[0]
@@ -65,7 +64,7 @@ def test_a_page_that_lacks_a_log_stops_before_anything_is_written(tmp_path):
     (logs / "one.md").write_text(page_of(START, "estimates"))
     with pytest.raises(RunError, match="there is no log for estimates"):
         draw(logs)
-    assert not list(logs.glob("*.png"))
+    assert not list(logs.glob("*.svg"))
 
 
 def test_the_shares_of_starts_need_the_target_of_the_batches(tmp_path):
@@ -83,16 +82,36 @@ def test_a_folder_without_logs_is_an_error(tmp_path):
 def test_the_committed_pages_have_the_tables_of_the_committed_logs():
     tables, pages = tables_of(LOGS), {page: page.read_text() for page in pages_of(LOGS)}
     outdated = [page.name for page, text in pages.items() if fill(text, tables) != text]
-    assert [] == outdated  # `bigbatch results draw` writes them
+    assert [] == outdated  # `python -m studies.results draw` writes them
     shown = "".join(pages.values())
-    logged = [name for name in tables if (LOGS / f"{name}.json").exists()]
-    assert [] == [name for name in logged if f"<!-- results: {name} -->" not in shown]
+    assert [] == [name for name in tables if f"<!-- results: {name} -->" not in shown]
 
 
-def test_every_committed_log_is_of_a_question_and_is_json():
+def test_the_committed_figures_are_drawn_from_the_committed_logs(tmp_path):
+    for log in LOGS.glob("*.json"):
+        (tmp_path / log.name).symlink_to(log)
+    for path in draw(tmp_path):
+        assert path.read_text() == (LOGS / path.name).read_text(), path.name
+
+
+@pytest.mark.parametrize(
+    "page", ["<!-- results: a -->\nold", "<!-- results: a --> old\n<!-- end -->"]
+)
+def test_a_place_that_would_be_left_out_is_an_error(page):
+    with pytest.raises(RunError, match="write each place as"):
+        fill(page, {"a": "new"})
+
+
+def test_a_mistake_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(["draw", "--logs", str(tmp_path)])
+    assert 1 == ending.value.code
+    assert 1 == capsys.readouterr().err.count("\n")
+
+
+def test_every_committed_log_is_json():
     def refuse(name):
         raise AssertionError(name)
 
     for log in LOGS.glob("*.json"):
-        assert log.stem in QUESTIONS
         json.loads(log.read_text(), parse_constant=refuse)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from bigbatch.errors import RunError
 from bigbatch.log.history import History
+from bigbatch.log.paired_differences import paired_difference
 from bigbatch.log.time_to_score import time_to_score
 from log_rows import row
 from made_runs import COST, SCORE, fresh, log_of, tuning
 from property_tests import property_test
+from studies.results.batch_tables import TargetTimes, fastest, times_to, to_target, tuned_score
 from studies.results.step_cost import StepCost
-from studies.results.time_to_target import TargetTimes, fastest, times_to, to_target, tuned_score
 
 
 @given(
@@ -42,7 +43,7 @@ def test_a_curve_reaches_a_target_where_the_log_does(made, target, higher):
         curve += [] if score is None else [(32 * end, steps, 0.0, float(score))]
     run = fresh("a", 0, curve=tuple(curve))
     assert expected == to_target(run, target, higher_is_better=higher)
-    time = time_to_score(History(None, {}, None, rows), target, higher_is_better=higher)
+    time = time_to_score(History(None, {}, rows), target, higher_is_better=higher)
     assert expected == (time and (time.steps, time.samples))
 
 
@@ -76,7 +77,7 @@ def test_the_median_has_infinity_for_runs_that_never_reach_it(values):
 def test_ratios_are_paired_and_pairs_that_lack_a_time_are_counted():
     one = TargetTimes({0: 2.0, 1: 4.0, 2: None, 3: 1.0})
     other = TargetTimes({0: 1.0, 1: 1.0, 2: 1.0, 3: None})
-    ratio = one.log_ratio_to(other)
+    ratio = paired_difference(one.logs, other.logs)
     assert (4, 2) == (ratio.pairs, ratio.missing)
     assert pytest.approx(math.log(math.sqrt(8))) == ratio.center
 
@@ -86,16 +87,18 @@ def arm(name, *reached_at):
 
 
 def test_the_fastest_has_the_least_median():
-    log = log_of(*arm("slow", 20, 20, 20), *arm("fast", 90, 10, 10), *arm("never", None, None, 1))
-    assert "fast" == fastest(log, log.arms, 90, 1)
-    times = times_to(log, "fast", 90, 1)
+    log = log_of(
+        *arm("fixed 1", 20, 20, 20), *arm("fixed 2", 90, 10, 10), *arm("fixed 3", None, None, 1)
+    )
+    assert "fixed 2" == fastest(log, 90, 1)
+    times = times_to(log, "fixed 2", 90, 1)
     assert pytest.approx(COST.seconds(10, 640, 1)) == times.median
 
 
 def test_where_half_of_all_runs_never_reach_it_the_fastest_reaches_it_most_often():
-    log = log_of(*arm("none", None, None, None), *arm("one", None, 99, None))
-    assert "one" == fastest(log, log.arms, 90, 8)
-    assert "none" == fastest(log, ["none"], 90, 8)
+    none = arm("fixed 1", None, None, None)
+    assert "fixed 2" == fastest(log_of(*none, *arm("fixed 2", None, 99, None)), 90, 8)
+    assert "fixed 1" == fastest(log_of(*none), 90, 8)
 
 
 def test_the_tuned_score_is_that_of_the_chosen_rate_without_failures():

@@ -12,7 +12,7 @@ from bigbatch_recipes.image_classification import GAP, HELD_OUT, TEST
 from bigbatch_recipes.sweep import trainings_of
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults
 from studies.results.comparison import Comparison
-from studies.results.run_log import LoggedRun, RunLog, log_text, read_log
+from studies.results.comparison_log import ComparisonLog, LoggedRun, log_text, read_log
 from studies.results.step_cost import StepCost
 from studies.results.variance_reduction import (
     BASE,
@@ -53,7 +53,7 @@ def fresh_runs(arm, lr, mean, gap=2.0, **values):
 
 
 def log_of(*runs):
-    return RunLog({}, True, COST, list(runs))
+    return ComparisonLog({}, True, COST, list(runs))
 
 
 def clip_of(arm):
@@ -225,12 +225,12 @@ def test_the_best_clips_are_those_of_the_fresh_runs_and_the_map_has_the_best_rat
 
 
 def test_the_figure_draws_means_and_the_map():
-    drawn = figure(whole_log({"r_max 10": -2.0}))
-    lines = {line.get_label(): line for line in drawn.axes[4].get_lines()}
-    assert pytest.approx([78.0] * 3) == list(lines["r_max 10"].get_ydata())
-    assert [64, 512, 4096] == list(lines[BASE].get_xdata())
-    texts = [text.get_text() for text in drawn.axes[6].texts]
-    assert ["80.1", "nan", "81.0", "nan", "85.0", "nan"] == texts
+    charts = figure(whole_log({"r_max 10": -2.0}))
+    lines = {line.name: line for line in charts[4].series}
+    assert pytest.approx([78.0] * 3) == list(lines["r_max 10"].y)
+    assert (64, 512, 4096) == tuple(lines[BASE].x)
+    assert [80.1, 81.0, 85.0] == [first for first, _ in charts[6].values]
+    assert all(math.isnan(second) for _, second in charts[6].values)
 
 
 def test_a_log_keeps_the_other_tuned_values(tmp_path):

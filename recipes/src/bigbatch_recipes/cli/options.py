@@ -1,34 +1,17 @@
 """Options that several commands have, and checks of combinations of options."""
 
-import inspect
+import argparse
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
-
-import typer
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.process_group import is_rank_zero
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import HELP, SECTIONS, SETTING_TYPES, Settings, Value
-
-RecipeName = Annotated[str | None, typer.Argument(help="One of `bigbatch list` [digits].")]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting of all runs. May be repeated."),
-]
-Seeds = Annotated[
-    int | None, typer.Option(min=1, help="Runs of each arm or point [3, or the paper's].")
-]
-PaperScale = Annotated[bool, typer.Option("--paper-scale", help="Use the paper's settings.")]
-Result = Annotated[str | None, typer.Option(help="With --paper-scale, one table or figure.")]
-Data = Annotated[Path | None, typer.Option(help="Folder with data, or with data folders [data].")]
-RunsDir = Annotated[Path | None, typer.Option(help="Folder for new directories [runs].")]
-RunDir = Annotated[Path | None, typer.Option(help="Directory to write to; must be new or empty.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show results only.")]
 
 _NOT_BY_SET = {
     "recipe": "it is the command's first argument",
@@ -37,40 +20,83 @@ _NOT_BY_SET = {
     "data": "give --data",
 }
 
-Command = Callable[..., None]
 
+class CommandParser(argparse.ArgumentParser):
+    """The options of a command; its errors are one line.
 
-def with_settings(*names: str) -> Callable[[Command], Command]:
-    """Adds an option for each of these settings to a command, which gets texts as keywords."""
+    Args:
+        name: name of the command.
+        description: what it does.
+        examples: lines with examples.
+    """
 
-    def decorate(command: Command) -> Command:
-        signature = inspect.signature(command)
-        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        parameters += [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[
-                    str | None,
-                    typer.Option(
-                        help=HELP[name],
-                        metavar=_metavar(SETTING_TYPES[name]),
-                        rich_help_panel=SECTIONS[name],
-                    ),
-                ],
-            )
-            for name in names
-        ]
-        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in parameters}
-        return command
+    def __init__(self, name: str, description: str, examples: str) -> None:
+        super().__init__(
+            f"bigbatch {name}",
+            usage=f"bigbatch {name} [RECIPE] [OPTIONS]",
+            description=description,
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+        )
 
-    return decorate
+    def given(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """The options and arguments that the command line has, by name."""
+        return vars(self.parse_args(arguments))
+
+    def error(self, message: str) -> NoReturn:
+        """Raises SettingError."""
+        raise SettingError(f"{message}; {self.prog} --help lists the options")
+
+    def add_flag(self, option: str, text: str) -> None:
+        """Adds an option without a value."""
+        self.add_argument(option, action="store_true", help=text)
+
+    def add_count(self, option: str, text: str, least: int = 1) -> None:
+        """Adds an option whose value is a whole number of at least 1, or `least`."""
+
+        def count(text: str) -> int:
+            if not text.isdecimal() or int(text) < least:
+                raise argparse.ArgumentTypeError(f"{text} must be a whole number from {least} on")
+            return int(text)
+
+        self.add_argument(option, metavar="<int>", type=count, help=text)
+
+    def add_training(self, *without: str) -> None:
+        """Adds what `train` and `sweep` share, with an option for each setting but some."""
+        self.add_argument("recipe", nargs="?", help="one of `bigbatch list` [digits]")
+        self.add_argument(
+            "--set",
+            action="append",
+            metavar="KEY=VALUE",
+            help="a setting of all runs; may be repeated",
+        )
+        self.add_count("--seeds", "runs of each arm or point [3, or the paper's]")
+        self.add_flag("--paper-scale", "use the paper's settings")
+        self.add_argument("--result", help="with --paper-scale, one table or figure")
+        self.add_path("--data", "folder with data, or with data folders [data]")
+        self.add_path("--runs-dir", "folder for new directories [runs]")
+        self.add_path("--run-dir", "directory to write to; must be new or empty")
+        self.add_flag("--quiet", "show results only")
+        groups: dict[str, Any] = {}
+        for name, kind in SETTING_TYPES.items():
+            if name in without:
+                continue
+            section = SECTIONS[name]
+            if section not in groups:
+                groups[section] = self.add_argument_group(section)
+            option = f"--{name.replace('_', '-')}"
+            text = HELP[name].replace("%", "%%")
+            groups[section].add_argument(option, metavar=_metavar(kind), help=text)
+
+    def add_path(self, option: str, text: str) -> None:
+        """Adds an option whose value is a path."""
+        self.add_argument(option, type=Path, metavar="PATH", help=text)
 
 
 def _metavar(kind: Any) -> str:
-    """The placeholder of a value in the help, as typer writes its own."""
+    """The placeholder of a value in the help."""
     kind = next((one for one in get_args(kind) if get_origin(one) is Annotated), kind)
     kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     if get_origin(kind) is Literal:
@@ -78,25 +104,14 @@ def _metavar(kind: Any) -> str:
     return {int: "<int>", float: "<float>", bool: "true|false"}.get(kind, "<str>")
 
 
-def parse_settings(texts: dict[str, str | None]) -> dict[str, Value]:
-    """The values of the settings that were given as options.
+def parse_settings(given: Mapping[str, Any], *without: str) -> dict[str, Value]:
+    """The values of the settings that were given as options, but for some.
 
     Raises:
         SettingError: a text has another type than its setting.
     """
-    return {
-        name: Settings.parse_value(name, text) for name, text in texts.items() if text is not None
-    }
-
-
-def names_on_command_line(context: typer.Context) -> set[str]:
-    """The names of the options and arguments that the command line has."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {
-        name.rstrip("_")
-        for name, source in sources.items()
-        if source is not None and source.name == "COMMANDLINE"
-    }
+    names = [name for name in given if name in SETTING_TYPES and name not in without]
+    return {name: Settings.parse_value(name, given[name]) for name in names}
 
 
 def format_options(names: Iterable[str], set_names: Iterable[str] = ()) -> str:

@@ -1,56 +1,61 @@
 """`bigbatch list`: the recipes, their data, size and duration."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from textwrap import fill
 
 from bigbatch.errors import MissingPackageError, RunError
 from bigbatch_recipes import EXPERIMENTS, RECIPES, get_recipe
-from bigbatch_recipes.cli.dry_run_tables import format_amount
-from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.cli.options import CommandParser
+from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.datasets.location import DEFAULT_FOLDER, DatasetLocation
-from bigbatch_recipes.memory_estimate import count_parameters
 from bigbatch_recipes.recipe import Changes, Recipe, Result
 from bigbatch_recipes.sweep import points_of
+from bigbatch_recipes.torchrun import Launch
+from bigbatch_recipes.validate import count_parameters
 
-_COLUMNS = ("recipe", "paper", "data", "weights", "minutes")
-_NO_WRAP = {"recipe", "weights", "minutes"}
+_INDENT = " " * 13
 
 
-def list_recipes(
-    name: Annotated[str | None, typer.Argument(help="Recipe to describe.")] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder in which to look for data [data].")
-    ] = None,
-) -> None:
-    """Lists the recipes, or the arms, data and commands of one."""
-    view = LiveView(plain_console())
+def list_parser() -> CommandParser:
+    """The options of `list`."""
+    text = "Lists the recipes, or the arms, data and commands of one."
+    parser = CommandParser("list", text, "  bigbatch list squad")
+    parser.add_argument("recipe", nargs="?", help="recipe to describe")
+    parser.add_path("--data", "folder in which to look for data [data]")
+    return parser
+
+
+def list_recipes(arguments: list[str], _: Launch) -> None:
+    """Runs `bigbatch list`."""
+    given, view = list_parser().given(arguments), LiveView()
+    name, data = given.get("recipe"), given.get("data")
     if name in EXPERIMENTS:
-        view.print(f"{name}: {EXPERIMENTS[name].summary}")
-        view.print(f"  bigbatch train {name}")
+        view.print(f"{name}: {EXPERIMENTS[name].summary}\n  bigbatch train {name}")
     elif name is not None:
-        for line in _description(get_recipe(name), data):
-            view.print(line)
+        view.print("\n".join(_description(get_recipe(name), data)))
     else:
-        view.console.print(_table(data))
+        for recipe in RECIPES.values():
+            view.print(_lines(recipe, data))
         for experiment in EXPERIMENTS.values():
             view.print(f"{experiment.name}: {experiment.summary}; one fixed experiment, no data")
-        view.print("Weights: of the small scale, and of the paper. Minutes: one training at the")
-        view.print("small scale on two cores. Arms, data and commands: bigbatch list NAME")
+        view.print("Minutes: one training at the small scale on two cores.")
+        view.print("Arms, data and commands: bigbatch list NAME")
 
 
-def _table(data: Path | None) -> Table:
-    table = Table(*_COLUMNS, box=SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns:
-        column.overflow, column.no_wrap = "fold", column.header in _NO_WRAP
-    for recipe in RECIPES.values():
-        weights = "\n".join(_weight_counts(recipe))
-        data_text = f"{recipe.origin.name}, {recipe.origin.size}: {_place(recipe.origin, data)}"
-        table.add_row(recipe.name, recipe.paper, data_text, weights, f"{recipe.minutes:g}")
-    return table
+def _lines(recipe: Recipe, data: Path | None) -> str:
+    """What the list has of a recipe."""
+    small, paper = _weight_counts(recipe)
+    facts = {
+        "paper": recipe.paper,
+        "data": f"{recipe.origin.name}, {recipe.origin.size}: {_place(recipe.origin, data)}",
+        "weights": f"{small}, {paper} in the paper; {recipe.minutes:g} minutes",
+    }
+    lines = [fill(f"{recipe.name}: {recipe.summary}", 80, subsequent_indent=_INDENT)]
+    lines += [
+        fill(text, 80, initial_indent=f"    {name:9}", subsequent_indent=_INDENT)
+        for name, text in facts.items()
+    ]
+    return "\n".join([*lines, ""])
 
 
 def _description(recipe: Recipe, data: Path | None) -> list[str]:
@@ -114,4 +119,12 @@ def _weight_counts(recipe: Recipe) -> list[str]:
         ]
     except MissingPackageError:
         return ["?", "?"]  # `bigbatch train` names the package
-    return [format_amount(count, ("", " K", " M", " B")) for count in counts]
+    return [_rounded(count) for count in counts]
+
+
+def _rounded(count: int) -> str:
+    """A number of weights with three digits."""
+    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)

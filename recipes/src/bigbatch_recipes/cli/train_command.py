@@ -2,126 +2,110 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from bigbatch.errors import SettingError
 from bigbatch_recipes import EXPERIMENTS
 from bigbatch_recipes.cli import options
-from bigbatch_recipes.cli.dry_run_tables import show_dry_run
-from bigbatch_recipes.cli.options import refuse_options
-from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.cli.options import CommandParser, refuse_options
+from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.dry_run import show_dry_run
 from bigbatch_recipes.output_directory import release, reserve
 from bigbatch_recipes.process_group import run_on_rank_zero, world_size
 from bigbatch_recipes.recipe import SEEDS, Recipe
-from bigbatch_recipes.settings import SETTING_TYPES, Settings
+from bigbatch_recipes.settings import Settings, policy_name
 from bigbatch_recipes.study import build_training, create_run, start_study, train_one, train_study
 from bigbatch_recipes.study import resume as resume_at
 from bigbatch_recipes.torchrun import Launch
 from bigbatch_recipes.validate import unused_by_optimizer, unused_by_policy
 
+_EXAMPLES = """\
+  bigbatch train                             the digits study, 3 seeds
+  bigbatch train digits --seeds 5            the same with 5 seeds
+  bigbatch train digits --target 0.5         one run with another setting
+  bigbatch train digits --policy mine.py:MyPolicy   one run with a policy of your own
+  bigbatch train --resume runs/digits-1      continues after an interruption
+  bigbatch train linear-regression           figures 1 and 3 of the VRGD paper
+  bigbatch train squad --data DIR            another recipe of bigbatch list
+  bigbatch train squad --dry-run             its size and batches; no data
+  bigbatch train cifar10-resnet18 --paper-scale --data DIR --arm simigrad
+  bigbatch train cifar10-resnet56 --paper-scale --result figure-2 --dry-run
+  torchrun --nproc_per_node 2 -m bigbatch train digits"""
+_NO_SETTINGS = ("recipe", "arm", "data", "task")  # for which the command has other options
 
-@options.with_settings(
-    *(name for name in SETTING_TYPES if name not in ("recipe", "arm", "data", "task"))
-)
-def train(
-    context: typer.Context,
-    recipe: options.RecipeName = None,
-    arm: Annotated[str | None, typer.Option(help="Train one arm of the study alone.")] = None,
-    set_: options.Set = None,
-    seeds: options.Seeds = None,
-    paper_scale: options.PaperScale = False,
-    result: options.Result = None,
-    data: options.Data = None,
-    runs_dir: options.RunsDir = None,
-    run_dir: options.RunDir = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Directory of a run, study or sweep to resume.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show sizes, batches and memory; needs no data.")
-    ] = False,
-    dry_run_ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks of a dry run [1; with --paper-scale, the paper's]."),
-    ] = None,
-    quiet: options.Quiet = False,
-    **texts: str | None,
-) -> None:
-    """Trains the study of a recipe, or one run where a setting is given.
 
-    bigbatch train                             the digits study, 3 seeds
-    bigbatch train digits --seeds 5            the same with 5 seeds
-    bigbatch train digits --target 0.5         one run with another setting
-    bigbatch train --resume runs/digits-1      continues after an interruption
-    bigbatch train linear-regression           figures 1 and 3 of the VRGD paper
-    bigbatch train squad --data DIR            another recipe of bigbatch list
-    bigbatch train squad --dry-run             its memory and batches; no data
-    bigbatch train cifar10-resnet18 --paper-scale --data DIR --arm simigrad
-    bigbatch train cifar10-resnet56 --paper-scale --result figure-2 --dry-run
-    torchrun --nproc_per_node 2 -m bigbatch train digits
-    """
-    launch: Launch = context.obj
-    view = LiveView(plain_console(), quiet=quiet)
-    option_names = options.names_on_command_line(context) - {"quiet"}
-    if resume is not None:
-        refuse_options("--resume", option_names - {"resume"})
-        with launch.resumable(resume):
-            resume_at(resume, view)
+def train_parser() -> CommandParser:
+    """The options of `train`."""
+    text = "Trains the study of a recipe, or one run where a setting is given."
+    parser = CommandParser("train", text, _EXAMPLES)
+    parser.add_argument("--arm", help="train one arm of the study alone")
+    parser.add_path("--resume", "directory of a run, study or sweep to resume")
+    parser.add_flag("--dry-run", "show settings, sizes and batches; needs no data")
+    parser.add_count("--dry-run-ranks", "ranks of a dry run [1; with --paper-scale, the paper's]")
+    parser.add_training(*_NO_SETTINGS)
+    return parser
+
+
+def train(arguments: list[str], launch: Launch) -> None:
+    """Runs `bigbatch train`."""
+    given = train_parser().given(arguments)
+    view = LiveView(quiet=given.pop("quiet", False))
+    if "resume" in given:
+        refuse_options("--resume", given.keys() - {"resume"})
+        with launch.resumable(given["resume"]):
+            resume_at(given["resume"], view)
         return
+    run_dir, folder = given.get("run_dir"), given.get("runs_dir", Path("runs"))
     if run_dir is not None:
-        refuse_options("--run-dir", option_names & {"runs_dir"})
-    folder = runs_dir or Path("runs")
-    if recipe in EXPERIMENTS:
+        refuse_options("--run-dir", given.keys() & {"runs_dir"})
+    name, scale = given.get("recipe"), given.get("paper_scale", False)
+    if name in EXPERIMENTS:
         allowed = {"recipe", "seeds", "runs_dir", "run_dir"}
-        refuse_options(f"recipe {recipe}, which is one fixed experiment,", option_names - allowed)
-        _run_experiment(recipe, folder, run_dir, seeds or SEEDS, quiet=quiet)
+        refuse_options(f"recipe {name}, which is one fixed experiment,", given.keys() - allowed)
+        _run_experiment(name, run_dir or reserve(folder, name), given.get("seeds", SEEDS), view)
         return
-    chosen = options.select_recipe(recipe, result, paper_scale=paper_scale)
-    changes = options.parse_settings(texts)
+    recipe = options.select_recipe(name, given.get("result"), paper_scale=scale)
+    changes, sets = options.parse_settings(given, *_NO_SETTINGS), given.get("set", [])
     epochs = {"epochs": changes.pop("epochs")} if "epochs" in changes else {}
-    changes |= {"arm": arm} if arm is not None else {}
-    settings_at = partial(_settings, chosen, epochs, set_ or [], changes)
-    if dry_run:
-        unused = option_names & {"seeds", "data", "runs_dir", "run_dir"}
+    changes |= {"arm": given["arm"]} if "arm" in given else {}
+    settings_at = partial(_settings, recipe, epochs, sets, changes)
+    if "dry_run" in given:
+        unused = given.keys() & {"seeds", "data", "runs_dir", "run_dir"}
         refuse_options("--dry-run, which trains nothing,", unused)
         _require_one_rank("a dry run")
-        by_scale = {scale: settings_at(paper_scale=scale) for scale in sorted({paper_scale, True})}
-        show_dry_run(chosen, by_scale, dry_run_ranks, view.console)
+        by_scale = {each: settings_at(paper_scale=each) for each in sorted({scale, True})}
+        show_dry_run(recipe, by_scale, given.get("dry_run_ranks"), view)
         return
-    if dry_run_ranks is not None:
+    if "dry_run_ranks" in given:
         raise SettingError(
             "--dry-run-ranks is for dry runs; add --dry-run, or train by torchrun --nproc_per_node"
         )
-    settings = settings_at(paper_scale=paper_scale)
+    settings = settings_at(paper_scale=scale)
     if changes:
         single = f"{options.format_options(changes)}, of a single training,"
-        refuse_options(single, option_names & {"seeds"})
-    settings = settings.with_changes({"data": options.find_data(chosen, data)})
+        refuse_options(single, given.keys() & {"seeds"})
+    settings = settings.with_changes({"data": options.find_data(recipe, given.get("data"))})
     if changes:
-        _require_runs(chosen, settings)
+        _require_runs(recipe, settings)
         _train_one(settings, folder, run_dir, launch, view)
         return
-    path, has_begun = _choose_path(launch, run_dir, folder, chosen.name)
-    seeds = seeds or chosen.seeds_at(paper_scale=paper_scale)
-    start = partial(start_study, chosen, path, settings, seeds, launch.id)
+    path, has_begun = _choose_path(launch, run_dir, folder, recipe.name)
+    seeds = given.get("seeds") or recipe.seeds_at(paper_scale=scale)
+    start = partial(start_study, recipe, path, settings, seeds, launch.id, paper_scale=scale)
     with launch.resumable(path):
         if not has_begun:
-            run_on_rank_zero(partial(start, paper_scale=paper_scale))
-            names = options.apply_set_options(settings, set_ or ())[1] | epochs.keys()
+            run_on_rank_zero(start)
+            names = options.apply_set_options(settings, sets)[1] | epochs.keys()
             remedy = "--arm trains one alone with it"
-            options.warn_of_arm_values(chosen, names, remedy, paper_scale=paper_scale)
+            options.warn_of_arm_values(recipe, names, remedy, paper_scale=scale)
         train_study(path, view)
 
 
-def _run_experiment(
-    name: str, runs_dir: Path, run_dir: Path | None, seeds: int, *, quiet: bool
-) -> None:
-    _require_one_rank(name)
-    path = run_dir or reserve(runs_dir, name)
+def _run_experiment(name: str, path: Path, seeds: int, view: LiveView) -> None:
     try:
-        EXPERIMENTS[name].run(path, seeds, quiet)
+        _require_one_rank(name)
+        view.print(EXPERIMENTS[name].run(path, seeds))
+        view.print(f"table and figures: {path}")
     finally:
         release(path)
 
@@ -175,7 +159,7 @@ def _train_one(
     name = "-".join(
         [settings.recipe, settings.arm]
         if settings.arm
-        else [settings.recipe, settings.policy, settings.optimizer]
+        else [settings.recipe, policy_name(settings.policy), settings.optimizer]
     )
     path, has_begun = _choose_path(launch, run_dir, runs_dir, name)
     with launch.resumable(path):

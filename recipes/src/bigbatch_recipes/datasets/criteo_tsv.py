@@ -4,6 +4,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import numpy
 from numpy.typing import NDArray
 
 from bigbatch.errors import RunError
-from bigbatch.optional_packages import import_optional
 
 NUMBERS, CATEGORIES = 13, 26
 
@@ -37,7 +37,7 @@ def read_clicks(file: Path, rows: int = _CHUNK_ROWS) -> Iterator[Rows]:
         RunError: the file is no click log.
         MissingPackageError: pandas is not installed.
     """
-    pandas = import_optional("pandas", "experiments")
+    pandas: Any = import_module("pandas")
     numbers = dict.fromkeys(range(1 + NUMBERS), "float32")
     words = dict.fromkeys(range(1 + NUMBERS, _COLUMNS), object)
     try:

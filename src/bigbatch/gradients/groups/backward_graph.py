@@ -92,9 +92,17 @@ def saved_tensor(node: Node, name: str) -> Tensor:
 
 
 def gradients_of_operands(node: Node, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """What a function's node makes of the gradients of its outputs, before its turn."""
+    """What a function's node makes of the gradients of its outputs, before its turn.
+
+    As the engine does, it casts them to the dtype of the outputs, in which other operands are.
+    """
     _keep_saved(node)
-    results = node(*gradients)
+    results = node(
+        *(
+            None if gradient is None else gradient.to(metadata.dtype)
+            for gradient, metadata in zip(gradients, node._input_metadata, strict=True)
+        )
+    )
     results = results if isinstance(results, tuple) else (results,)
     return [
         # the engine sums over dimensions that were broadcast

@@ -8,115 +8,163 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bigbatch.gradients.groups.backward_graph import Edge, Node, shape_of
+from bigbatch.gradients.groups.backward_graph import Edge, Node, shape_of, trace
+from bigbatch.gradients.groups.contributions import SIGNS
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses, Route, Use
-from bigbatch.gradients.groups.projection import SIGNS
 from bigbatch.gradients.groups.rules import Place, Rule, can_project, rule_of
 from bigbatch.gradients.groups.sample_check import SampleCheck, check_samples
 
 _BATCH_NORM = "BatchNorm normalizes over the samples of all groups"
+_MAX_STRUCTURES = 32
+_CHECKED = {4**n for n in range(32)}  # numbers of the backwards of a structure
+
+Shapes = tuple[tuple[object, ...], ...]
+"""Shapes of the outputs of uses, as far as they say where samples are."""
 
 
 class CoveredUse(NamedTuple):
-    """A use whose groups are computed.
+    """A use whose groups are computed."""
 
-    Args:
-        number: the number of its node.
-        rule: computes what it adds to the groups' gradients.
-        place: where the samples are in its output.
-        operands: the numbers of the operands that come from parameters.
-        routes: the route to the parameters, by operand.
-    """
-
-    number: int
-    rule: Rule
-    place: Place
-    operands: tuple[int, ...]
+    number: int  # of its node
+    rule: Rule  # computes what it adds to the groups' gradients
+    place: Place  # where the samples are in its output
+    # the route to the parameters, by the number of the operand that comes from them
     routes: dict[int, Route]
 
 
 @dataclass
 class BackwardPlan:
-    """What is known of all graphs of one structure.
+    """What is known of all graphs of one structure."""
 
-    Args:
-        uses: the uses that are covered, with the place of the samples.
-        refusals: parameters that are not covered, and why.
-        projected: parameters whose gradients may be projected, with the number of their random
-            signs, which those of one use share.
-        eps: relative rounding of the coarsest dtype between a use and its parameter.
-        refusal: why no parameter is covered.
-        is_conclusive: whether the check of the samples shows where those of other batches are.
-        numbers: the numbers of the nodes of all uses.
-        backwards: how many it was used for.
-    """
-
-    uses: list[CoveredUse]
-    refusals: dict[Tensor, str]
+    uses: list[CoveredUse]  # the uses that are covered, with the place of the samples
+    refusals: dict[Tensor, str]  # parameters that are not covered, and why
+    # parameters whose gradients may be projected, with the number of their random signs, which
+    # those of one use share
     projected: dict[Tensor, int]
-    eps: float = 0.0
-    refusal: str = ""
+    eps: float = 0.0  # relative rounding of the coarsest dtype between a use and its parameter
+    refusal: str = ""  # why no parameter is covered
+    # whether the check of the samples shows where those of other batches are
     is_conclusive: bool = True
-    numbers: tuple[int, ...] = ()
-    backwards: int = 0
+    numbers: tuple[int, ...] = ()  # the numbers of the nodes of all uses
+    backwards: int = 0  # how many it was used for
 
 
-def plan_backward(
-    nodes: Sequence[Node],
-    roots: Sequence[Edge],
-    grouping: Grouping,
-    parameter_of: Callable[[Tensor], Tensor | None],
-    model: nn.Module | None,
-    *,
-    check: int | None,
-) -> BackwardPlan:
-    """Finds the uses of parameters in a graph, and where the samples are in each.
+class RememberedPlans:
+    """Plans backwards, once for all graphs of one structure.
+
+    A plan is checked again at the fourth, 16th, 64th backward and so on, since a check may have
+    missed what random numbers or the data of one batch hid; and at every backward while its check
+    was not conclusive.
 
     Args:
-        nodes: the nodes of the graph.
-        roots: where its backward starts.
-        grouping: the groups of its samples.
-        parameter_of: leaf -> the watched parameter that it is; None for another leaf.
-        model: the model, whose buffers have no samples; None if it is unknown.
-        check: the number of the check, by extra backwards, of where the samples are; None for none.
+        parameter_of, model, checks_samples: see `GroupTap`.
     """
-    refusal = _refusal_of_graph(nodes) or _refusal_of_model(model)
-    if refusal:
-        return BackwardPlan([], {}, {}, refusal=refusal)
-    without_samples: frozenset[int] = frozenset()
-    is_of_model = _constants(model)
-    while True:
-        found = ParameterUses(nodes, parameter_of, grouping.samples, is_of_model, without_samples)
-        checked = _find_places(found, roots, grouping, check)
-        wrong = {number for number, place in checked.places.items() if place is None}
-        parameters_only = {
-            use.number for use in found.uses if use.number in wrong and found.is_ambiguous(use)
-        }
-        if not parameters_only:
-            break
-        without_samples |= parameters_only
-    if checked.overwriting:
-        refusal = f"the backward of {checked.overwriting} overwrites what its forward saved"
-        return BackwardPlan([], {}, {}, refusal=refusal)
-    refusals: dict[Tensor, str] = {}
-    for use in found.uses:
-        reason = use.refusal or _refusal_of_place(use, checked)
-        if reason:
-            refusals.update(dict.fromkeys(use.parameters, reason))
-    uses = [
-        _covered(use, nodes[use.number], place)
-        for use in found.uses
-        if (place := checked.places[use.number]) is not None and not use.refusal
-    ]
-    return BackwardPlan(
-        uses,
-        refusals,
-        _projected(found),
-        _rounding(found),
-        is_conclusive=checked.is_conclusive,
-        numbers=tuple(use.number for use in found.uses),
-    )
+
+    def __init__(
+        self,
+        parameter_of: Callable[[Tensor], Tensor | None],
+        model: nn.Module | None,
+        *,
+        checks_samples: bool,
+    ) -> None:
+        self._parameter_of, self._model = parameter_of, model
+        self._checks_samples = checks_samples
+        self._structures: dict[object, _Structure] = {}
+
+    def plan(self, roots: Sequence[Edge], grouping: Grouping) -> tuple[list[Node], BackwardPlan]:
+        """The nodes below the roots, and what is known of their backward."""
+        nodes, key = trace(roots, self._parameter_of)
+        structure = self._structures.get(key)
+        if structure is None:
+            while len(self._structures) >= _MAX_STRUCTURES:
+                self._structures.pop(next(iter(self._structures)))
+            structure = self._structures[key] = _Structure()
+        shapes = structure.shapes_of(nodes, grouping.samples)
+        plan = structure.plans.get(shapes)
+        structure.backwards += 1
+        is_due = self._checks_samples and structure.backwards in _CHECKED
+        if plan is None or is_due or not plan.is_conclusive:
+            check = structure.checks if self._checks_samples else None
+            plan = self._plan(nodes, roots, grouping, check)
+            structure.checks += 1
+            structure.add(plan, nodes, grouping.samples)
+        return nodes, plan
+
+    def _plan(
+        self, nodes: Sequence[Node], roots: Sequence[Edge], grouping: Grouping, check: int | None
+    ) -> BackwardPlan:
+        """Finds the uses of parameters in a graph, and where the samples are in each.
+
+        Args:
+            nodes: the nodes of the graph.
+            roots: where its backward starts.
+            grouping: the groups of its samples.
+            check: the number of the check of where the samples are; None for none.
+        """
+        refusal = _refusal_of_graph(nodes) or _refusal_of_model(self._model)
+        if refusal:
+            return BackwardPlan([], {}, {}, refusal=refusal)
+        without_samples: frozenset[int] = frozenset()
+        is_of_model = _constants(self._model)
+        while True:
+            found = ParameterUses(
+                nodes, self._parameter_of, grouping.samples, is_of_model, without_samples
+            )
+            checked = _find_places(found, roots, grouping, check)
+            wrong = {number for number, place in checked.places.items() if place is None}
+            parameters_only = {
+                use.number for use in found.uses if use.number in wrong and found.is_ambiguous(use)
+            }
+            if not parameters_only:
+                break
+            without_samples |= parameters_only
+        if checked.overwriting:
+            refusal = f"the backward of {checked.overwriting} overwrites what its forward saved"
+            return BackwardPlan([], {}, {}, refusal=refusal)
+        refusals: dict[Tensor, str] = {}
+        for use in found.uses:
+            reason = use.refusal or _refusal_of_place(use, checked)
+            if reason:
+                refusals.update(dict.fromkeys(use.parameters, reason))
+        uses = [
+            _covered(use, nodes[use.number], place)
+            for use in found.uses
+            if (place := checked.places[use.number]) is not None and not use.refusal
+        ]
+        return BackwardPlan(
+            uses,
+            refusals,
+            _projected(found),
+            _rounding(found),
+            is_conclusive=checked.is_conclusive,
+            numbers=tuple(use.number for use in found.uses),
+        )
+
+
+class _Structure:
+    """What is known of the graphs of one structure."""
+
+    def __init__(self) -> None:
+        self.plans: dict[Shapes, BackwardPlan] = {}
+        self.backwards = self.checks = 0
+        self._numbers: tuple[int, ...] = ()  # of the nodes of all uses
+
+    def add(self, plan: BackwardPlan, nodes: Sequence[Node], samples: int) -> None:
+        """Remembers a plan for graphs with shapes like these."""
+        if not self._numbers:
+            self._numbers = plan.numbers
+        self.plans[self.shapes_of(nodes, samples)] = plan
+
+    def shapes_of(self, nodes: Sequence[Node], samples: int) -> Shapes:
+        """Where these graphs have dimensions of the batch's size, or a multiple of it in rows."""
+        return ((samples == 1,), *(_relative(nodes[n], samples) for n in self._numbers))
+
+
+def _relative(node: Node, samples: int) -> tuple[object, ...]:
+    shape = shape_of(node)
+    rows = shape[0] if shape else 1
+    return rows % samples == 0, rows > samples, *(size == samples for size in shape)
 
 
 def _find_places(
@@ -186,8 +234,7 @@ def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
 
 
 def _covered(use: Use, node: Node, place: Place) -> CoveredUse:
-    operands = tuple(use.routes)
-    return CoveredUse(use.number, rule_of(node, place, operands), place, operands, use.routes)
+    return CoveredUse(use.number, rule_of(node, place, use.routes), place, use.routes)
 
 
 def _projected(found: ParameterUses) -> dict[Tensor, int]:

@@ -1,8 +1,8 @@
 """What one use of a parameter adds to the gradient of each group: exactly, or projected.
 
-The gradient of a matrix is a sum of outer products over the rows of the batch, L^T R. With random
-signs S (m, a), for a gradient of a rows, E |S g|^2 = m |g|^2; and S L^T R costs m / a of L^T R.
-Convolutions are projected on both sides.
+The gradient of a matrix is a sum of outer products over the rows of the batch, L^T R, for which a
+projection by m rows of signs needs m / (rows of the gradient) of the operations. Convolutions are
+projected on both sides. See [Note: Groups of one backward] in `group_tap.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -12,16 +12,63 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype, to_device
+from bigbatch.gradients.dtypes import to_device
 from bigbatch.gradients.groups.grouping import Grouping
-from bigbatch.gradients.groups.projection import Projection
+
+SIGNS = 8  # rows of a matrix of random signs, m
+
+_SHIFTS = 4093  # prime: positions in the pool of random signs
+
+
+@dataclass(frozen=True)
+class Projection:
+    """S g, or S g R^T for the channels of a convolution, with matrices of random signs.
+
+    E |S g R^T|^2 = c |g|^2,    c = m of S times m of R
+    """
+
+    rows: Tensor  # S, (m, rows of the gradient)
+    columns: Tensor | None = None  # R, (m, its columns); None for none
+
+    @property
+    def scale(self) -> int:
+        """c."""
+        return len(self.rows) * (1 if self.columns is None else len(self.columns))
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """The projection of a gradient (rows, ...) -> (m, ...)."""
+        if gradient.dim() < 2:
+            return self.rows @ gradient
+        projected = self.rows @ gradient.flatten(1)
+        if self.columns is None:
+            return projected
+        return self.columns @ projected.reshape(len(self.rows), gradient.shape[1], -1)
+
+
+class SignPool:
+    """Random signs for every step, the same for the same numbers: slices of a pool."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def signs(self, size: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """(m, size) random signs."""
+        pool = self._pools.get((device, dtype))
+        if pool is None or pool.shape[1] < size + _SHIFTS:
+            generator = torch.Generator().manual_seed(0)
+            # one row for each size, so that a longer pool begins like a shorter one
+            bits = torch.randint(2, (size + _SHIFTS, SIGNS), generator=generator, device="cpu")
+            pool = bits.t().mul(2).sub(1).to(device, dtype)
+            self._pools[device, dtype] = pool
+        start = seed % _SHIFTS
+        return pool[:, start : start + size]
 
 
 class Rows:
     """A factor of a use by the rows of the batch, (B n, a), which several parameters may share."""
 
     def __init__(self, values: Tensor, grouping: Grouping) -> None:
-        self.values, self.grouping = _full_precision(values), grouping
+        self.values, self.grouping = values, grouping
         self._projection: tuple[Tensor, Tensor] | None = None  # signs, and what they gave
 
     def projected(self, signs: Tensor) -> Tensor:
@@ -129,7 +176,7 @@ class Convolutions(Contribution):
 
     def exact(self) -> Tensor:
         """(k, out, in, ...)."""
-        return self._by_group(_full_precision(self.output_gradient), _full_precision(self.inputs))
+        return self._by_group(self.output_gradient, self.inputs)
 
     def projected(self, projection: Projection) -> Tensor:
         """(k, m of S, m of R, ...)."""
@@ -146,8 +193,7 @@ class Convolutions(Contribution):
 
 def group_sums(values: Tensor, grouping: Grouping, shape: torch.Size) -> Tensor:
     """Sums over the samples of each group, and over what was broadcast: (B, ...) -> (k, *shape)."""
-    dtype = sum_dtype(values.dtype)
-    sums = _joined([part.sum(1, dtype=dtype) for part in grouping.split(values)])
+    sums = _joined([part.sum(1) for part in grouping.split(values)])
     missing = sums.dim() - 1 - len(shape)
     if missing > 0:
         sums = sums.sum(tuple(range(1, 1 + missing)))
@@ -166,7 +212,6 @@ def _grouped_product(projection: Tensor, right: Rows) -> Tensor:
 
 def _of_channels(signs: Tensor | None, images: Tensor) -> Tensor:
     """Signs (m, C) times (B, C, ...) -> (B, m, ...)."""
-    images = _full_precision(images)
     if signs is None:
         return images
     return (signs @ images.flatten(2)).reshape(len(images), -1, *images.shape[2:])
@@ -174,7 +219,3 @@ def _of_channels(signs: Tensor | None, images: Tensor) -> Tensor:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _full_precision(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in FULL_PRECISION else tensor.float()

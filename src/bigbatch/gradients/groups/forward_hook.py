@@ -30,16 +30,16 @@ class PrepareAfterForward:
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """The model's forward has ended."""
         source = None if self._source is None else self._source()
-        if source is None or not torch.is_grad_enabled():
+        tap = None if source is None else source.group_tap
+        if source is None or tap is None or not torch.is_grad_enabled():
             return
         leaves = tree_leaves((args, kwargs))
         first = next((x for x in leaves if isinstance(x, Tensor) and x.dim()), None)
         roots = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None]
         if first is None:
-            source.leave_out_groups(_message("no tensor of samples", "inputs", leaves))
+            tap.missing = _message("no tensor of samples", "inputs", leaves)
         elif not roots:
-            found = _message("no tensor with a gradient", "outputs", tree_leaves(output))
-            source.leave_out_groups(found)
+            tap.missing = _message("no tensor with a gradient", "outputs", tree_leaves(output))
         else:
             source.prepare_groups(roots, len(first))
 

@@ -1,4 +1,7 @@
-"""Squared norms of the groups' gradients in one backward, and whether they add up to it."""
+"""Squared norms of the groups' gradients in one backward, and whether they add up to it.
+
+See [Note: Groups of one backward] in `group_tap.py`.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,23 +19,15 @@ _ROUNDINGS = 64  # of the length of all gradients, that the error of one may hav
 
 @dataclass
 class GroupNorms:
-    """Sums over the parameters of a backward; a layer is a number, from 0.
+    """Sums over the parameters of a backward; a layer is a number, from 0."""
 
-    Args:
-        weights: n_d of the groups.
-        squares: |h_d|^2, by layer (k,).
-        totals: |sum of h_d|^2, by layer.
-        errors: the squared length of (sum of h_d) - h, by part: a layer, or a parameter.
-        lengths: sum |h_d|^2, by part.
-        eps: relative rounding of the coarsest dtype in which the backward computed them.
-    """
-
-    weights: tuple[float, ...]
-    squares: dict[int, Tensor] = field(default_factory=dict)
-    totals: dict[int, Tensor] = field(default_factory=dict)
+    weights: tuple[float, ...]  # n_d of the groups
+    squares: dict[int, Tensor] = field(default_factory=dict)  # |h_d|^2, by layer (k,)
+    totals: dict[int, Tensor] = field(default_factory=dict)  # |sum of h_d|^2, by layer
+    # the squared length of (sum of h_d) - h, by part: a layer, or a parameter
     errors: dict[int, Tensor] = field(default_factory=dict)
-    lengths: dict[int, Tensor] = field(default_factory=dict)
-    eps: float = 0.0
+    lengths: dict[int, Tensor] = field(default_factory=dict)  # sum |h_d|^2, by part
+    eps: float = 0.0  # relative rounding of the coarsest dtype in which the backward computed them
 
     def scatter(self, layers: int, device: torch.device) -> Tensor:
         """sum_d |h_d|^2 / n_d - |sum h_d|^2 / sum n_d, by layer (L,)."""
@@ -168,17 +163,11 @@ class NormsOfGroups:
 
 
 class _Images(NamedTuple):
-    """Images that wait to be read.
+    """Images that wait to be read."""
 
-    Args:
-        part: the layer or the parameter whose sums are compared.
-        images: those of the groups, (k, n).
-        expected: the image of their sum, (n,); None if it is not compared.
-    """
-
-    part: int
-    images: Tensor
-    expected: Tensor | None
+    part: int  # the layer or the parameter whose sums are compared
+    images: Tensor  # those of the groups, (k, n)
+    expected: Tensor | None  # the image of their sum, (n,); None if it is not compared
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -9,16 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import sum_dtype, without_autocast
+from bigbatch.gradients.dtypes import full_precision, without_autocast
 from bigbatch.gradients.gradient_hooks import hands_errors_over
 from bigbatch.gradients.groups.backward_graph import Node, edges_of, gradients_of_operands
-from bigbatch.gradients.groups.backward_plan import BackwardPlan, CoveredUse
-from bigbatch.gradients.groups.contributions import Contribution
+from bigbatch.gradients.groups.backward_plan import BackwardPlan, CoveredUse, RememberedPlans
+from bigbatch.gradients.groups.contributions import SIGNS, Contribution, Projection, SignPool
 from bigbatch.gradients.groups.group_norms import GroupNorms, NormsOfGroups
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import Route
-from bigbatch.gradients.groups.projection import SIGNS, Projection, SignPool
-from bigbatch.gradients.groups.remembered_plans import RememberedPlans
 from bigbatch.gradients.groups.rules import Call
 
 _COLUMNS = 2003  # added to the seed of a parameter's columns
@@ -29,22 +27,32 @@ _NAMED = 3  # parameters that a refusal names
 
 @dataclass(frozen=True)
 class GroupGradients:
-    """What the groups of one backward add to a parameter's gradient.
+    """What the groups of one backward add to a parameter's gradient."""
 
-    Args:
-        gradients: h_d, (k, *shape).
-        weights: n_d of each group.
-    """
-
-    gradients: Tensor
-    weights: tuple[float, ...]
+    gradients: Tensor  # h_d, (k, *shape)
+    weights: tuple[float, ...]  # n_d of each group
 
 
+# [Note: Groups of one backward]
+# k micro-batches cost k forwards and backwards. One backward of the whole batch shows the gradients
+# of k groups of its samples as well, and what it computes is left as it is:
+# - Before the node of a function runs, autograd has the gradient D of its output, and the node has
+#   saved the operands. For y = x W^T, D^T x over the samples of a group is all that this use of W
+#   adds to the group's gradient. `rules.py` has this for each function, a prehook computes it.
+# - Module hooks would miss functional calls (F.linear, attention, tied heads). So uses are found in
+#   the graph (`parameter_uses.py`), once for all graphs of one structure (`backward_plan.py`).
+# - No shape proves which dimension has the samples, and a wrong one gives plausible numbers. Extra
+#   backwards of half of the samples show where gradients arrive (`sample_check.py`): those of a
+#   group must stay in it. This refuses whatever mixes samples, such as BatchNorm.
+# - A use may be missed, in a second forward for example. The sums show it: the groups' gradients
+#   must add up to the parameter's (`group_norms.py`).
+# - Norms need no gradients of groups, which for large layers are k times the parameter. With random
+#   signs S, E |S g|^2 = m |g|^2, and S D^T x is cheap; S is linear, so sums are checked as before.
 class GroupTap:
-    """Hooks the nodes that use parameters, and sums what they add to each group's gradient.
+    """Sums what the uses of each parameter add to each group's gradient, in hooks on their nodes.
 
-    The backward itself is not changed. Call `prepare` after the forward, and `take` with each
-    parameter's gradient of the backward, as a hook on the leaf reports it.
+    Call `prepare` after the forward, and `take` with each parameter's gradient of the backward, as
+    a hook on the leaf reports it. See [Note: Groups of one backward].
 
     Args:
         groups: k, the groups of a backward; one per sample if there are fewer samples.
@@ -87,7 +95,7 @@ class GroupTap:
         self._backward = -1  # torch's number of the backward that they are of
         self._norms: NormsOfGroups | None = None  # of the prepared backward
         self._signs = SignPool()
-        self._projections: dict[tuple[int, torch.Size], Projection] = {}  # likewise
+        self._projections: dict[tuple[int, torch.Size, torch.dtype], Projection] = {}  # likewise
 
     # a backward
 
@@ -181,9 +189,9 @@ class GroupTap:
             self._backward = backward
         node = self._nodes[use.number]
         with without_autocast(gradient.device):
-            call = Call(node, gradient, use.place, grouping, use.operands)
+            call = Call(node, full_precision(gradient), use.place, grouping, use.routes)
             for operand, contribution in use.rule(call).items():
-                self._add(use.routes[operand], contribution, gradient)
+                self._add(use.routes[operand], contribution, call.gradient)
 
     def _add(self, route: Route, contribution: Contribution, like: Tensor) -> None:
         if not route.is_matrix:
@@ -200,6 +208,7 @@ class GroupTap:
         self._add_images(parameter, images)
 
     def _add_images(self, parameter: Tensor, images: Tensor) -> None:
+        images = full_precision(images)
         if parameter in self._images:
             images = images.add_(self._images[parameter])
         self._images[parameter] = images
@@ -224,11 +233,11 @@ class GroupTap:
     def _projection_of(self, parameter: Tensor, like: Tensor) -> Projection:
         """The projection of a parameter in this backward, for factors like this tensor."""
         number, shape = self._projected[parameter], parameter.shape
-        key = number, shape[:2] if parameter.dim() > 2 else shape[:1]
+        key = number, shape[:2] if parameter.dim() > 2 else shape[:1], like.dtype
         projection = self._projections.get(key)
         if projection is None:
             seed = 7919 * number + 1009 * self.step + 131 * self._backwards
-            kind = like.device, sum_dtype(like.dtype)
+            kind = like.device, like.dtype
             is_wide = parameter.dim() > 2 and shape[1] > SIGNS
             columns = self._signs.signs(shape[1], seed + _COLUMNS, *kind) if is_wide else None
             projection = Projection(self._signs.signs(shape[0], seed, *kind), columns)

@@ -20,16 +20,13 @@ RowOrder = Literal["sample-major", "sample-minor"]
 class Grouping:
     """Consecutive samples in groups whose sizes differ by at most one, larger groups first.
 
-    Args:
-        samples: B, samples of the backward.
-        groups: k, at most B.
     Example:
         >>> Grouping(samples=7, groups=3).sizes
         (3, 2, 2)
     """
 
-    samples: int
-    groups: int
+    samples: int  # B, samples of the backward
+    groups: int  # k, at most B
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

@@ -73,57 +73,37 @@ FLATTENED = (
 
 
 class RouteNode(NamedTuple):
-    """A node on the way from an operand to the parameters that it was computed from.
+    """A node on the way from an operand to the parameters that it was computed from."""
 
-    Args:
-        number: the number of the node in the graph.
-        operands: the numbers of the operands' nodes, and of their outputs; None for constants.
-        parameter: the parameter, if the node is its leaf.
-    """
-
-    number: int
+    number: int  # of the node in the graph
+    # the numbers of the operands' nodes, and of their outputs; None for constants
     operands: tuple[tuple[int, int] | None, ...]
-    parameter: Tensor | None
+    parameter: Tensor | None  # the parameter, if the node is its leaf
 
 
 @dataclass(frozen=True)
 class Route:
-    """How an operand was computed from parameters.
-
-    Args:
-        parameters: the parameters.
-        start: the operand: the number of its node, and of the node's output.
-        nodes: the nodes from there to the parameters, each before its operands.
-        is_matrix: whether the operand is one parameter, cast or transposed.
-        is_transposed: whether it is transposed, if `is_matrix`.
-        refusal: why its gradient cannot be computed; empty if it can.
-    """
+    """How an operand was computed from parameters."""
 
     parameters: tuple[Tensor, ...]
-    start: tuple[int, int]
-    nodes: tuple[RouteNode, ...]
-    is_matrix: bool
-    is_transposed: bool
-    refusal: str
+    start: tuple[int, int]  # the operand: the number of its node, and of the node's output
+    nodes: tuple[RouteNode, ...]  # the nodes from there to the parameters, each before its operands
+    is_matrix: bool  # whether the operand is one parameter, cast or transposed
+    is_transposed: bool  # whether it is transposed, if `is_matrix`
+    refusal: str  # why its gradient cannot be computed; empty if it can
 
 
 @dataclass
 class Use:
-    """A function of samples and of parameters.
+    """A function of samples and of parameters."""
 
-    Args:
-        number: the number of its node in the graph.
-        name: the name of the node.
-        routes: for each operand that comes from parameters, the route to them.
-        places: where the samples may be in the output, the likeliest first.
-        refusal: why the groups' gradients cannot be computed here; empty if they can.
-    """
-
-    number: int
+    number: int  # of its node in the graph
     name: str
+    # for each operand that comes from parameters, the route to them
     routes: dict[int, Route] = field(default_factory=dict)
+    # where the samples may be in the output, the likeliest first
     places: list[Place] = field(default_factory=list)
-    refusal: str = ""
+    refusal: str = ""  # why the groups' gradients cannot be computed here; empty if they can
 
     @property
     def parameters(self) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.dtypes import sum_dtype
+from bigbatch.gradients.dtypes import full_precision
 from bigbatch.gradients.groups.backward_graph import (
     Node,
     gradients_of_operands,
@@ -31,17 +31,11 @@ from bigbatch.gradients.groups.grouping import Grouping, RowOrder
 
 @dataclass(frozen=True)
 class Place:
-    """Where the samples are in the gradient of a function's output.
+    """Where the samples are in the gradient of a function's output."""
 
-    Args:
-        dim: the dimension of size B; None if samples are flattened with others into rows.
-        order: the order of those rows.
-        is_certain: whether a shape shows it; otherwise it is the usual order.
-    """
-
-    dim: int | None
-    order: RowOrder = "sample-major"
-    is_certain: bool = True
+    dim: int | None  # the dimension of size B; None if samples are flattened with others into rows
+    order: RowOrder = "sample-major"  # the order of those rows
+    is_certain: bool = True  # whether a shape shows it; otherwise it is the usual order
 
     def by_sample(self, tensor: Tensor, grouping: Grouping) -> Tensor:
         """The tensor with the samples first, (B, ...)."""
@@ -62,21 +56,17 @@ class Place:
 
 
 class Call(NamedTuple):
-    """A function's node in a backward, and the gradient of its output.
-
-    Args:
-        node: the node.
-        gradient: D.
-        place: where the samples are in D.
-        grouping: the groups of samples.
-        operands: the numbers of the operands whose gradients are wanted.
-    """
+    """A function's node in a backward, and the gradient of its output."""
 
     node: Node
-    gradient: Tensor
-    place: Place
+    gradient: Tensor  # D, in full precision
+    place: Place  # where the samples are in D
     grouping: Grouping
-    operands: tuple[int, ...]
+    operands: Collection[int]  # the numbers of the operands whose gradients are wanted
+
+    def saved(self, name: str) -> Tensor:
+        """What the forward saved, in full precision."""
+        return full_precision(saved_tensor(self.node, name))
 
     def rows(self, tensor: Tensor, trailing: int = 1) -> Tensor:
         """(..., trailing dimensions) -> (B n, trailing dimensions), sample by sample."""
@@ -104,19 +94,17 @@ Rule = Callable[[Call], Contributions]
 
 
 def _mm(call: Call) -> Contributions:
-    left = Rows(call.rows(saved_tensor(call.node, "self")), call.grouping)
+    left = Rows(call.rows(call.saved("self")), call.grouping)
     return {1: OuterProducts(left, Rows(call.rows(call.gradient), call.grouping))}
 
 
 def _addmm(call: Call) -> Contributions:
-    node, gradients = call.node, dict[int, Contribution]()
+    gradients: dict[int, Contribution] = {}
     rows = Rows(call.rows(call.gradient), call.grouping)
     if 0 in call.operands:
         gradients[0] = RowSums(rows)
     if 2 in call.operands:
-        gradients[2] = OuterProducts(
-            Rows(call.rows(saved_tensor(node, "mat1")), call.grouping), rows
-        )
+        gradients[2] = OuterProducts(Rows(call.rows(call.saved("mat1")), call.grouping), rows)
     return gradients
 
 
@@ -132,16 +120,17 @@ def _embedding(call: Call) -> Contributions:
 def _convolution(call: Call) -> Contributions:
     gradients: dict[int, Contribution] = {}
     if 1 in call.operands:
-        inputs, weight_gradient = saved_tensor(call.node, "input"), partial(_of_weight, call.node)
-        gradients[1] = Convolutions(call.gradient, inputs, call.grouping, weight_gradient)
+        gradients[1] = Convolutions(
+            call.gradient, call.saved("input"), call.grouping, partial(_of_weight, call)
+        )
     if 2 in call.operands:
         gradients[2] = call.sums(call.gradient.flatten(2).sum(2), 2)
     return gradients
 
 
-def _of_weight(node: Node, gradient: Tensor, inputs: Tensor) -> Tensor:
+def _of_weight(call: Call, gradient: Tensor, inputs: Tensor) -> Tensor:
     """The weight's gradient, of the convolution or of a projected one with fewer channels."""
-    weight, channels = saved_tensor(node, "weight"), (gradient.shape[1], inputs.shape[1])
+    node, weight, channels = call.node, call.saved("weight"), (gradient.shape[1], inputs.shape[1])
     has_all = weight.shape[:2] == channels or node._saved_groups > 1 or node._saved_transposed
     if not has_all:
         weight = weight[:1, :1].expand(*channels, *weight.shape[2:])
@@ -170,7 +159,7 @@ def _layer_norm(call: Call) -> Contributions:
         gradients[2] = RowSums(Rows(d, call.grouping))
     if 1 in call.operands:
         x, mean, inverse = (
-            call.rows(saved_tensor(node, name), dims) for name in ("input", "result1", "result2")
+            call.rows(call.saved(name), dims) for name in ("input", "result1", "result2")
         )
         gradients[1] = RowSums(Rows((x - mean).mul_(inverse).mul_(d), call.grouping))
     return gradients
@@ -179,7 +168,7 @@ def _layer_norm(call: Call) -> Contributions:
 def _rms_norm(call: Call) -> Contributions:
     """Sums over rows of D x / rms, in the one function that GPUs have for it."""
     dims = len(call.node._saved_normalized_shape)
-    x, inverse = (call.rows(saved_tensor(call.node, name), dims) for name in ("input", "result1"))
+    x, inverse = (call.rows(call.saved(name), dims) for name in ("input", "result1"))
     products = (x * inverse).mul_(call.rows(call.gradient, dims))
     return {1: RowSums(Rows(products, call.grouping))}
 
@@ -192,12 +181,10 @@ def _group_norm(call: Call) -> Contributions:
     if 2 in call.operands:
         gradients[2] = call.sums(sums, 2)
     if 1 in call.operands:
-        x = _by_channel(saved_tensor(node, "input"))
-        products = torch.einsum("bcx,bcx->bc", d.to(x.dtype), x)
+        products = torch.einsum("bcx,bcx->bc", d, _by_channel(call.saved("input")))
         channels = node._saved_C // node._saved_group  # of a group that is normalized together
         mean, inverse = (
-            saved_tensor(node, name).repeat_interleave(channels, 1)
-            for name in ("result1", "result2")
+            call.saved(name).repeat_interleave(channels, 1) for name in ("result1", "result2")
         )
         gradients[1] = call.sums((products - mean * sums) * inverse, 1)
     return gradients
@@ -211,7 +198,7 @@ def _by_channel(images: Tensor) -> Tensor:
 def _multiply(call: Call) -> Contributions:
     others = {0: "other", 1: "self"}
     return {
-        operand: call.sums(call.gradient * saved_tensor(call.node, others[operand]), operand)
+        operand: call.sums(call.gradient * call.saved(others[operand]), operand)
         for operand in call.operands
     }
 
@@ -234,7 +221,7 @@ def _expand(call: Call) -> Contributions:
 
 def _bmm(call: Call) -> Contributions:
     """A batch of one matrix: torch.einsum."""
-    left = Rows(call.rows(saved_tensor(call.node, "self")), call.grouping)
+    left = Rows(call.rows(call.saved("self")), call.grouping)
     products = OuterProducts(left, Rows(call.rows(call.gradient), call.grouping))
     return {1: GroupSums(products.exact()[:, None])}
 
@@ -248,7 +235,7 @@ def _of_each_group(call: Call) -> Contributions:
     sums: dict[int, Contribution] = {}
     for operand in call.operands:
         stacked = torch.stack([g for groups in by_group if (g := groups[operand]) is not None])
-        sums[operand] = GroupSums(stacked.to(sum_dtype(stacked.dtype)))
+        sums[operand] = GroupSums(full_precision(stacked))
     return sums
 
 

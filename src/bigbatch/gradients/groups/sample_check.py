@@ -1,17 +1,29 @@
-"""Checks, by backwards of some of the samples, where the samples are in each use of a parameter."""
+"""Checks, by backwards of some of the samples, where the samples are in each use of a parameter.
+
+See [Note: Groups of one backward] in `group_tap.py`.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge
 
-from bigbatch.gradients.groups.backward_graph import Edge, saved_by_python, written_in_python
-from bigbatch.gradients.groups.frontier import Frontier
+from bigbatch.gradients.groups.backward_graph import (
+    Edge,
+    Node,
+    leaf_of,
+    operands_of,
+    saved_by_python,
+    shape_of,
+    written_in_python,
+)
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses, Use
 from bigbatch.gradients.groups.rules import Place
@@ -43,21 +55,17 @@ _INDEXED = {
 
 @dataclass
 class SampleCheck:
-    """What was found.
+    """What was found."""
 
-    Args:
-        places: by the number of each use: where its samples are; None if they are not as those of a
-            group are.
-        is_conclusive: whether another batch gives the same: no function got a gradient of zeros,
-            which shows nothing, or one that is not finite, and none moves samples by indices.
-        overwriting: the name of a function whose backward changed what its forward had saved, which
-            was put back; empty if there is none.
-        unlocated: the uses that no output shows the samples of, which have no place.
-    """
-
+    # by the number of each use: where its samples are; None if they are not as those of a group are
     places: dict[int, Place | None]
+    # whether another batch gives the same: no function got a gradient of zeros, which shows
+    # nothing, or one that is not finite, and none moves samples by indices
     is_conclusive: bool = True
+    # the name of a function whose backward changed what its forward had saved, which was put back;
+    # empty if there is none
     overwriting: str = ""
+    # the uses that no output shows the samples of, which have no place
     unlocated: frozenset[int] = frozenset()
 
 
@@ -72,7 +80,7 @@ def check_samples(
         grouping: the groups of the samples.
         number: how many checks of such graphs there were; chooses the samples.
     """
-    frontier = Frontier(found, roots)
+    frontier = _Frontier(found, roots)
     attempts = max((len(output.places) for output in frontier.outputs), default=1)
     first: SampleCheck | None = None
     for attempt in range(attempts):
@@ -85,18 +93,105 @@ def check_samples(
     return first
 
 
+class _Output(NamedTuple):
+    """An output with samples from which a backward of some samples can start."""
+
+    number: int  # of its node
+    output: int  # its number
+    places: list[Place]  # where the samples may be in it, the likeliest first
+
+
+class _Frontier:
+    """Where backwards of the samples of some uses start and end; see `check_samples`."""
+
+    def __init__(self, found: ParameterUses, roots: Sequence[Edge]) -> None:
+        self._found = found
+        # below the node of DDP that would begin to reduce
+        sinks = [node for node in found.nodes if node.name() == "_DDPSinkBackward"]
+        below = [edge for sink in sinks for edge in sink.next_functions if edge[0] is not None]
+        self._roots = below or list(roots)
+        self._used = {found.nodes[use.number] for use in found.uses}
+        self._outputs, self._above = self._descend(set())
+
+    @cached_property
+    def outputs(self) -> list[_Output]:
+        """The outputs with samples that are nearest to the loss.
+
+        Each has a dimension of size B, except above a use that lies above all those.
+        """
+        if not self._used & self._above:
+            return self._outputs
+        leads_to_use: set[Node] = set()
+        for node in self._found.operands_first:
+            if node in self._above and (
+                node in self._used or not leads_to_use.isdisjoint(operands_of(node))
+            ):
+                leads_to_use.add(node)
+        return self._descend(leads_to_use)[0]
+
+    @cached_property
+    def unlocated(self) -> frozenset[int]:
+        """The uses below which no output shows where the samples are, before the data."""
+        found, shows_nothing = self._found, set[Node]()
+        for node in found.operands_first:
+            if node in self._above and found.has_samples(node):
+                operands = {n for n in operands_of(node) if found.has_samples(n)}
+                hidden = {
+                    n
+                    for n in operands
+                    if leaf_of(n) is not None and not found.exact_places(shape_of(n))
+                }
+                if operands <= hidden or operands & shows_nothing:
+                    shows_nothing.add(node)
+        uses = [use.number for use in found.uses]
+        return frozenset(number for number in uses if found.nodes[number] in shows_nothing)
+
+    @cached_property
+    def last_uses(self) -> list[Use]:
+        """The uses below which a backward comes to no other use."""
+        leads_to_use: set[Node] = set()  # by an operand
+        for node in self._found.operands_first:
+            if any(n in self._used or n in leads_to_use for n in operands_of(node)):
+                leads_to_use.add(node)
+        uses, nodes = self._found.uses, self._found.nodes
+        return [use for use in uses if nodes[use.number] not in leads_to_use]
+
+    def _descend(self, flattened: set[Node]) -> tuple[list[_Output], set[Node]]:
+        """The first outputs that show where the samples are, and the nodes above them.
+
+        Args:
+            flattened: nodes that also do with samples flattened into rows.
+        """
+        found, waiting, visited = self._found, list(self._roots), set[Edge]()
+        reached, above = list[_Output](), set[Node]()
+        while waiting:
+            edge = node, output = waiting.pop()
+            if edge in visited or leaf_of(node) is not None:
+                continue
+            visited.add(edge)
+            shape = shape_of(node, output)
+            places = found.places_by_shape(shape)
+            if node not in flattened:
+                places = [place for place in places if place.is_certain and found.has_samples(node)]
+            if places:
+                reached.append(_Output(found.numbers[node], output, places))
+            else:
+                above.add(node)
+                waiting += [edge for edge in node.next_functions if edge[0] is not None]
+        return reached, above
+
+
 class _Attempt:
     """Backwards of halves of the samples, if these are in certain places of the frontier.
 
     Args:
-        found: the uses.
+        found, grouping: see `check_samples`.
         frontier: where backwards start and end.
-        grouping: the groups of the samples.
         attempt: the number of each output's place; the last one if it has fewer.
     """
 
     def __init__(
-        self, found: ParameterUses, frontier: Frontier, grouping: Grouping, attempt: int
+        self, found: ParameterUses, frontier: _Frontier, grouping: Grouping, attempt: int
     ) -> None:
         self._found, self._frontier, self._grouping = found, frontier, grouping
         self._places = [

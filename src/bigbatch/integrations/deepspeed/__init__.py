@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import SettingError
-from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer, micro_batch_optimizer
+from bigbatch.optim.variance_reduced import VarianceReduced, micro_batch_optimizer
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling
@@ -30,7 +31,6 @@ deepspeed = import_optional("deepspeed", "deepspeed")
 from bigbatch.integrations.deepspeed.adaptive_engine import AdaptiveEngine
 from bigbatch.integrations.deepspeed.config_checks import require_supported
 from bigbatch.integrations.deepspeed.gradient_source import ZeroSource
-from bigbatch.integrations.deepspeed.lr_schedulers import as_torch_scheduler
 from bigbatch.integrations.deepspeed.simigrad_config import (
     AdaptiveBatchParams,
     set_fork_attributes,
@@ -158,7 +158,7 @@ def initialize(
         min_micro_batches=min_micro_batches,
         lr_scaling=lr_scaling,
         **measuring,
-        scheduler=as_torch_scheduler(scheduler, engine.basic_optimizer),
+        scheduler=_as_torch_scheduler(scheduler, engine.basic_optimizer),
         meter=GradientMeter(engine, source=source),
     )
     AdaptiveEngine.adapt(engine, train, params)
@@ -186,7 +186,33 @@ class EngineLoader:
         return self._engine.batches()
 
 
-def _source(engine: Any, vr_optimizer: MicroBatchOptimizer | None) -> ZeroSource:
+class DeepSpeedScheduler(LRScheduler):
+    """Counts steps as WarmupLR and DeepSpeed's other schedulers do."""
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
+        self._scheduler, self.optimizer = scheduler, optimizer
+
+    @property
+    def last_epoch(self) -> int:  # type: ignore[override]
+        """Steps so far."""
+        count: int = self._scheduler.last_batch_iteration
+        return count
+
+    def step(self, epoch: int | None = None) -> None:
+        """Advances the scheduler by one step."""
+        self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of DeepSpeed's scheduler."""
+        state: dict[str, Any] = self._scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of DeepSpeed's scheduler."""
+        self._scheduler.load_state_dict(state_dict)
+
+
+def _source(engine: Any, vr_optimizer: VarianceReduced | None) -> ZeroSource:
     """The source of the engine's gradients, which its optimizers read too."""
     layout = layout_of(engine)
     source = ZeroSource(engine, layout)
@@ -214,3 +240,10 @@ def _loader(engine: Any, data: Any) -> Any:
         pin_memory=loader.pin_memory,
         drop_last=loader.dataloader_drop_last,
     )
+
+
+def _as_torch_scheduler(scheduler: Any, optimizer: Optimizer) -> LRScheduler | None:
+    """The scheduler if it is torch's, else a wrapper that has its interface."""
+    if scheduler is None or isinstance(scheduler, LRScheduler):
+        return scheduler
+    return DeepSpeedScheduler(scheduler, optimizer)

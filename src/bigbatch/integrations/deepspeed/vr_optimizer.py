@@ -27,13 +27,13 @@ from bigbatch.integrations.deepspeed.zero_layout import (
 )
 from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, apply_gsnr
 from bigbatch.optim.gsnr_state import GsnrState
-from bigbatch.optim.micro_batch_optimizer import MicroBatchOptimizer, micro_batch_optimizer
 from bigbatch.optim.trust_ratio import TrustRatioOptimizer
+from bigbatch.optim.variance_reduced import VarianceReduced, micro_batch_optimizer
 
 _AVERAGE, _STEPS = "gsnr_average", "gsnr_steps"  # in the base optimizer's state, which is saved
 
 
-def bind_to_zero(optimizer: MicroBatchOptimizer, source: ZeroSource, layout: VRLayout) -> None:
+def bind_to_zero(optimizer: VarianceReduced, source: ZeroSource, layout: VRLayout) -> None:
     """Makes a VR optimizer scale the tensors that ZeRO gives its base optimizer, before a step."""
     optimizer.bind(ZeroShards(source, layout), ZeroScaling(optimizer.gsnr_state, layout))
     optimizer.base.register_step_pre_hook(lambda *_: optimizer.scale_gradients())

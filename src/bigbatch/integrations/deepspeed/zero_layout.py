@@ -13,8 +13,22 @@ from bigbatch.optim.sharding import AllReduce
 Shards = Mapping[Tensor, Tensor]
 
 
+# [Note: ZeRO's layouts]
+# DeepSpeed reduces gradients in its backward, and where the mean lies then depends on the stage. No
+# `.grad` has it above stage 0; each layout reads DeepSpeed's own buffers, without copies:
+# - 0: `.grad` of every parameter, the whole mean on every rank.
+# - 1 in bfloat16 with float32 accumulation: float32 gradients of all parameters, on every rank.
+# - 1, 2: `averaged_gradients`, this rank's partition of a group's parameters laid end to end. It
+#   cuts its first and last parameter, and ends with padding, which is skipped.
+# - 3: a shard of every parameter on every rank, padded to one length, in `averaged_gradients`.
+# - Offload: on the CPU, in the gradients of the partitions. DeepSpeed copies only what the last
+#   backward has reached, and clips by norms from that copy: `complete` and `scale_norms` mend both.
+# The next step must not begin with these gradients: `clear` empties them between two backwards (VR
+# optimizers, which take each micro-batch out), `zero_unreached` what DeepSpeed never empties.
 class Layout:
     """How a ZeRO stage divides the mean gradient among the ranks; by default every rank has all.
+
+    See [Note: ZeRO's layouts].
 
     Args:
         parameters: the parameters of the model that the optimizer trains.

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.errors import SettingError
-from bigbatch.optim.micro_batch_optimizer import micro_batch_optimizer
+from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.policies.policy import Fixed
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.scheduler import total_ticks

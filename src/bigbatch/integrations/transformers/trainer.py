@@ -13,17 +13,23 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from bigbatch.errors import LoopError
+from bigbatch.digest import load_state, save_state
+from bigbatch.errors import LoopError, StateError
 from bigbatch.integrations.accelerate import PreparedBatches, batches
 from bigbatch.integrations.transformers.callback_handler import Length, SafeCallbackHandler
-from bigbatch.integrations.transformers.checkpoint import load, save
-from bigbatch.integrations.transformers.split_step import SplitOptimizer, SplitScheduler, SplitStep
-from bigbatch.integrations.transformers.step_batch import EpochLoader, StepBatch, count_labels
 from bigbatch.integrations.transformers.trainer_checks import (
     require_arguments,
     require_overridable,
     require_trainer,
     warn_of_growth,
+)
+from bigbatch.integrations.transformers.trainer_step import (
+    EpochLoader,
+    SplitOptimizer,
+    SplitScheduler,
+    SplitStep,
+    StepBatch,
+    count_labels,
 )
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy, needs_of
@@ -39,6 +45,7 @@ else:
     NextClass = object  # the class after the mixin
 
 _SPEED = ("_runtime", "_per_second", "_time")  # ends of the names of an evaluation's times
+_STATE_FILE = "adaptive_batch_{}.pt"  # one per process, in the folder of a checkpoint
 
 
 class AdaptiveMixin(NextClass):
@@ -279,7 +286,7 @@ class AdaptiveMixin(NextClass):
         train = self._training()
         samples = train.batches.samples
         epochs = train.epoch if samples is None else train.samples // samples
-        save(Path(output_dir), self.args.process_index, epochs, train.state_dict())
+        save_rank_state(Path(output_dir), self.args.process_index, epochs, train.state_dict())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         consolidate = getattr(_unwrap(self.optimizer), "consolidate_state_dict", None)
@@ -294,7 +301,9 @@ class AdaptiveMixin(NextClass):
         if resume_from_checkpoint is None:
             self._checkpoint = None
             return 0, 0
-        epochs, self._checkpoint = load(Path(resume_from_checkpoint), self.args.process_index)
+        epochs, self._checkpoint = load_rank_state(
+            Path(resume_from_checkpoint), self.args.process_index
+        )
         return epochs, 0  # the Trainer skips no batches
 
 
@@ -309,6 +318,37 @@ class AdaptiveTrainer(AdaptiveMixin, Trainer):
 
     It has the arguments of `AdaptiveMixin`.
     """
+
+
+def save_rank_state(folder: Path, rank: int, epochs: int, state: dict[str, Any]) -> None:
+    """Saves the state of one process in the folder of a checkpoint.
+
+    Args:
+        folder: folder of the checkpoint.
+        rank: rank of the process.
+        epochs: finished epochs, with one whose samples are all used.
+        state: state of the process's AdaptiveBatch.
+    """
+    with (folder / _STATE_FILE.format(rank)).open("wb") as file:
+        save_state({"epochs": epochs, "train": state}, file)
+
+
+def load_rank_state(folder: Path, rank: int) -> tuple[int, dict[str, Any]]:
+    """Epochs and state of this process; those of the first process if no file has this rank.
+
+    Raises:
+        StateError: the checkpoint has no such file, or the file is damaged.
+    """
+    for file in (folder / _STATE_FILE.format(rank), folder / _STATE_FILE.format(0)):
+        if file.exists():
+            with file.open("rb") as stream:
+                saved = load_state(stream, str(file))
+            return saved["epochs"], saved["train"]
+    raise StateError(
+        f"{folder} has no {_STATE_FILE.format(0)}: AdaptiveTrainer did not save it, or saved it "
+        "with save_only_model=True; load the model from it, and train without "
+        "resume_from_checkpoint"
+    )
 
 
 def _unwrap(optimizer: Any) -> Any:

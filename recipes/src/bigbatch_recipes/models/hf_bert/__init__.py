@@ -2,5 +2,5 @@
 
 from bigbatch.optional_packages import import_optional
 
-import_optional("transformers", "transformers")
-import_optional("tokenizers", "transformers")
+import_optional("transformers", "bert", "bigbatch-recipes")
+import_optional("tokenizers", "bert", "bigbatch-recipes")
