@@ -120,8 +120,8 @@ class History:
 
     def last(self, score: str) -> float | None:
         """The last value of a score; None where it was not measured or is not finite."""
-        measured = (row["metrics"] for row in reversed(self.scored_rows) if score in row["metrics"])
-        return next(measured, {}).get(score)
+        values = [row["metrics"][score] for row in self.scored_rows if score in row["metrics"]]
+        return values[-1] if values else None
 
 
 def find_runs(path: Path | str) -> list[Path]:
