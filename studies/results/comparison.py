@@ -16,7 +16,7 @@ from bigbatch.log.atomic_files import write_atomically
 from bigbatch.log.history import history_of
 from bigbatch.log.time_to_score import evaluations
 from bigbatch_recipes import get_recipe
-from bigbatch_recipes.console import LiveView, plain_console
+from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.parallel_runs import train_sweep
 from bigbatch_recipes.run_config import read_trainings
 from bigbatch_recipes.settings import Settings
@@ -118,7 +118,7 @@ class Comparison:
             names = dict.fromkeys(name for point in points for name in point.values)
             tuned = [name for name in names if name != "arm"] if self.tune_seeds else []
             start_sweep(recipe, path, points, tuned, self.seeds, self.tune_seeds)
-        failures = train_sweep(path, jobs, LiveView(plain_console()))
+        failures = train_sweep(path, jobs, LiveView())
         results = read_sweep_results(path)
         assert results is not None
         return logged_runs(results, failures), results
