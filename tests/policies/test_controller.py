@@ -150,7 +150,9 @@ def test_the_base_batch_is_where_it_starts_unless_stated():
 
 @pytest.mark.parametrize(("asked", "warnings_"), [(1, 0), (3, 1), (4, 0), (16, 0)])
 def test_only_whoever_asked_for_a_lower_bound_is_warned_that_it_is_raised(asked, warnings_):
-    cutting = PlanConstraints(ranks=1, micro_batch=16, fixed_micro_batch=False, min_micro_batches=4)
+    cutting = PlanConstraints(
+        virtual_ranks=1, micro_batch=16, fixed_micro_batch=False, min_micro_batches=4
+    )
     with warnings.catch_warnings(record=True, action="always") as said:
         policy = SimiGrad(min_batch=asked)
         controller = controller_of(policy, cutting, batch_size=64, base_batch=None, samples=960)

@@ -285,7 +285,6 @@ def controller_of(
     batch_size: int | None,
     base_batch: int | None,
     samples: int | None,
-    groups: int | None = None,
 ) -> Controller:
     """The controller of a training, with bounds that the data set and its plans can keep.
 
@@ -295,7 +294,6 @@ def controller_of(
         batch_size: the first batch size; None with a controller.
         base_batch: the batch size that the learning rate is for; default: `batch_size`.
         samples: samples in an epoch; None if unknown.
-        groups: as for `PlanConstraints.plan`.
     Raises:
         SettingError: nothing lies between the bounds, or the controller and the call both have
             sizes.
@@ -309,16 +307,14 @@ def controller_of(
     else:
         assert batch_size is not None
         controller = Controller(policy, batch_size, base_batch)
-    if samples is not None and samples < constraints.ranks:
-        raise SettingError(
-            f"{samples} samples of an epoch are too few for {constraints.ranks} (virtual) ranks"
-        )
+    if samples is not None and samples < (ranks := constraints.virtual_ranks):
+        raise SettingError(f"{samples} samples of an epoch are too few for {ranks} (virtual) ranks")
     min_batch, is_new = controller.min_batch, controller.decision.reason == "start"
     start = controller.first_batch_size if is_new else controller.decision.batch_size
     if samples is not None and min_batch > samples:
         raise SettingError(f"min_batch={min_batch} exceeds the {samples} samples of an epoch")
     controller.limit(max_batch=samples)
-    smallest = constraints.plan(1, 1, controller.max_batch, groups=groups).batch_size
+    smallest = constraints.plan(1, 1, controller.max_batch).batch_size
     if 1 < min_batch < smallest:
         warnings.warn(
             f"min_batch={min_batch} is raised to {smallest}, the smallest step that can be cut "

@@ -97,25 +97,22 @@ class PlanConstraints:
     """Constraints on every plan of a training.
 
     Args:
-        ranks: processes that share a step; virtual ranks, where there are any.
+        virtual_ranks: ranks that share a step.
         micro_batch: most samples in one backward.
         fixed_micro_batch: whether every backward has that many.
         min_micro_batches: fewest micro-batches, over all ranks, of a step that is measured.
+        groups: groups of samples in a backward, of which each counts as a micro-batch; None for
+            none.
     """
 
-    ranks: int
+    virtual_ranks: int
     micro_batch: int
     fixed_micro_batch: bool
     min_micro_batches: int
+    groups: int | None = None
 
     def plan(
-        self,
-        batch_size: int,
-        min_batch: int,
-        max_batch: int | None,
-        *,
-        compared: bool = True,
-        groups: int | None = None,
+        self, batch_size: int, min_batch: int, max_batch: int | None, *, compared: bool = True
     ) -> BatchPlan:
         """The plan for a batch size.
 
@@ -124,15 +121,13 @@ class PlanConstraints:
             min_batch: lower bound.
             max_batch: upper bound; None for none.
             compared: whether micro-batches are compared; otherwise a single backward may do.
-            groups: groups of samples in a backward, of which each counts as a micro-batch.
         """
-        groups = groups or 1
-        backwards = -(-self.min_micro_batches // groups) if compared else 1
-        if groups > 1 and compared:
+        backwards = -(-self.min_micro_batches // (self.groups or 1)) if compared else 1
+        if self.groups and compared:
             min_batch = max(min_batch, self.min_micro_batches)  # samples, one of each group
         return BatchPlan.fit(
             batch_size,
-            self.ranks,
+            self.virtual_ranks,
             max_micro=self.micro_batch,
             min_micro_batches=backwards,
             min_batch=min_batch,

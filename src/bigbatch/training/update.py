@@ -125,13 +125,9 @@ class Update:
         self._timed: tuple[int, bool] | None = None  # the last step: its size, whether measured
         rule = repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function"
         self.settings = {  # as text; must be equal on all ranks
-            "micro_batch": repr(constraints.micro_batch),
-            "fixed_micro_batch": repr(constraints.fixed_micro_batch),
-            "min_micro_batches": repr(constraints.min_micro_batches),
-            "groups": repr(meter.groups),
+            **{name: repr(value) for name, value in vars(constraints).items()},
             "remainder": repr(batches.remainder),
             "order": batches.order,
-            "virtual_ranks": repr(batches.virtual_ranks),
             "lr_scaling": rule,
             "transport": repr(transport),
             **interval.settings,
@@ -184,8 +180,7 @@ class Update:
     def fit_plan(self, batch_size: int, *, compared: bool = True) -> BatchPlan:
         """The plan of a step of so many samples; one backward may do if none are compared."""
         bounds = self._controller.min_batch, self._controller.max_batch
-        groups = self.meter.groups
-        return self._constraints.plan(batch_size, *bounds, compared=compared, groups=groups)
+        return self._constraints.plan(batch_size, *bounds, compared=compared)
 
     def factor(self, batch_size: int, statistics: GradientStatistics | None) -> float:
         """The factor of the learning rate in a step of so many samples."""
