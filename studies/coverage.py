@@ -42,23 +42,15 @@ class Coverage:
     """Intervals of one kind and the similarity that they should contain.
 
     The intervals of similarity and noise scale are one: both contain the truth or neither does.
-
-    Args:
-        population: name of the population.
-        interval_for: the steps that the truth describes: one step, a window, or its last step.
-        sizes: distribution of n_d: "equal" or "ragged".
-        micro_batches, samples: k and N of a step.
-        truth: the true phi.
-        intervals: (low, high) of phi by nominal coverage, one per trial.
     """
 
     population: str
-    interval_for: str
-    sizes: str
+    interval_for: str  # the steps that the truth describes: a step, a window, or its last step
+    sizes: str  # distribution of n_d: "equal" or "ragged"
     micro_batches: int
     samples: int
-    truth: float
-    intervals: Mapping[float, list[tuple[float, float]]]
+    truth: float  # phi
+    intervals: Mapping[float, list[tuple[float, float]]]  # of phi by level, one per trial
 
     def below(self, level: float) -> float:
         """Share of the trials in which the truth lies below the interval."""
@@ -90,13 +82,6 @@ class Coverage:
             "truth above": f"{self.above(_DETAILED):.3f}",
             "median width": f"{self.width(_DETAILED):.3f}",
         }
-
-
-def coverages(population: Population, seed: int, trials: int) -> Iterator[Coverage]:
-    """Coverage of intervals of all `LEVELS`, for every setting."""
-    yield from step_coverage(population, seed, trials)
-    yield window_coverage(population, trials)
-    yield from drift_coverage(population, trials)
 
 
 def step_coverage(population: Population, seed: int, trials: int) -> Iterator[Coverage]:
@@ -203,13 +188,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=_TRIALS, help="steps of each row")
     parser.add_argument("--tiny", action="store_true", help="two steps of a small population")
     given = parser.parse_args(arguments)
+    found = populations(given.seed, given.data)
     if given.tiny:
         found, given.trials = iter([synthetic("gaussian", None, 0, dimensions=200)]), 2
-    else:
-        found = populations(given.seed, given.data)
     for population in found:
-        rows = (one.row() for one in coverages(population, given.seed, given.trials))
-        show(f"coverage of intervals, {given.trials} trials", rows)
+        measured = [
+            *step_coverage(population, given.seed, given.trials),
+            window_coverage(population, given.trials),
+            *drift_coverage(population, given.trials),
+        ]
+        show(f"coverage of intervals, {given.trials} trials", [one.row() for one in measured])
 
 
 if __name__ == "__main__":

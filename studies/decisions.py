@@ -101,19 +101,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Arm:
-    """Candidates, of which the best in hindsight is run.
-
-    Args:
-        name: the name in tables.
-        candidates: as a function of the overhead and the first batch size.
-        is_timed: whether the policy is given times of steps.
-        follows_decay: whether it needs a rate that decays.
-    """
+    """Candidates, of which the best in hindsight is run."""
 
     name: str
-    candidates: Callable[[float, int], list[Candidate]]
-    is_timed: bool = False
-    follows_decay: bool = False
+    candidates: Callable[[float, int], list[Candidate]]  # of overhead and first batch size
+    is_timed: bool = False  # whether the policy is given times of steps
+    follows_decay: bool = False  # whether it needs a rate that decays
 
 
 def _fixed(size: int) -> Candidate:
@@ -186,20 +179,14 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Regret:
-    """One policy on one bed.
+    """One policy on one bed: times, samples and steps over those of the best schedule, less 1.
 
-    Args:
-        arm: name of the policy.
-        bed: the bed.
-        policy: the candidate that was run.
-        times, samples, steps: over those of the best schedule, less 1, one per seed; infinite where
-            the target was not reached.
-        best: the best schedule.
+    One of each per seed; infinite where the target was not reached.
     """
 
     arm: str
     bed: Bed
-    policy: Policy
+    policy: Policy  # the candidate that was run
     times: list[float]
     samples: list[float]
     steps: list[float]
@@ -290,14 +277,8 @@ def simulate(
 ) -> Outcome:
     """A training whose controller sees measured statistics, as a real one does.
 
-    Args:
-        bed: the training.
-        arm: says whether steps are timed.
-        candidate: has the policy.
-        start: the first batch size.
-        rates: has the peak rate and the length of a decay.
-        seed: of the measurements, losses and times.
-        limit: time after which the training is given up.
+    It starts at the batch size `start`, has the peak rate and the length of the decay of `rates`,
+    and is given up at the time `limit`. The seed is of measurements, losses and times.
     """
     generator = np.random.default_rng(seed)
     policy = candidate.policy

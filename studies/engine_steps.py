@@ -37,29 +37,17 @@ _LR, _MOMENTUM = 1e-3, 0.9
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of step.
+    """A kind of step."""
 
-    Args:
-        engine: "DDP", "FSDP2", or "ZeRO-" and a stage.
-        what: the name in the table.
-        micro_batches: micro-batches of a rank.
-        baseline: `what` of the kind that this one is compared with; None for a baseline.
-        meter: options of a `GradientMeter`; None for no meter.
-        vr: whether the optimizer is a VR optimizer.
-        nodes: whether there are two nodes, and VR's reduction has two levels.
-        reduced_once: whether FSDP2 keeps unsharded gradients until the last micro-batch.
-        width: width of each layer.
-    """
-
-    engine: str
-    what: str
-    micro_batches: int = 1
-    baseline: str | None = "plain"
-    meter: tuple[tuple[str, Any], ...] | None = None
+    engine: str  # "DDP", "FSDP2", or "ZeRO-" and a stage
+    what: str  # the name in the table
+    micro_batches: int = 1  # of a rank
+    baseline: str | None = "plain"  # `what` of the kind it is compared with
+    meter: tuple[tuple[str, Any], ...] | None = None  # options; None for no meter
     vr: bool = False
-    nodes: bool = False
-    reduced_once: bool = False
-    width: int = 768
+    nodes: bool = False  # whether there are two nodes, and VR's reduction has two levels
+    reduced_once: bool = False  # whether FSDP2 keeps unsharded gradients until the last one
+    width: int = 768  # of each layer
 
     @property
     def size(self) -> Model:

@@ -25,27 +25,20 @@ _MB = 1e6
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Bytes and time of one kind of step; a row of a table.
+    """Bytes and time of one kind of step, on the rank that sends most; a row of a table.
 
     Args:
-        kind: the kind of step.
-        ranks: number of ranks.
-        input_bytes: bytes of the tensors that the rank that sends most passes to each kind of
-            collective among "all" ranks, those of a "node", or those "across" nodes; to all-gather,
-            its own part.
-        sent: bytes that leave that rank, by `ring_bytes`.
-        collectives: number of collectives.
-        plain: counts of the baseline; None for a baseline.
-        ratios: step time over that of the baseline, one per round.
+        input_bytes: bytes of the tensors that the rank passes to each kind of collective among
+            "all" ranks, those of a "node", or those "across" nodes; to all-gather, its own part.
     """
 
     kind: Kind
     ranks: int
     input_bytes: dict[tuple[str, str], int]
-    sent: float
+    sent: float  # bytes that leave the rank, by `ring_bytes`
     collectives: int
-    plain: "StepCounts | None" = None
-    ratios: list[float] = field(default_factory=list)
+    plain: "StepCounts | None" = None  # counts of the baseline; None for a baseline
+    ratios: list[float] = field(default_factory=list)  # of time over the baseline's, by round
 
     def row(self) -> Row:
         """The row of the table."""

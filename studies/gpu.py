@@ -21,11 +21,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 import bigbatch as bb
-from bigbatch.optim import VRLAMB, VRLARS, VarianceReduced, VRAdam
+from bigbatch.optim import VarianceReduced
 from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
 from studies.markdown_tables import Row, show
 from studies.sized_networks import GPT, mean_loss, with_group_norm
-from studies.timing import Times, interleaved, seconds
+from studies.timing import interleaved, seconds
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 _PROFILED_STEPS = 4
@@ -181,7 +181,7 @@ def _warmed(case: Case, way: str) -> tuple[Callable[[], None], float | None]:
 
 def step_costs(name: str, case: Case, rounds: int) -> Iterator[dict[str, Any]]:
     """Numbers of each way of a network, timed in turn with the plain loop."""
-    warmed, steps = {"plain": _warmed(case, "plain")}, 4
+    warmed = {"plain": _warmed(case, "plain")}
     for way in WAYS:
         try:
             warmed[way] = _warmed(case, way)
@@ -204,66 +204,10 @@ def step_costs(name: str, case: Case, rounds: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def optimizer_costs(rounds: int, *, tiny: bool) -> Iterator[dict[str, Any]]:
-    """VR optimizers on k = 4 micro-batches over torch's fused ones, without a network."""
-    lists = {
-        "167 tensors of 0.85 M": [(32, 32, 5)] * 167,
-        "10 tensors of 25 M": [(1600, 1563)] * 10,
-        "GPT 124 M": [tuple(p.shape) for p in GPT(12, 768, 50304, 1024).parameters()],
-    }
-    ways: dict[str, Build] = {
-        "SGD": _sgd,
-        "VR SGD": lambda parameters, lr: VarianceReduced(_sgd(parameters, lr)),
-        "VRLARS": lambda parameters, lr: VRLARS(parameters, lr),
-        "AdamW": _adamw,
-        "VR AdamW": lambda parameters, lr: VarianceReduced(_adamw(parameters, lr)),
-        "VRAdam": lambda parameters, lr: VRAdam(parameters, lr),
-        "VRLAMB": lambda parameters, lr: VRLAMB(parameters, lr),
-    }
-    bases = {way: "SGD" if number < 3 else "AdamW" for number, way in enumerate(ways)}
-    for name, shapes in ({"tiny": [(16, 16)] * 3} if tiny else lists).items():
-        runs = {way: _optimizer_step(shapes, build) for way, build in ways.items()}
-        timed = interleaved(list(runs.values()), rounds)
-        times = {way: [row[number] for row in timed] for number, way in enumerate(ways)}
-        for way, run in runs.items():
-            extra = _milliseconds_over(times[way], times[bases[way]])
-            yield {
-                "parameters": name,
-                "way": way,
-                "ms_with_4_backwards": 1e3 * median(one.wall for one in times[way]),
-                "ms_over_fused_base": median(extra),
-                "ms_over_range": [min(extra), max(extra)],
-                **_counts(run),
-            }
-
-
-def _milliseconds_over(times: Sequence[Times], base: Sequence[Times]) -> list[float]:
-    return [1e3 * (one.wall - other.wall) for one, other in zip(times, base, strict=True)]
-
-
-def _optimizer_step(shapes: Sequence[tuple[int, ...]], build: Build) -> Callable[[], None]:
-    """Four backwards and a step of an optimizer over tensors of these shapes."""
-    weights = [torch.randn(shape, device=DEVICE).requires_grad_() for shape in shapes]
-    gradients = [torch.randn(shape, device=DEVICE) for shape in shapes]
-    optimizer = build(weights, 1e-4)
-
-    def run() -> None:
-        for _ in range(4):
-            products = [(w * g).sum() for w, g in zip(weights, gradients, strict=True)]
-            torch.autograd.backward(products)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run
-
-
 def _cells(numbers: Mapping[str, Any]) -> Row:
-    """The row of a table: the name, and what a reader compares; a refusal takes the other cells."""
-    name, ratio = numbers.get("case") or numbers["parameters"], numbers.get("ratio")
-    if ratio is None:
-        ratio = numbers.get("ms_over_fused_base")
-    cells = {"network": name, "way": numbers["way"]}
-    cells["x plain, or ms over base"] = numbers.get("refused") or f"{ratio:.2f}"
+    """The row of a table; what was refused takes the place of the ratio."""
+    ratio = numbers.get("refused") or f"{numbers['ratio']:.2f}"
+    cells = {"network": numbers["case"], "way": numbers["way"], "step / plain step": ratio}
     for key in ("launches", "waits", "peak_mib"):
         value = numbers.get(key)
         cells[key] = "-" if value is None else f"{value:.0f}"
@@ -281,20 +225,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rounds, end = 2 if given.tiny else given.rounds, time.monotonic() + given.seconds
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     about = {"torch": torch.__version__, "device": device, "date": time.strftime("%F")}
-    written: dict[str, Any] = {"about": about, "optimizers": [], "loops": [], "skipped": []}
+    written: dict[str, Any] = {"about": about, "loops": [], "skipped": []}
 
     def rows() -> Iterator[Row]:
-        studies = {
-            name: ("loops", step_costs(name, case, rounds))
-            for name, case in _cases(tiny=given.tiny).items()
-        }
-        studies["optimizers"] = ("optimizers", optimizer_costs(rounds, tiny=given.tiny))
-        for name, (kind, found) in studies.items():
+        for name, case in _cases(tiny=given.tiny).items():
             if time.monotonic() > end:
                 written["skipped"].append(name)
                 continue
-            for numbers in found:
-                written[kind].append(numbers)
+            for numbers in step_costs(name, case, rounds):
+                written["loops"].append(numbers)
                 if given.out is not None:
                     given.out.write_text(json.dumps(written, indent=1))
                 yield _cells(numbers)

@@ -33,21 +33,13 @@ _HOPELESS = 1.5  # times the best time so far, after which a training is given u
 
 @dataclass(frozen=True)
 class Moment:
-    """Where trainings stand before a step; arrays of one number per training.
-
-    Args:
-        noise_scale: B_simple.
-        log_loss: ln of the relative loss.
-        samples: consumed so far.
-        decay: scheduled rate over its peak.
-        rows: numbers of the trainings.
-    """
+    """Where trainings stand before a step; arrays of one number per training."""
 
     noise_scale: Array
-    log_loss: Array
-    samples: Array
-    decay: Array
-    rows: NDArray[np.int64]
+    log_loss: Array  # ln of the relative loss
+    samples: Array  # consumed so far
+    decay: Array  # scheduled rate over its peak
+    rows: NDArray[np.int64]  # numbers of the trainings
 
 
 Rule = Callable[[Moment], Array]

@@ -17,20 +17,13 @@ _REFINEMENTS = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """How long a training takes to its target, at the peak rate and length of a decay it has.
+    """How long a training takes to its target, at the peak rate and length of a decay it has."""
 
-    Args:
-        time: samples + overhead steps; infinite if it never gets there.
-        samples, steps: of the training.
-        peak: learning rate at the base batch.
-        length: samples of a decay.
-    """
-
-    time: float
+    time: float  # samples + overhead steps; infinite if it never gets there
     samples: float
     steps: float
-    peak: float = 1.0
-    length: float = 1.0
+    peak: float = 1.0  # learning rate at the base batch
+    length: float = 1.0  # samples of a decay
 
 
 def with_best_rate(

@@ -66,41 +66,6 @@ class Contestant:
     times: list[float] = field(default_factory=list)
 
 
-def step_row(
-    list_name: str,
-    contestant: Contestant,
-    parameters: int,
-    base_times: list[float],
-    in_place_speeds: list[float],
-    copy_speeds: list[float],
-) -> Row:
-    """The row of one optimizer: medians over the rounds, least and most of the ratios.
-
-    Args:
-        list_name: key of `PARAMETER_LISTS`.
-        contestant: the optimizer, with its times.
-        parameters: number of parameters in the list.
-        base_times: seconds of its base optimizer in the same rounds.
-        in_place_speeds: bytes per second of `add_(1)` in the same rounds.
-        copy_speeds: bytes per second of `copy_` in the same rounds.
-    """
-    times, floor = contestant.times, contestant.floor
-    in_place, copy = (
-        [time * speed / parameters for time, speed in zip(times, speeds, strict=True)]
-        for speeds in (in_place_speeds, copy_speeds)
-    )
-    return {
-        "list": list_name,
-        "optimizer": contestant.name,
-        "ms": f"{1e3 * median(times):.2f}",
-        "bytes a parameter": f"{median(in_place):.0f}",
-        "floor": f"{floor}",
-        "x floor in place": median_and_range([size / floor for size in in_place]),
-        "x floor by copy": median_and_range([size / floor for size in copy]),
-        "x base": median_and_range([t / base for t, base in zip(times, base_times, strict=True)]),
-    }
-
-
 def implementation() -> str:
     """The code that GSNR scaling, LARS and LAMB run on this machine's CPU."""
     compiled = native.library() is not None
@@ -142,30 +107,40 @@ def _vr_adam(parameters: list[Tensor], *, compiled: bool) -> Optimizer:
     return VarianceReduced(base, beta3=0.9, fused=False, compiled=compiled)
 
 
-def step_rows(list_name: str, team: list[Contestant], rounds: int) -> list[Row]:
+def step_rows(list_name: str, team: list[Contestant], rounds: int) -> Sequence[Row]:
     """Costs of `step()` alone, of optimizers timed in turn, on one of `PARAMETER_LISTS`."""
     torch.manual_seed(0)
     shapes = PARAMETER_LISTS[list_name]
     gradients = [torch.randn(shape) for shape in shapes]
     optimizers = [one.make([nn.Parameter(0.02 * torch.randn(s)) for s in shapes]) for one in team]
-    in_place_speeds, copy_speeds = [], []
+    speeds = []
     parameters = sum(gradient.numel() for gradient in gradients)
-    x, y = torch.zeros(2, max(_MIN_ELEMENTS, parameters)).unbind()
+    x = torch.zeros(max(_MIN_ELEMENTS, parameters))
     for number in range(rounds + _WARMUP):
-        in_place_speed = 2 * x.nbytes / seconds(lambda: x.add_(1))
-        copy_speed = 2 * x.nbytes / seconds(lambda: y.copy_(x))
+        speed = 2 * x.nbytes / seconds(lambda: x.add_(1))
         for one, optimizer in zip(team, optimizers, strict=True):
             _backwards(optimizer, gradients)
             step_seconds = seconds(optimizer.step)
             if number >= _WARMUP:
                 one.times.append(step_seconds)
         if number >= _WARMUP:
-            in_place_speeds.append(in_place_speed)
-            copy_speeds.append(copy_speed)
-    base = team[0].times
-    return [
-        step_row(list_name, one, parameters, base, in_place_speeds, copy_speeds) for one in team
-    ]
+            speeds.append(speed)
+    rows = []
+    for one in team:
+        moved = [t * speed / parameters for t, speed in zip(one.times, speeds, strict=True)]
+        ratios = [t / base for t, base in zip(one.times, team[0].times, strict=True)]
+        rows.append(
+            {
+                "list": list_name,
+                "optimizer": one.name,
+                "ms": f"{1e3 * median(one.times):.2f}",
+                "bytes a parameter": f"{median(moved):.0f}",
+                "floor": f"{one.floor}",
+                "x floor": median_and_range([size / one.floor for size in moved]),
+                "x base": median_and_range(ratios),
+            }
+        )
+    return rows
 
 
 def _backwards(optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:

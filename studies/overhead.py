@@ -32,19 +32,12 @@ _MICRO_BATCHES = 1280  # of the tiny network in one timing
 
 @dataclass(frozen=True)
 class Network:
-    """A network and what it is trained on.
-
-    Args:
-        build: builds the network.
-        shape: shape of an image, or the length of a sequence.
-        steps: steps of one timing.
-        tokens: size of the vocabulary; 0 for images.
-    """
+    """A network and what it is trained on."""
 
     build: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-    steps: int
-    tokens: int = 0
+    shape: tuple[int, ...]  # of an image, or the length of a sequence
+    steps: int  # of one timing
+    tokens: int = 0  # size of the vocabulary; 0 for images
 
     def batch(self, samples: int) -> tuple[Tensor, Tensor]:
         """Random inputs and labels."""
@@ -94,7 +87,8 @@ def _cells(shape: Network, samples: int, rounds: int, most_steps: int) -> Row:
     # so many passes that the default's measured steps have their share, in all rounds together
     steps = min(most_steps, 2 * max(loop.every or 0 for loop in loops.values()))
     passes = max(1, -(-steps // (rounds * shape.steps)))
-    runs = [_plain_loop(model, batches, 1), *(partial(_run, loop) for loop in loops.values())]
+    runs = [_plain_loop(model, batches, 1)]
+    runs += [partial(_run, loop) for loop in loops.values()]
     times = interleaved([partial(_repeat, run, passes) for run in runs], rounds)
     plain = [1e3 * row[0].wall / shape.steps / passes for row in times]
     ratios = {
@@ -181,8 +175,7 @@ def python_rows(rounds: int, count: int = _MICRO_BATCHES) -> Iterator[Row]:
                 min_micro_batches=k,
                 budget=budget,
             )
-            runs = [_plain_loop(model, batches, k), partial(_run, loop)]
-            times = interleaved(runs, rounds)
+            times = interleaved((_plain_loop(model, batches, k), partial(_run, loop)), rounds)
             extra = [1e6 * (ours.wall - plain.wall) / count for plain, ours in times]
             goal = "50" if (kind, k) == ("not measured", 64) else ""
             yield {

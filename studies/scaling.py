@@ -4,6 +4,7 @@ python -m studies.scaling
 """
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -137,55 +138,30 @@ def rows() -> Iterator[Row]:
     for model in MODELS:
         for ranks in RANKS:
             if model.gathered == _FLOAT:
-                yield _row(model, ranks, "DDP", plain_ddp(model), _vr_ddp_cells(model, ranks))
+                plain = bytes_sent(plain_ddp(model), ranks)
+                once, accumulated = (
+                    bytes_sent(vr_ddp(model, ranks, accumulated=several), ranks) - plain
+                    for several in (False, True)
+                )
+                added, keeps = (
+                    {"VR": once, "VR, accumulated": accumulated},
+                    memory_ddp(model, ranks),
+                )
             elif ranks > _NODE:
-                plain = plain_fsdp2(model, ranks, _ACCUMULATION)
-                yield _row(model, ranks, "FSDP2", plain, _vr_fsdp2_cells(model, ranks))
-
-
-def _row(model: Model, ranks: int, engine: str, plain: InputBytes, vr_cells: Row) -> Row:
-    extra = {"similarity": similarity, "AdaptiveBatch": loop, "interval": interval}
-    return {
-        "model": model.name,
-        "engine": engine,
-        "ranks": f"{ranks:,}",
-        "plain, MB": f"{bytes_sent(plain, ranks) / 1e6:,.0f}",
-        **{name: _share(added(ranks), plain, ranks) for name, added in extra.items()},
-        **vr_cells,
-    }
-
-
-def _share(added: InputBytes, plain: InputBytes, ranks: int) -> str:
-    return f"{bytes_sent(added, ranks) / bytes_sent(plain, ranks):.2g}"
-
-
-def _vr_ddp_cells(model: Model, ranks: int) -> Row:
-    plain = bytes_sent(plain_ddp(model), ranks)
-    once, accumulated = (
-        bytes_sent(vr_ddp(model, ranks, accumulated=accumulated), ranks) / plain - 1
-        for accumulated in (False, True)
-    )
-    nodes = ranks // _NODE
-    vr_between, plain_between = (two_levels(model, nodes, vr=vr)[1] for vr in (True, False))
-    message = min(CHUNK_BYTES, _FLOAT * model.parameters) / ranks
-    return {
-        "VR": f"{once:.2g}",
-        "VR, accumulated": f"{accumulated:.2g}",
-        "between nodes, x": "-" if nodes == 1 else f"{vr_between / plain_between:.2f}",
-        "a message, KB": f"{message / 1e3:,.0f}",
-        "VR keeps, MB": f"{memory_ddp(model, ranks) / 1e6:,.0f}",
-    }
-
-
-def _vr_fsdp2_cells(model: Model, ranks: int) -> Row:
-    plain = plain_fsdp2(model, ranks, _ACCUMULATION)
-    return {
-        "VR": "-",
-        "VR, accumulated": _share(vr_fsdp2(model), plain, ranks),
-        "between nodes, x": "-",
-        "a message, KB": "-",
-        "VR keeps, MB": f"{memory_fsdp2(model, ranks) / 1e6:,.0f}",
-    }
+                plain = bytes_sent(plain_fsdp2(model, ranks, _ACCUMULATION), ranks)
+                accumulated, keeps = bytes_sent(vr_fsdp2(model), ranks), memory_fsdp2(model, ranks)
+                added = {"VR": math.nan, "VR, accumulated": accumulated}
+            else:
+                continue
+            scalars = {"similarity": similarity, "AdaptiveBatch": loop, "interval": interval}
+            added = {name: bytes_sent(of(ranks), ranks) for name, of in scalars.items()} | added
+            yield {
+                "model": model.name,
+                "ranks": f"{ranks:,}",
+                "plain, MB": f"{plain / 1e6:,.0f}",
+                **{name: f"{size / plain:.2g}" for name, size in added.items()},
+                "VR keeps, MB": f"{keeps / 1e6:,.0f}",
+            }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -31,24 +31,15 @@ _COUNTS = (2, 4, 8, 16, 32, 64)  # k
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two estimates of one similarity.
-
-    Args:
-        population: name of the population.
-        near: the similarity that N was chosen for.
-        micro_batches, samples: k and N.
-        truth: phi = 1 / (1 + 2 B_simple / N).
-        similarities: estimates from all pairs of micro-batches, one per trial.
-        halves: cosines of the two halves, one per trial.
-    """
+    """Two estimates of one similarity."""
 
     population: str
-    near: float
+    near: float  # the similarity that N was chosen for
     micro_batches: int
     samples: int
-    truth: float
-    similarities: list[float]
-    halves: list[float]
+    truth: float  # phi = 1 / (1 + 2 B_simple / N)
+    similarities: list[float]  # from all pairs of micro-batches, one per trial
+    halves: list[float]  # cosines of the two halves, one per trial
 
     def error(self, estimates: Sequence[float]) -> float:
         """Root of the mean squared error."""
@@ -107,7 +98,8 @@ def figure(comparisons: Sequence[Comparison]) -> list[Panel]:
                 "halves": [one.halves for one in line],
             }
             for style, (kind, values) in enumerate(estimates.items()):
-                means, deviations = [list(map(of, values)) for of in (fmean, stdev)]
+                means = [fmean(one) for one in values]
+                deviations = [stdev(one) for one in values]
                 series.append(
                     Series(
                         kind,
@@ -135,10 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="two steps of a small population")
     given = parser.parse_args(arguments)
     compared: list[Comparison] = []
+    drawn_from = populations(given.seed, given.data)
     if given.tiny:
         drawn_from, given.trials = iter([synthetic("gaussian", None, 0, dimensions=200)]), 2
-    else:
-        drawn_from = populations(given.seed, given.data)
     for population in drawn_from:
         compared += (found := list(compare(population, given.trials)))
         show(f"two estimates, {given.trials} trials", [one.row() for one in found])

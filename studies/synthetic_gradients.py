@@ -225,13 +225,9 @@ def per_sample_gradients(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def measure_step(
     meter: GradientMeter, population: Population, sizes: Sequence[int], signal_factor: float = 1.0
 ) -> GradientStatistics:
-    """Statistics that `meter` reads of one step of new gradients.
+    """Statistics that a meter of the population's `parameters()` reads of a step of new gradients.
 
-    Args:
-        meter: a meter of the population's `parameters()`.
-        population: the population that gradients are drawn from.
-        sizes: n_d.
-        signal_factor: factor of the squared signal.
+    The micro-batches have these sizes, and the squared signal is times `signal_factor`.
     """
     accumulate_gradients(meter.source.parameters, population, sizes, signal_factor)
     statistics = meter.read(samples=sizes)

@@ -5,7 +5,6 @@ python -m studies.vr_vs_base --seeds 5
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import mean, stdev
 
 from bigbatch_recipes.digits import DIGITS
@@ -14,7 +13,7 @@ from studies.markdown_tables import Row, show
 
 _SCORE = "test accuracy, %"
 # learning rates of the base batch, the same grid for a base and its VR optimizer
-GRIDS = {
+GRIDS: dict[str, Sequence[float]] = {
     "momentum": (0.005, 0.01, 0.02, 0.04, 0.08),
     "adam": (0.0005, 0.001, 0.002, 0.004, 0.008),
     "lars": (1.0, 2.0, 4.0, 8.0, 16.0),
@@ -22,41 +21,15 @@ GRIDS = {
 }
 _BATCH, _MICRO = 512, 64  # k = 8
 _EPOCHS = 25
+Results = tuple[float, float, float]
+"""Test accuracy, training loss of the last steps and mean r of a training."""
+
 _LAST_STEPS = 10  # steps that the training loss is averaged over
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Results of one optimizer at one learning rate, over the seeds.
-
-    Args:
-        name: the optimizer and its clip.
-        lr: learning rate of the base batch.
-        accuracies: final test accuracy, one per seed.
-        losses: training loss of the last steps, one per seed.
-        factors: mean r over layers and steps, one per seed; 1 for a base optimizer.
-    """
-
-    name: str
-    lr: float
-    accuracies: Sequence[float]
-    losses: Sequence[float]
-    factors: Sequence[float]
-
-    def row(self) -> Row:
-        """The row of the table: mean and standard deviation over the seeds."""
-        return {
-            "optimizer": self.name,
-            "best lr": f"{self.lr:.3g}",
-            _SCORE: f"{mean(self.accuracies):.2f} ± {stdev(self.accuracies):.2f}",
-            "training loss": f"{mean(self.losses):.4f} ± {stdev(self.losses):.4f}",
-            "mean r": f"{mean(self.factors):.2f}",
-        }
-
-
-def run(
+def rows(
     seeds: int, epochs: int = _EPOCHS, grids: Mapping[str, Sequence[float]] = GRIDS
-) -> Iterator[Outcome]:
+) -> Iterator[Row]:
     """Base, VR with r_max = 1, VR with r_max = 1 / gamma, and momentum at VR's mean rate.
 
     Each has the learning rate of its grid with the least training loss, so test images play no part
@@ -64,25 +37,35 @@ def run(
     only takes shorter steps. The other optimizers are invariant to a factor that all weights share.
     """
 
-    def best(optimizer: str, r_max: float, grid: Sequence[float], name: str) -> Outcome:
-        outcomes = []
-        for lr in grid:
-            results = [_train(optimizer, r_max, lr, seed, epochs) for seed in range(seeds)]
-            outcomes.append(Outcome(name, lr, *zip(*results, strict=True)))
-        return min(outcomes, key=lambda outcome: mean(outcome.losses))
+    def best(optimizer: str, r_max: float, grid: Sequence[float]) -> tuple[float, list[Results]]:
+        trained = [
+            (lr, [_train(optimizer, r_max, lr, seed, epochs) for seed in range(seeds)])
+            for lr in grid
+        ]
+        return min(trained, key=lambda one: mean(loss for _, loss, _ in one[1]))
 
     for base, grid in grids.items():
-        yield best(base, 1.0, grid, base)
-        yield (adapted := best(f"vr-{base}", 1.0, grid, f"vr-{base}, r_max = 1"))
-        yield best(f"vr-{base}", 10.0, grid, f"vr-{base}, r_max = 10")
+        yield _row(base, *best(base, 1.0, grid))
+        lr, adapted = best(f"vr-{base}", 1.0, grid)
+        yield _row(f"vr-{base}, r_max = 1", lr, adapted)
+        yield _row(f"vr-{base}, r_max = 10", *best(f"vr-{base}", 10.0, grid))
         if base == "momentum":
-            control = adapted.lr * mean(adapted.factors)
-            yield best(base, 1.0, [control], "momentum at lr x mean(r)")
+            control = lr * mean(factor for *_, factor in adapted)
+            yield _row("momentum at lr x mean(r)", *best(base, 1.0, [control]))
 
 
-def _train(
-    optimizer: str, r_max: float, lr: float, seed: int, epochs: int
-) -> tuple[float, float, float]:
+def _row(name: str, lr: float, results: Sequence[Results]) -> Row:
+    accuracies, losses, factors = zip(*results, strict=True)
+    return {
+        "optimizer": name,
+        "best lr": f"{lr:.3g}",
+        _SCORE: f"{mean(accuracies):.2f} ± {stdev(accuracies):.2f}",
+        "training loss": f"{mean(losses):.4f} ± {stdev(losses):.4f}",
+        "mean r": f"{mean(factors):.2f}",
+    }
+
+
+def _train(optimizer: str, r_max: float, lr: float, seed: int, epochs: int) -> Results:
     settings = DIGITS.settings().with_changes(
         {
             "dropout": 0.25,
@@ -121,8 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.tiny:
         given.seeds, epochs, grids = 2, 1, {"momentum": (0.01,)}
     title = f"digits, batch {_BATCH}, k = {_BATCH // _MICRO}, {epochs} epochs"
-    outcomes = run(given.seeds, epochs, grids)
-    show(f"{title}; mean ± standard deviation", (outcome.row() for outcome in outcomes))
+    show(f"{title}; mean ± standard deviation", rows(given.seeds, epochs, grids))
 
 
 if __name__ == "__main__":

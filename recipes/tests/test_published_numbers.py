@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch.optim import VRLAMB, VRAdam
-from bigbatch_recipes import EXPERIMENTS, RECIPES
-from bigbatch_recipes.linear_regression import experiment
+from bigbatch_recipes import EXPERIMENTS, RECIPES, linear_regression
 from bigbatch_recipes.vrgd_table1 import COLUMNS
 
 PAGE = Path(__file__).parents[2] / "docs/published-numbers.md"
@@ -160,7 +159,11 @@ def test_the_settings_are_those_of_the_recipes_and_none_is_missing():
         assert (0.1, 1.0) == (recipe.paper_scale["gamma"][0], recipe.paper_scale["r_max"][0])
     for optimizer in (VRAdam, VRLAMB):
         assert (0.9, 0.999) == inspect.signature(optimizer).parameters["betas"].default
-    assert (100, 2048, 0.1) == (experiment.STEPS, experiment.BATCH, experiment.GAMMA)
+    assert (100, 2048, 0.1) == (
+        linear_regression.STEPS,
+        linear_regression.BATCH,
+        linear_regression.GAMMA,
+    )
     swept = [g for g in RECIPES["cifar10-resnet18"].paper_sweep.grids if "target" in g]
     assert (0.0, 0.2) == (swept[0]["target"][0], swept[0]["target"][-1])
 

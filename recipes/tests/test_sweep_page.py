@@ -1,11 +1,9 @@
 """What is shown of a sweep: differences of its points, its figure, its page and its files."""
 
 import csv
-import io
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
 
 from bigbatch.log.chart_svg import svg
 from bigbatch_recipes.console import LiveView
@@ -76,16 +74,10 @@ def test_the_table_of_a_sweeps_runs_has_the_differences(tmp_path):
     assert [""] * 9 + ["1.0", "2.0", "3.0"] == [one["difference"] for one in rows]
 
 
-def shown_by_study(path):
-    """What `bigbatch train` or `sweep` shows at the end."""
-    shown = io.StringIO()
-    report_study(path, LiveView(Console(width=200, file=shown)))
-    return shown.getvalue()
-
-
-def test_a_sweep_ends_with_those_of_its_shown_points_and_its_page_has_them_twice(tmp_path):
+def test_a_sweep_ends_with_those_of_its_shown_points_and_its_page_has_them_twice(tmp_path, capsys):
     sweep(tmp_path / "sweep", SWEPT, ("lr",))
-    out = shown_by_study(tmp_path / "sweep")
+    report_study(tmp_path / "sweep", LiveView())
+    out = capsys.readouterr().out
     assert "[-0.48, +4.48]" in out
     assert "-12.00" not in out  # of a point that is not shown
     page = (tmp_path / "sweep" / "report.html").read_text()

@@ -12,7 +12,7 @@ from pathlib import Path
 from bigbatch.errors import BigbatchError
 from bigbatch.log.atomic_files import write_atomically
 from studies.results.comparison_log import log_text
-from studies.results.questions import TRAINED, draw
+from studies.results.questions import QUESTIONS, draw
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     drawing = commands.add_parser("draw", help="all figures and tables from the logs")
     training = commands.add_parser("train", help="one comparison, and its log; what is left")
-    training.add_argument("name", choices=TRAINED)
+    training.add_argument("name", choices=QUESTIONS)
     training.add_argument("--data", type=Path, help="folder of data folders")
     training.add_argument("--jobs", type=int, help="runs at a time [cores / threads]")
     training.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of the runs")
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             written = draw(given.logs)
         else:
             folder = given.runs_dir / f"results-{given.name}"
-            log = TRAINED[given.name].train(folder, given.data, given.jobs)
+            log = QUESTIONS[given.name].comparison.train(folder, given.data, given.jobs)
             given.logs.mkdir(parents=True, exist_ok=True)
             written = [given.logs / f"{given.name}.json"]
             write_atomically(written[0], log_text(log).encode())

@@ -29,7 +29,7 @@ _EASIER = (2, 4)  # margins of further targets that the rule does not name
 
 def base_of(log: ComparisonLog) -> str:
     """The first arm, a fixed batch: the reference of all others."""
-    return next(iter(log.about["arms"]))
+    return str(next(iter(log.about["arms"])))
 
 
 def target_of(log: ComparisonLog) -> float:

@@ -136,11 +136,7 @@ def _require_trainings(path: Path, expected: Mapping[str, Settings]) -> None:
 
 
 def _step_cost(path: Path, measure: Callable[[], StepCost]) -> StepCost:
-    """The step cost in the file; measured and written where there is none.
-
-    Raises:
-        RunError: the file is damaged.
-    """
+    """The step cost in the file; measured and written where there is none."""
     if not path.exists():
         write_atomically(path, json.dumps(asdict(measure())).encode())
     try:

@@ -14,36 +14,22 @@ from studies.results.step_cost import StepCost
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """One training.
-
-    Args:
-        arm: its arm.
-        lr: its learning rate.
-        seed: its seed.
-        tuning: whether it only chose the rate.
-        failure: why it did not end; "" where it did.
-        diverged: whether its loss diverged.
-        samples, steps: samples and updates of the whole training.
-        seconds: its duration.
-        scores: last scores by name; None for one that is not finite.
-        spent: samples of branch tests, in logs of before they left the loop's policies.
-        curve: (samples, steps, seconds, main score) at each evaluation; () for a tuning run.
-        values: values of other tuned settings than the rate.
-    """
+    """One training."""
 
     arm: str
     lr: float
     seed: int
-    tuning: bool
-    failure: str = ""
+    tuning: bool  # whether it only chose the rate
+    failure: str = ""  # why it did not end
     diverged: bool = False
     samples: int = 0
     steps: int = 0
     seconds: float = 0.0
-    scores: Mapping[str, float | None] = field(default_factory=dict)
-    spent: int = 0
+    scores: Mapping[str, float | None] = field(default_factory=dict)  # None: not finite
+    spent: int = 0  # samples of branch tests of a policy that is gone
+    # (samples, steps, seconds, main score) at each evaluation; () for a tuning run
     curve: tuple[tuple[int, int, float, float | None], ...] = ()
-    values: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, float] = field(default_factory=dict)  # of other tuned settings
 
     @property
     def average_batch(self) -> float:

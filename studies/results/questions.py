@@ -1,6 +1,5 @@
 """All questions of docs/results.md, by the names of their logs: how each is trained and drawn."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,15 +7,15 @@ from pathlib import Path
 
 from bigbatch.errors import RunError
 from bigbatch.log.atomic_files import write_atomically
-from bigbatch.log.chart import HeatMap, Panel
+from bigbatch.log.chart import Panel
 from bigbatch.log.chart_svg import svg
-from studies.results import any_start, estimate_tables, variance_reduction, vr_tables
+from studies.results import any_start, variance_reduction, vr_tables
 from studies.results.batch_comparisons import COMPARISONS
 from studies.results.batch_tables import figure, score_over_steps, tables, target_of
 from studies.results.comparison import Comparison
-from studies.results.comparison_log import read_log
+from studies.results.comparison_log import ComparisonLog, read_log
 
-Charts = Sequence[Panel | HeatMap]
+Charts = Sequence[Panel]
 
 _BEGIN = "<!-- results:"
 _PLACE = re.compile(rf"({_BEGIN} (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -25,17 +24,11 @@ _OVER_STEPS = ("fixed 64", "SimiGrad .2")  # in the figure of the README
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
+    """One question: its trainings, and its tables and figures from a folder of logs."""
 
-    Args:
-        comparison: its trainings; None where they cannot be trained again.
-        tables: makes the tables of its log in a folder of logs.
-        figures: draws its log in a folder of logs; charts by the names of their files.
-    """
-
-    comparison: Comparison | None
+    comparison: Comparison
     tables: Callable[[Path], str]
-    figures: Callable[[Path], Mapping[str, Charts]]
+    figures: Callable[[Path], Mapping[str, Charts]]  # by the names of their files
 
 
 def _batches(comparison: Comparison) -> Question:
@@ -53,17 +46,15 @@ def _batches(comparison: Comparison) -> Question:
 
 def _any_start() -> Question:
     """Its target is that of the first comparison of batches."""
-    comparison = any_start.COMPARISON
 
-    def target(logs: Path) -> float:
-        return target_of(read_log(logs / f"{COMPARISONS[0].name}.json"))
+    def with_target(logs: Path) -> tuple[ComparisonLog, float]:
+        target = target_of(read_log(logs / f"{COMPARISONS[0].name}.json"))
+        return read_log(logs / "any-start.json"), target
 
     return Question(
-        comparison,
-        lambda logs: any_start.tables(read_log(logs / "any-start.json"), target(logs)),
-        lambda logs: {
-            comparison.name: any_start.figure(read_log(logs / "any-start.json"), target(logs))
-        },
+        any_start.COMPARISON,
+        lambda logs: any_start.tables(*with_target(logs)),
+        lambda logs: {"any-start": any_start.figure(*with_target(logs))},
     )
 
 
@@ -77,25 +68,11 @@ def _variance_reduction() -> Question:
     )
 
 
-def _estimates() -> Question:
-    def log(logs: Path) -> estimate_tables.Log:
-        content: estimate_tables.Log = json.loads((logs / "estimates.json").read_bytes())
-        return content
-
-    return Question(
-        None,
-        lambda logs: estimate_tables.tables(log(logs)),
-        lambda logs: {"estimates": estimate_tables.figure(log(logs))},
-    )
-
-
 QUESTIONS: dict[str, Question] = {
     **{one.name: _batches(one) for one in COMPARISONS},
     any_start.COMPARISON.name: _any_start(),
     variance_reduction.COMPARISON.name: _variance_reduction(),
-    "estimates": _estimates(),
 }
-TRAINED = {name: one.comparison for name, one in QUESTIONS.items() if one.comparison is not None}
 
 
 def draw(logs: Path) -> list[Path]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import product
 from statistics import fmean
 
-from bigbatch.log.chart import HeatMap, Mark, Panel, Series
+from bigbatch.log.chart import Mark, Panel, Series
 from bigbatch.log.paired_differences import paired_difference
 from bigbatch.log.series_style import NEUTRAL
 from bigbatch_recipes.image_classification import GAP
@@ -20,7 +20,6 @@ from studies.results.variance_reduction import (
     CLIPS,
     COMPOSED,
     FACTORS,
-    GAMMAS,
     LARGEST,
     PRINTED,
     REFINED,
@@ -76,16 +75,6 @@ def composite(log: ComparisonLog, version: str, batch: int, score: str | None = 
     """Mean score over the optimizers of the paper's figure 2, by seed; None where one has none."""
     columns = [log.scores(arm_of(one, version, batch), score) for one in COMPOSED]
     return {seed: _mean([column.get(seed) for column in columns]) for seed in columns[0]}
-
-
-def scores_by_clips(log: ComparisonLog, arm: str) -> dict[tuple[float, float], float | None]:
-    """The best held-out score over the rates, by gamma and r_max; None where no rate has one."""
-    best: dict[tuple[float, float], float | None] = {}
-    for run in log.tuning(arm):
-        clips = run.values["gamma"], run.values["r_max"]
-        known = (best.get(clips), run.main_score)
-        best[clips] = max((value for value in known if value is not None), default=None)
-    return best
 
 
 def tables(log: ComparisonLog) -> str:
@@ -219,19 +208,14 @@ def _sizes() -> tuple[int, ...]:
 # figure
 
 
-def figure(log: ComparisonLog) -> list[Panel | HeatMap]:
-    """Score against batch for each optimizer and their composite, stable rates, best clips."""
+def figure(log: ComparisonLog) -> list[Panel]:
+    """Score against batch for each optimizer and their composite, and stable rates."""
     curves = [
         _curves(optimizer, [_scores(log, optimizer, version) for version in VERSIONS])
         for optimizer in COMPOSED
     ]
     mean = [[composite(log, version, size) for size in _sizes()] for version in VERSIONS]
-    return [
-        *curves,
-        _curves("composite: mean of the four", mean),
-        _stable_ratios(log),
-        *(_heat_map(log, optimizer) for optimizer in REFINED),
-    ]
+    return [*curves, _curves("composite: mean of the four", mean), _stable_ratios(log)]
 
 
 def _scores(log: ComparisonLog, optimizer: str, version: str) -> list[Scores]:
@@ -277,21 +261,4 @@ def _stable_ratios(log: ComparisonLog) -> Panel:
         y_names=[f"{optimizer} {batch}" for optimizer, batch in pairs],
         marks=[Mark("", x=1.0)],
         size=(400, 300),
-    )
-
-
-def _heat_map(log: ComparisonLog, optimizer: str) -> HeatMap:
-    """Held-out score of each pair of clips, at the best rate of each."""
-    scores = scores_by_clips(log, arm_of(optimizer, BEST_CLIPS, LARGEST))
-    r_maxes = tuple(CLIPS.values())
-    known = [[scores.get((gamma, r_max)) for r_max in r_maxes] for gamma in GAMMAS]
-    return HeatMap(
-        f"vr-{optimizer}; {LARGEST:,}: held-out accuracy, %, one seed",
-        [f"{gamma:g}" for gamma in GAMMAS],
-        [[math.nan if one is None else one for one in row] for row in known],
-        columns=[f"{r_max:g}" for r_max in r_maxes],
-        x_label="r_max",
-        y_label="gamma",
-        text_of=lambda value: f"{value:.1f}",
-        row_height=40,
     )

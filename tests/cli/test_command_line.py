@@ -1,25 +1,16 @@
-"""The command line before, around and after its commands: version, help, Ctrl-C, brackets."""
+"""The command line before, around and after its commands: version, help, Ctrl-C."""
 
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
 from contextlib import suppress
-from itertools import combinations
 
 import pytest
-import torch
-from bigbatch.cli.app import COMMANDS
-from torch import nn
-from torch.optim import SGD
-from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as package
-from bigbatch import AdaptiveBatch, Controller, SimiGrad
-from bigbatch_recipes import process_pool
-from torchrun import said, torchrun
+from bigbatch.cli import COMMANDS
 
 # interrupts itself where a module is looked up for the first time
 AT = """
@@ -59,37 +50,9 @@ def test_the_version_is_said_without_torch():
     assert not {"torch", "numpy", "rich", "bigbatch.errors"} & set(modules.split())
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "typer",
-        "torch",
-        pytest.param("bigbatch_recipes.study", marks=pytest.mark.release),
-        pytest.param("bigbatch_recipes.cli.train_command", marks=pytest.mark.thorough),
-        pytest.param("sklearn", marks=pytest.mark.release),
-    ],
-)
-def test_an_interrupt_before_anything_has_begun_is_one_line(tmp_path, module):
-    ended = command(AT.format(module=module), "train", "--target=.5", "--run-dir", tmp_path / "run")
+def test_an_interrupt_before_anything_has_begun_is_one_line():
+    ended = command(AT.format(module="torch"), "compare", "runs")
     assert (130, "bigbatch: interrupted\n", "") == (ended.returncode, ended.stderr, ended.stdout)
-    assert [] == list(tmp_path.iterdir())
-
-
-@pytest.mark.thorough
-def test_an_interrupt_while_the_report_is_written_says_how_to_continue(tmp_path):
-    options = (
-        "--target=.5",
-        "--epochs=1",
-        "--set=samples=64",
-        "--optimizer=vr-sgd",  # whose heat maps matplotlib draws
-        "--quiet",
-        "--run-dir",
-        tmp_path / "run",
-    )
-    code = AT.format(module="matplotlib.backends.backend_svg")
-    ended = command(code, "train", "--quiet", *options)
-    expected = f"bigbatch: interrupted; `bigbatch train --resume {tmp_path / 'run'}` continues\n"
-    assert (130, expected) == (ended.returncode, ended.stderr)
 
 
 def on_terminal(*arguments):
@@ -130,7 +93,7 @@ def test_a_terminal_shows_a_line_while_torch_is_imported_and_not_after(arguments
 
 @pytest.mark.thorough
 def test_an_interrupt_on_a_terminal_replaces_the_line():
-    shown, written = on_terminal("-c", AT.format(module="torch"), "train")
+    shown, written = on_terminal("-c", AT.format(module="torch"), "compare", "x")
     assert ["bigbatch: interrupted"] == shown
     assert written.startswith(b"loading torch ...\r")
 
@@ -140,161 +103,88 @@ def test_an_interrupt_after_the_end_changes_nothing():
     assert (0, "") == (ended.returncode, ended.stderr)
 
 
-@pytest.mark.release
-def test_an_interrupt_of_ranks_is_one_line_of_ours(tmp_path):
-    """At once, as a terminal sends it to all of them; torchrun then sends each another."""
-    code = AT.format(module="sklearn")
-    (tmp_path / "train.py").write_text(code)
-    options = ("train", "--target=.5", "--quiet", "--run-dir", tmp_path / "run")
-    ended = torchrun(2, tmp_path / "train.py", *options)
-    assert ["bigbatch: interrupted"] == said(ended)
-    assert "KeyboardInterrupt" not in ended.stderr
+def test_the_list_of_commands_needs_no_torch():
+    code = "import sys; from bigbatch.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    for arguments, status in ([], 2), (["--help"], 0):
+        shown = command(code, *arguments)
+        listed, _, modules = shown.stdout.rstrip().rpartition("\n")
+        assert (status, "") == (shown.returncode, shown.stderr)
+        assert {*COMMANDS} <= {*listed.split()}
+        assert not {"torch", "numpy", "bigbatch.errors"} & set(modules.split())
 
 
-def test_a_group_of_commands_alone_shows_them(bigbatch):
-    groups = {(): COMMANDS, ("bench",): ("measure", "advice"), ("results",): ("draw", "train")}
-    for group, listed in groups.items():
-        status, out, err = bigbatch(*group)
-        assert (2, "") == (status, err)
-        assert set(listed) <= set(out.split())
-
-
-@pytest.mark.parametrize("name", ["train", "sweep", "list"])
-def test_brackets_in_help_are_text(bigbatch, name):
-    default = "data" if name == "list" else "digits"
-    _, out, _ = bigbatch(name, "--help")
-    assert f"[{default}]" in " ".join(out.split())
-    assert not re.search(r"\[/?(bold)?\]", out)
-
-
-BRACKETS = "[red]a:b:fire:[/red]"
-
-
-@pytest.mark.thorough
-def test_brackets_and_colons_of_a_path_are_text(bigbatch, tmp_path):
-    place = tmp_path / BRACKETS.replace("/", "-")
-    options = ("--seed=0", "--epochs=1", "--set=samples=64", "--run-dir", place)
-    status, out, _ = bigbatch("train", *options)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_says_of_each_command_what_its_own_help_says(bigbatch, name):
+    status, out, _ = bigbatch(name, "--help")
     assert 0 == status
-    assert f"report: {place / 'report.html'}" in out
-    assert "".join(place.name.split()) in "".join(out.split())  # of the table, wrapped
-    for wrong in (("report", place / "no"), ("train", BRACKETS)):
-        status, _, err = bigbatch(*wrong)
-        assert 2 == status
-        assert str(wrong[-1]) in err
+    assert f"bigbatch {name} " in out
+    assert COMMANDS[name] in " ".join(out.split())
+    assert [] == [line for line in out.splitlines() if len(line) > 80]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("options", "said_of_it"),
-    [
-        (("--batch-size=4096",), "batch_size=4096 .* max_batch=64 hold, .* with 64"),
-        (("--policy=fixed", "--batch-size=4096"), "batch_size=4096 .* max_batch=64 hold, .* 64"),
-        (("--max-batch=24",), "batch_size=32 .* max_batch=24 hold, .* with 24"),
-        (("--min-batch=48",), "batch_size=32 .* min_batch=48 .* with 48"),
-    ],
-    ids=str,
-)
-def test_a_start_out_of_bounds_is_said_once(bigbatch, tmp_path, options, said_of_it):
-    samples = ("--set=samples=64", "--epochs=1", "--quiet")
-    status, _, err = bigbatch("train", *options, *samples, "--run-dir", tmp_path / "run")
-    assert (0, 1) == (status, err.count("\n"))
-    assert re.match(f"bigbatch: note: {said_of_it}", err)
+def test_the_list_of_commands_fits_on_a_page(bigbatch):
+    _, out, _ = bigbatch("--help")
+    lines = out.splitlines()
+    assert len(lines) <= 26
+    for name, text in COMMANDS.items():
+        assert f"  {name:7}  {text}" in lines
 
 
-def test_a_dry_run_says_once_what_each_of_its_parts_finds(bigbatch):
-    status, _, err = bigbatch("train", "--batch-size", "100000", "--dry-run")
-    assert (0, 1) == (status, err.count("batch_size=100000 is out of bounds"))
+def test_ranks_but_the_first_do_not_list_the_commands(bigbatch, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert (0, "", "") == bigbatch("--help")
 
 
-def test_a_controllers_start_out_of_its_bounds_is_said_by_the_loop():
-    model, samples = nn.Linear(1, 1), TensorDataset(torch.zeros(64, 1))
-    controller = Controller(SimiGrad(target=0.2, max_batch=32), 48)
-    with pytest.warns(UserWarning, match=r"batch_size=48 is out of bounds; .* starts with 32"):
-        AdaptiveBatch(
-            model, SGD(model.parameters(), 0.1), DataLoader(samples, 8), policy=controller, every=1
+@pytest.fixture
+def installed(tmp_path):
+    """Installs a package with two commands; returns a runner of `python -m bigbatch`."""
+    (tmp_path / "other_commands.py").write_text(
+        '"""Commands."""\n'
+        "from bigbatch.errors import RunError\n\n"
+        "def greet(arguments):\n"
+        '    """Greets by name."""\n'
+        '    print("hello", *arguments)\n'
+        "    return 3 if arguments else None\n\n"
+        "def fail(arguments):\n"
+        '    """Fails."""\n'
+        '    raise RunError("it broke; mend it")\n'
+    )
+    information = tmp_path / "other-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(
+        "[bigbatch.commands]\ngreet = other_commands:greet\nfail = other_commands:fail\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "bigbatch", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path},
         )
 
-
-TRAIN = {
-    "--policy": "fixed",
-    "--target": "0.3",
-    "--batch-size": "64",
-    "--smoothing": "100 samples",
-    "--dead-band": "0.1",
-    "--warmup": "100 samples",
-    "--optimizer": "adam",
-    "--gamma": "0.5",
-    "--r-max": "2",
-    "--arm": "fixed-32",
-    "--seed": "1",
-    "--seeds": "2",
-    "--epochs": "1",
-    "--runs-dir": "x",
-    "--run-dir": "x",
-    "--resume": "x",
-    "--dry-run-ranks": "2",
-    "--set target": "0.3",
-    "--set policy": "simigrad",
-    "--set gamma": "0.5",
-    "--set momentum": "0.5",
-}
-SWEEP = {
-    "--grid": "target=0.1,0.2",
-    "--tune": "lr",
-    "--seeds": "2",
-    "--set target": "0.3",
-    "--set lr": "0.1",
-    "--runs-dir": "x",
-    "--run-dir": "x",
-    "--resume": "x",
-}
-PAIRS = [("train", *pair, TRAIN) for pair in combinations(TRAIN, 2)]
-PAIRS += [("sweep", *pair, SWEEP) for pair in combinations(SWEEP, 2)]
+    return run
 
 
-def words(option, value):
-    """As they are typed."""
-    name, _, key = option.partition(" ")
-    return (name, f"{key}={value}") if key else (name, value)
-
-
-@pytest.mark.parametrize("command", [pytest.param("train", marks=pytest.mark.thorough), "sweep"])
-def test_a_refusal_of_two_options_names_only_what_was_typed(
-    bigbatch, tmp_path, monkeypatch, command
-):
-    """What is to be done about it, after the semicolon, may name others."""
-    monkeypatch.chdir(tmp_path)
-    refused = 0
-    for _, one, other, values in (pair for pair in PAIRS if pair[0] == command):
-        typed = (*words(one, values[one]), *words(other, values[other]), "--data", "nowhere")
-        status, _, err = bigbatch(command, *typed)
-        assert 2 == status
-        named = re.findall(r"--(?:set )?[a-z][a-z-]*", err.partition(";")[0])
-        assert set(named) <= {one, other, "--data", "--set"}, (one, other, err)
-        refused += "there is no data folder" not in err
-    assert refused > 5
+def test_commands_of_another_package_are_listed_under_its_name_and_run(installed):
+    listed = installed("--help").stdout
+    assert "Commands of other:\n  greet    Greets by name.\n  fail     Fails.\n" in listed
+    greeted = installed("greet", "you")
+    assert (3, "hello you\n", "") == (greeted.returncode, greeted.stdout, greeted.stderr)
+    assert 0 == installed("greet").returncode
+    failed = installed("fail")
+    assert (2, "bigbatch: it broke; mend it\n") == (failed.returncode, failed.stderr)
 
 
 @pytest.mark.parametrize(
-    ("options", "said_of_it"),
+    ("name", "message"),
     [
-        ((), "54 trainings .* about 5.4 minutes with --jobs 2: a training takes about 12 seconds"),
-        (("--jobs=1",), "about 11 minutes with --jobs 1: a training takes about 12 seconds"),
-        (("--grid=epochs=5,45", "--seeds=2"), "4 trainings .* about 24 seconds with --jobs 2"),
-        (("--paper-scale", "--grid=lr=1,2"), "paper's scale takes was not measured"),
+        ("walk", "there is no command 'walk'; bigbatch --help lists them"),
+        ("raport", "there is no command 'raport'; did you mean 'report'?"),
     ],
-    ids=str,
 )
-def test_a_dry_run_of_a_sweep_says_how_long_it_takes(bigbatch, monkeypatch, options, said_of_it):
-    monkeypatch.setattr(process_pool, "_core_count", lambda: 2)
-    status, out, err = bigbatch("sweep", "digits", "--dry-run", *options)
-    assert (0, "") == (status, err)
-    assert re.search(said_of_it, " ".join(out.split()))
-
-
-def test_a_dry_run_of_a_study_says_how_long_it_takes(bigbatch):
-    _, out, _ = bigbatch("train", "digits", "--dry-run", "--epochs", "50")
-    said = " ".join(out.split())
-    assert "a training takes about 24 seconds, measured on two cores; the study of 6 arms" in said
-    assert "6 arms and 3 seeds about 7.2 minutes." in said
+def test_an_unknown_command_is_one_line(bigbatch, name, message):
+    assert (2, "", f"bigbatch: {message}\n") == bigbatch(name)

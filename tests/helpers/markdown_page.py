@@ -89,13 +89,10 @@ def parse_command(words: list[str]) -> None:
 
 def parse_recipe_command(command: str, arguments: list[str]) -> None:
     """Lets a command of the recipes read its arguments."""
-    from bigbatch_recipes.cli.launched_command import typer_command
-
-    name = {"list": "recipe_list"}.get(command, f"{command}_command")
-    function = {"list": "list_recipes"}.get(command, command)
-    module = import_module(f"bigbatch_recipes.cli.{name}")
+    module = {"list": "recipe_list"}.get(command, f"{command}_command")
+    parser = getattr(import_module(f"bigbatch_recipes.cli.{module}"), f"{command}_parser")()
     if "--help" not in arguments:
-        typer_command(getattr(module, function)).make_context(command, list(arguments))
+        parser.parse_args(arguments)
 
 
 class _ParsedError(Exception):

@@ -193,10 +193,10 @@ def test_a_file_is_no_folder_of_a_log(tmp_path):
 
 def test_runs_that_differ_in_their_seed_alone_are_summarized(tmp_path):
     for seed in (0, 1):
-        log = log_of(tmp_path / f"run{seed}", 2, settings={"seed": seed, "arm": "mine"})
+        log = log_of(tmp_path / f"mine-seed{seed}", 2, settings={"seed": seed})
         log.scores(accuracy=90 + seed)
     runs = find_runs(tmp_path)
-    assert [tmp_path / "run0", tmp_path / "run1"] == runs
+    assert [tmp_path / "mine-seed0", tmp_path / "mine-seed1"] == runs
     (cells,) = table_of([history_of(run) for run in runs]).rows
     assert ("mine", "90.50 ± 0.71", "2") == cells[:3]
 
@@ -211,6 +211,16 @@ def test_runs_are_found_in_a_folder_and_no_deeper(tmp_path):
         find_runs(tmp_path)
     with pytest.raises(RunError, match=r"there is no run directory .*none"):
         find_runs(tmp_path / "none")
+
+
+def test_a_table_has_the_last_value_of_each_score_whenever_it_was_measured(tmp_path):
+    log = log_of(tmp_path / "run", 1)
+    log.scores(accuracy=0.5, speed=10.0)
+    log.step(MEASURED, optimizer=optimizer())
+    log.scores(accuracy=0.75)
+    table = table_of([history_of(tmp_path / "run")])
+    assert ("accuracy", "speed") == table.columns[1:3]
+    assert ("0.7500", "10.00") == table.rows[0][1:3]
 
 
 # the folder

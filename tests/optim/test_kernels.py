@@ -15,7 +15,6 @@ import bigbatch
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.kernels import native
 from bigbatch.optim import LAMB, LARS, VRSGD, VRAdam
-from studies import optimizer_cost
 
 ROOT = Path(__file__).parents[2]
 TRAINS = """
@@ -79,23 +78,6 @@ def test_kernels_are_asked_for_where_they_are_missing_or_found():
     else:
         assert LAMB(weights, fused=True).param_groups[0]["fused"]
         assert VRAdam(weights, fused=True).param_groups[0]["fused"]
-
-
-def test_a_rows_ratios_are_time_times_speed_over_bytes():
-    one = optimizer_cost.Contestant("x", 20, list, times=[2.0, 4.0, 6.0])
-    row = optimizer_cost.step_row(
-        "list", one, 100, base_times=[1.0] * 3, in_place_speeds=[1e3] * 3, copy_speeds=[5e2] * 3
-    )
-    assert [
-        "list",
-        "x",
-        "4000.00",
-        "40",
-        "20",
-        "2.00 [1.00, 3.00]",
-        "1.00 [0.50, 1.50]",
-        "4.00 [2.00, 6.00]",
-    ] == [*row.values()]
 
 
 WARNS = """

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bigbatch.policies.policy import NoiseScale, SimiGrad
-from studies import batch_tracking, decisions
+from studies import decisions
 from studies.noisy_quadratic import OPTIMIZERS, RATES, SPECTRA, Bed
 from studies.optimal_schedule import optimal_schedule, with_best_rate
 
@@ -156,15 +155,6 @@ def test_the_table_has_every_policy(regrets):
 def test_a_simulation_is_the_same_again(regrets):
     again = decisions.compare(regrets[0].bed, seed=0, seeds=2)
     assert [one.times for one in regrets] == [one.times for one in again]
-
-
-def test_averages_follow_the_true_noise_scale_more_closely_and_no_later():
-    plain = batch_tracking.track(SimiGrad(0.2), 0.5, 8, None, 0, 3)
-    average = batch_tracking.track(SimiGrad(0.2), 0.5, 8, "auto", 0, 3)
-    assert average.rms < 0.75 * plain.rms
-    assert average.lag < 1.6 * plain.lag
-    jumping = batch_tracking.track(NoiseScale(0.5), 0.5, 8, "auto", 0, 3)
-    assert jumping.rms < 0.15
 
 
 def test_policies_that_follow_the_decay_are_on_beds_with_one(regrets):

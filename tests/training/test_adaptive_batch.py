@@ -1443,3 +1443,12 @@ def test_a_gradient_that_is_truly_zero_may_be_clipped(every):
         nn.utils.clip_grad_norm_(train.model.parameters(), 1.0)
         step.update()
     assert 3 == train.steps
+
+
+def test_a_controllers_start_out_of_its_bounds_is_said_by_the_loop():
+    model, samples = nn.Linear(1, 1), TensorDataset(torch.zeros(64, 1))
+    controller = bb.Controller(bb.SimiGrad(target=0.2, max_batch=32), 48)
+    with pytest.warns(UserWarning, match=r"batch_size=48 is out of bounds; .* starts with 32"):
+        bb.AdaptiveBatch(
+            model, SGD(model.parameters(), 0.1), DataLoader(samples, 8), policy=controller, every=1
+        )

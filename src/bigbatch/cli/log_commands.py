@@ -63,7 +63,7 @@ def compare_parser() -> argparse.ArgumentParser:
     """The options of `compare`."""
     parser = _Parser(
         "compare",
-        "Shows the logs of runs in one table; runs that differ in their seed alone are one row.",
+        "Shows the logs of runs in one table. Runs that differ in their seed are one row.",
         "  bigbatch compare runs/digits-1 runs/digits-2\n"
         "  bigbatch compare runs/digits-1 --against simigrad   differences from one arm\n"
         "  bigbatch compare runs/digits-1 --to 85 --to 90      the time to these scores",
@@ -90,8 +90,8 @@ def replay_parser() -> argparse.ArgumentParser:
     """The options of `replay`."""
     parser = _Parser(
         "replay",
-        "Shows batch sizes and cost of other policies in a run. Signal and noise are those of\n"
-        "the log, whatever the batch size; see docs/policies.md.",
+        "Shows batch sizes and cost of other policies in a run. Signal and noise are\n"
+        "those of the log, whatever the batch size; see docs/policies.md.",
         "  bigbatch replay runs/digits-1/simigrad-seed0 --policy simigrad:target=0.5\n"
         '  bigbatch replay RUN --policy "schedule:32, x2 every 8K samples"',
     )

@@ -50,8 +50,9 @@ class History:
 
     @property
     def label(self) -> str:
-        """The arm of the study, or the name of the directory."""
-        return str(self.settings.get("arm") or self.path.name)
+        """The arm of the study, or the name of the directory without its seed."""
+        name = self.path.name.removesuffix(f"-seed{self.settings.get('seed')}")
+        return str(self.settings.get("arm") or name)
 
     @property
     def target(self) -> float | None:
@@ -119,8 +120,8 @@ class History:
 
     def last(self, score: str) -> float | None:
         """The last value of a score; None where it was not measured or is not finite."""
-        rows = self.scored_rows
-        return rows[-1]["metrics"].get(score) if rows else None
+        measured = (row["metrics"] for row in reversed(self.scored_rows) if score in row["metrics"])
+        return next(measured, {}).get(score)
 
 
 def find_runs(path: Path | str) -> list[Path]:
@@ -262,11 +263,8 @@ class Table:
 
 def table_of(histories: list[History]) -> Table:
     """One row per group of seeds: last scores, steps, average batch, samples and wall time."""
-    scores = tuple(
-        dict.fromkeys(
-            name for run in histories for row in run.scored_rows[-1:] for name in row["metrics"]
-        )
-    )
+    all_scores = (row["metrics"] for run in histories for row in run.scored_rows)
+    scores = tuple(dict.fromkeys(name for one in all_scores for name in one))
     summary = SeedSummary.of(history.settings for history in histories)
     rows = [_row(name, runs, scores, summary) for name, runs in group_seeds(histories).items()]
     return Table(("run", *(scores or ("score",)), *_COLUMNS), rows)

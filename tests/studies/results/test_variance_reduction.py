@@ -32,7 +32,6 @@ from studies.results.vr_tables import (
     figure,
     is_stable,
     largest_stable_rate,
-    scores_by_clips,
     tables,
 )
 
@@ -209,28 +208,11 @@ def test_stable_rates_are_decided_by_a_sign_test_over_the_pairs():
     assert "0.016" == row["p"]  # 2 / 2^7
 
 
-def test_the_best_clips_are_those_of_the_fresh_runs_and_the_map_has_the_best_rate_of_each():
-    log = whole_log({})
-    arm = arm_of("adam", BEST_CLIPS, 4096)
-    text = tables(log)
-    row = next(
-        row for row in rows_of(text, "More versions, with 4,096 samples:") if arm == row["arm"]
-    )
-    assert row["chosen"].startswith("gamma 0.5, r_max 1, rate ")
-    extra = tuning_run(arm, 1.0, 99.0, values={"gamma": 0.1, "r_max": 1.0})
-    lost = tuning_run(arm, 1.0, None, values={"gamma": 0.1, "r_max": 10.0})
-    found = scores_by_clips(replace(log, runs=[*log.runs, extra, lost]), arm)
-    expected = {(0.01, 1.0): 80.1, (0.1, 1.0): 99.0, (0.5, 1.0): 85.0, (0.1, 10.0): None}
-    assert expected == found
-
-
-def test_the_figure_draws_means_and_the_map():
+def test_the_figure_draws_means():
     charts = figure(whole_log({"r_max 10": -2.0}))
     lines = {line.name: line for line in charts[4].series}
     assert pytest.approx([78.0] * 3) == list(lines["r_max 10"].y)
     assert (64, 512, 4096) == tuple(lines[BASE].x)
-    assert [80.1, 81.0, 85.0] == [first for first, _ in charts[6].values]
-    assert all(math.isnan(second) for _, second in charts[6].values)
 
 
 def test_a_log_keeps_the_other_tuned_values(tmp_path):

@@ -23,7 +23,7 @@ _EXAMPLES = """\
   bigbatch train                             the digits study, 3 seeds
   bigbatch train digits --seeds 5            the same with 5 seeds
   bigbatch train digits --target 0.5         one run with another setting
-  bigbatch train digits --policy mine.py:MyPolicy   one run with a policy of your own
+  bigbatch train digits --policy mine.py:MyPolicy   a policy of your own
   bigbatch train --resume runs/digits-1      continues after an interruption
   bigbatch train linear-regression           figures 1 and 3 of the VRGD paper
   bigbatch train squad --data DIR            another recipe of bigbatch list

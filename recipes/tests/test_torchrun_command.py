@@ -12,7 +12,7 @@ from torchrun import alone, said, torchrun
 
 DIGITS = ["-m", "bigbatch", "train", "digits", "--policy", "simigrad"]
 TESTED = [
-    str(Path(__file__).parents[1] / "helpers" / "dropout_digits.py"),
+    str(Path(__file__).parents[2] / "tests" / "helpers" / "dropout_digits.py"),
     "train",
 ]  # one that can be killed
 LENGTH = ["--epochs", "2", "--checkpoint-every", "5 steps"]

@@ -9,7 +9,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from bigbatch.cli.app import COMMANDS
 
 from bigbatch.cli import main
 from bigbatch_recipes import RECIPES
@@ -23,10 +22,8 @@ SHORT = ("--epochs", "1", "--set", "samples=256")
 
 WRONG = [
     (["train", "nonsense"], "recipe 'nonsense' is unknown; choose one of: digits"),
-    (["train", "--bogus"], "No such option: --bogus"),
-    (["walk"], "No such command 'walk'"),
-    (["lst"], "No such command 'lst'. Did you mean 'list'?"),
-    (["train", "--policy", "magic"], 'policy=\'magic\' must be one of "fixed", "simigrad"'),
+    (["train", "--bogus"], "unrecognized arguments: --bogus"),
+    (["train", "--policy", "magic"], "policy 'magic' is unknown; choose one of: fixed, simigrad"),
     (["train", "--optimizer", "magic"], "optimizer 'magic' is unknown; choose one of: sgd,"),
     (["train", "--target", "1.5"], "target=1.5 must be a number in (-1, 1)"),
     (["train", "--target", "-1"], "target=-1.0 must be a number in (-1, 1)"),
@@ -51,7 +48,7 @@ WRONG = [
         "not go together with --batch-size",
     ),
     (["train", "--policy", "schedule"], "policy=schedule needs batch_schedule"),
-    (["train", "--policy", "simigrad:0.4"], "policy='simigrad:0.4' must be one of"),
+    (["train", "--policy", "simigrad:0.4"], "policy='simigrad:0.4' has arguments"),
     (["train", "--smoothing", "4000"], 'such as "16 steps" or "4K samples", or None'),
     (["train", "--smoothing", "4000"], '"auto"'),
     (["train", "--warmup", "1.5 epochs"], "warmup='1.5 epochs' must be text such as"),
@@ -94,9 +91,6 @@ WRONG = [
         ["train", "--target", "0.1", "--seeds", "2"],
         "--target, of a single training, does not go together",
     ),
-    (["compare", "nowhere"], "there is no run directory nowhere"),
-    (["report", "."], "has no metrics.jsonl"),
-    (["report"], "RUN"),
 ]
 
 
@@ -141,21 +135,10 @@ def test_a_damaged_config_is_one_line(bigbatch, tmp_path, name, content, message
     assert message in err
 
 
-@pytest.mark.parametrize("line", ["[1]", '{"step": 1}', "\udcff"])
-def test_a_damaged_log_is_one_line(bigbatch, tmp_path, line):
-    (tmp_path / "settings.json").write_text('{"schema": 3, "settings": {}}')
-    log = f"{line}\n{line}\n".encode(errors="surrogateescape")
-    (tmp_path / "metrics.jsonl").write_bytes(log)
-    for command in ("compare", "report"):
-        status, _, err = bigbatch(command, tmp_path)
-        assert (2, 1) == (status, err.count("\n"))
-        assert "line 1 is" in err
-
-
 def test_an_argument_that_is_no_text_is_one_line(bigbatch):
     status, _, err = bigbatch("train", "digits", "\udcff")
     assert (2, 1) == (status, err.count("\n"))
-    assert "(\\udcff)" in err
+    assert "\\udcff" in err
 
 
 def test_help_teaches_by_example(bigbatch):
@@ -164,44 +147,19 @@ def test_help_teaches_by_example(bigbatch):
     assert "bigbatch train --resume runs/digits-1" in out
 
 
-def test_the_list_of_commands_needs_no_torch():
-    code = "import sys; from bigbatch.cli import main\ntry: main()\nfinally: print(*sys.modules)"
-    for arguments, status in ([], 2), (["--help"], 0):
-        shown = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
-        )
-        listed, _, modules = shown.stdout.rstrip().rpartition("\n")
-        assert (status, "") == (shown.returncode, shown.stderr)
-        assert {*COMMANDS} <= {*listed.split()}
-        assert not {"torch", "numpy", "bigbatch.errors"} & set(modules.split())
-
-
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["list", "train", "sweep"])
 def test_the_list_says_of_each_command_what_its_own_help_says(bigbatch, name):
     status, out, _ = bigbatch(name, "--help")
     assert 0 == status
     assert f"bigbatch {name} " in out
-    assert COMMANDS[name].help in " ".join(out.split())
+    (line,) = [line for line in bigbatch("--help")[1].splitlines() if line.startswith(f"  {name} ")]
+    assert line.removeprefix(f"  {name}").strip() in " ".join(out.split())
 
 
-def test_the_list_of_commands_fits_on_a_page(bigbatch):
-    _, out, _ = bigbatch("--help")
-    lines = out.splitlines()
-    assert len(lines) <= 26
-    for name, command in COMMANDS.items():
-        assert f"  {name:7}  {command.help}" in lines
-        assert f"{command.section}:" in lines
-
-
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["list", "train", "sweep"])
 def test_no_line_of_help_but_of_many_choices_is_wider_than_a_terminal(bigbatch, name):
     _, out, _ = bigbatch(name, "--help")
     assert [] == [line for line in out.splitlines() if len(line) > 80 and "|" not in line]
-
-
-def test_ranks_but_the_first_do_not_list_the_commands(bigbatch, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert (0, "", "") == bigbatch("--help")
 
 
 @pytest.fixture(scope="module")
@@ -245,23 +203,6 @@ def test_a_finished_run_is_resumed_to_the_same_table(bigbatch, trained):
     assert 0 == status
     assert "accuracy" in out
     assert before == (trained / "metrics.jsonl").read_bytes()
-
-
-def test_compare_shows_runs_in_one_table(bigbatch, trained):
-    status, out, _ = bigbatch("compare", trained, trained)
-    assert 0 == status
-    assert "1,347" in out
-
-
-def test_report_goes_where_it_is_asked(bigbatch, trained, tmp_path):
-    assert 0 == bigbatch("report", trained, "-o", tmp_path / "page.html")[0]
-    assert "<svg" in (tmp_path / "page.html").read_text()
-    assert 0 == bigbatch("report", trained, "-o", tmp_path / "curves.png")[0]
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    status, _, err = bigbatch("report", trained, "-o", tmp_path / "curves.docx")
-    assert (2, True) == (status, "must be .html, .png or .svg" in err)
-    status, _, err = bigbatch("report", trained, "-o", tmp_path / "no" / "such" / "folder.html")
-    assert (2, True) == (status, "cannot be written" in err)
 
 
 def test_every_setting_of_the_command_is_that_of_the_run(bigbatch, tmp_path):
@@ -316,7 +257,7 @@ def test_the_option_of_a_setting_stands_under_the_heading_of_its_section(bigbatc
             found[match[1].replace("-", "_")] = heading
     for name in SECTIONS.keys() - {"recipe", "arm", "seed", "data", "task"}:
         assert SECTIONS[name] == found[name]
-    assert "Options" == found["help"] == found["dry_run"]
+    assert "options" == found["dry_run"]
 
 
 def test_what_is_set_changes_an_arm_that_is_trained_alone(bigbatch, tmp_path):
