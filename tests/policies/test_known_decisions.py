@@ -101,13 +101,13 @@ def test_steps_and_samples_of_a_fixed_batch(multiple, steps, samples):
 
 def test_goodputs_batch_is_the_root_of_overhead_times_noise_scale():
     # the best goodput of Pollux (OSDI 2021): sqrt(B_0 B_n)
-    decision = Goodput(overhead=400).decide(statistics(64), TrainingState(64, 64, 64))
+    decision = Goodput(overhead=400).decide(statistics(64), TrainingState(64, 64))
     assert pytest.approx(400_000**0.5, abs=0.5) == decision.batch_size
 
 
 def test_a_schedule_and_a_plan_by_arithmetic():
     controller = Controller(Schedule("32, x2 every 8K samples up to 512"), 32)
-    state = TrainingState(32, 32, 32, samples=20_000)
+    state = TrainingState(32, 32, samples=20_000)
     assert 32 * 2 * 2 == controller.next(None, state).batch_size
     assert 500 == BatchPlan.fit(6000, 4, max_micro=512).micro  # 6000 / (4 x 3) <= 512
 

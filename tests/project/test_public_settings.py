@@ -69,10 +69,6 @@ def amount(units):
     )
 
 
-def is_test_interval(text):
-    return bool(re.fullmatch(r"[1-9]\d* ?%", text)) or amount("step|sample|epoch")(text)
-
-
 def is_function(value):
     return callable(value)
 
@@ -144,13 +140,6 @@ PUBLIC = {
         bb.ema_decay,
         {"decay": 0.9, "batch_size": 8, "base_batch": 8},
         {"decay": share, "batch_size": is_count, "base_batch": is_count},
-    ),
-    "BranchTest": (
-        bb.BranchTest,
-        {"policy": bb.NoiseScale(), "loss_of": print},
-        {"policy": lambda value: False, "loss_of": is_function}
-        | {"every": lambda value: isinstance(value, str) and is_test_interval(value)}
-        | {"repeats": lambda value: is_count(value) and value > 1, "share": positive},
     ),
     "Decision": (
         bb.Decision,

@@ -9,11 +9,11 @@ from statistics import fmean, stdev
 
 import pytest
 import torch
-from bigbatch.gradients.groups.projection import SIGNS, Projection, SignPool
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from bigbatch.gradients import SingleProcessSource
+from bigbatch.gradients.groups.contributions import SIGNS, Projection, SignPool
 from bigbatch.optim.functional import ratio
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.second_moment import GradientMoments
