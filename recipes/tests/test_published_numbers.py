@@ -28,7 +28,9 @@ COMMANDS = sorted({" ".join(one.split()) for one in re.findall(r"`(bigbatch [^`]
 ESTIMATES = re.findall(r"(?m)^    ([TS]\d+) +(bigbatch .+)$", TEXT)
 SETTINGS = ("cifar10-resnet18", "cifar10-resnet56", "imagenet-resnet50", "bert-pretrain")
 SETTINGS += ("squad", "dlrm")
-OUTCOMES = re.findall(r"(?s)- \*\*(R\d+)\*\* `[^`]+`,\s+\[\S+\]\((\S+?)\): (.+?)(?=\n-|\n\n)", TEXT)
+OUTCOMES = re.findall(
+    r"(?s)- \*\*(R\d+)\*\* (?:`[^`]+`|commit \w+),\s+\[\S+\]\((\S+?)\): (.+?)(?=\n-|\n\n)", TEXT
+)
 
 
 def tables(text):

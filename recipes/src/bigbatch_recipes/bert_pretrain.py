@@ -1,7 +1,7 @@
 """BERT pre-training: masked tokens and next sentences, short rows first, then long ones.
 
 SimiGrad chooses the batches of the short phase. LAMB and VR-LAMB train at one batch each phase, as
-VRGD's table 1 does (vrgd_table1.py). A long arm begins from the short one. Task: J. Devlin et al.
+VRGD's table 1 does (vrgd_paper.py). A long arm begins from the short one. Task: J. Devlin et al.
 """
 
 from collections.abc import Iterable

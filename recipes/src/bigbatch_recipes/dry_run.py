@@ -102,12 +102,11 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
         batch_size=None,
         base_batch=None,
         samples=samples,
-        groups=settings.groups,
     )
     bounds = controller.min_batch, controller.max_batch
     plans = {}
     for name, size in _sizes(controller, settings, samples).items():
-        plan = constraints.plan(size, *bounds, groups=settings.groups)
+        plan = constraints.plan(size, *bounds)
         accumulation = plan.accumulation * plan.ranks // ranks
         steps = settings.epochs * math.ceil(samples / plan.batch_size)
         rates = _rates(settings, plan.batch_size, samples)
@@ -125,6 +124,7 @@ def _constraints(settings: Settings, ranks: int) -> PlanConstraints:
         settings.micro_batch,
         settings.fixed_micro_batch,
         settings.min_micro_batches or fewest,
+        settings.groups,
     )
 
 

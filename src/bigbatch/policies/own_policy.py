@@ -5,7 +5,6 @@ import inspect
 import sys
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -49,11 +48,11 @@ def own_policy(text: str) -> Policy:
 def _names_in(place: str, text: str) -> dict[str, Any]:
     """The names that a module or a file defines."""
     is_file = place.endswith(".py")
-    folder = str(Path(place).resolve().parent if is_file else Path.cwd())
-    if folder not in sys.path:
+    folder = place.replace("\\", "/").rpartition("/")[0] if is_file else ""
+    if folder not in sys.path:  # "" is the working directory
         sys.path.insert(0, folder)
     try:
-        return vars(_load_file(Path(place)) if is_file else import_module(place))
+        return vars(_load_file(place) if is_file else import_module(place))
     except (FileNotFoundError, ModuleNotFoundError) as error:
         raise SettingError(
             f"policy {text!r}: {error}; name a module that Python finds, or a file: FILE.py:CLASS"
@@ -64,11 +63,12 @@ def _names_in(place: str, text: str) -> dict[str, Any]:
         ) from error
 
 
-def _load_file(file: Path) -> ModuleType:
-    spec = spec_from_file_location(file.stem, file)
+def _load_file(file: str) -> ModuleType:
+    name = file.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
+    spec = spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[file.stem] = module_from_spec(spec)
+    module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
