@@ -146,7 +146,6 @@ class AdaptiveBatch:
             batch_size=batch_size,
             base_batch=options.get("base_batch"),
             samples=self.batches.samples,
-            groups=self.meter.groups,
         )
         lr_scaling = options.get("lr_scaling", "sqrt")
         self._update = Update(
@@ -478,6 +477,7 @@ class AdaptiveBatch:
             micro_batch,
             options.get("fixed_micro_batch", False),
             self._min_micro_batches(options.get("min_micro_batches")),
+            self.meter.groups,
         )
 
     def _build_interval(self, options: LoopOptions) -> MeasuringInterval:
