@@ -46,9 +46,9 @@ run: $(RUN)  ## train the digits study and write its report
 # three test processes on two cores, since ranks and commands also wait
 test test-all test-release test-light test-outside: export OMP_NUM_THREADS = 1
 TESTS = -m pytest -n 3 --dist worksteal
-FOLDER = $(if $(AREA),$(wildcard tests/$(AREA) $(AREA)/tests))
+FOLDER = $(if $(AREA),tests/$(AREA))
 
-test: $(COMPILED)  ## every promise once, in five minutes; AREA=optim or AREA=recipes for one folder
+test: $(COMPILED)  ## every promise once, in five minutes; AREA=optim for one folder of tests
 	$(BIN)/python $(TESTS) $(FOLDER) -m "not thorough and not release"
 
 test-all: $(COMPILED)  ## what CI runs: pairs of engine, precision, ranks, rule; kill and resume
@@ -87,12 +87,12 @@ docs: $(READY)  ## the site of the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(READY)  ## what measuring and scaling cost, as ratios of one run
-	$(BIN)/bigbatch bench measure
-	$(BIN)/bigbatch bench optim
+	$(BIN)/python -m studies.measure_cost
+	$(BIN)/python -m studies.optimizer_cost
 
 figure: $(RUN)  ## the README's figure, from a new digits study
 	$(BIN)/bigbatch train --runs-dir .figure --quiet
-	$(BIN)/bigbatch report .figure/* -o docs/digits.png
+	$(BIN)/bigbatch report .figure/* -o docs/digits.svg
 	rm -r .figure
 
 clean:  ## remove all environments and caches; runs/ stays

@@ -27,7 +27,6 @@ def report_areas(terminal) -> None:
         for report in terminal.stats.get(outcome, ()):
             folders = report.nodeid.split("/")
             area = folders[1] if folders[0] == "tests" else "doctests"
-            area = "recipes" if folders[:2] == ["recipes", "tests"] else area
             counts.setdefault(area, Counter())[outcome] += 1
     terminal.write_line("")
     for area, outcomes in counts.items():

@@ -29,6 +29,8 @@ NEEDED = {  # the extra that a folder, or the files with this beginning of their
     "tests/integrations/test_lightning": "lightning",
     "tests/integrations/": "all",
     "tests/project/test_examples": "all",
+    "tests/integrations/test_logs_of_trainers": "all",
+    "tests/recipes": RECIPES,
     "tests/studies": RECIPES,
 }
 

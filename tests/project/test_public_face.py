@@ -82,7 +82,7 @@ def test_the_adaptive_loop_with_every_setting(model, loader):
 
 
 class HoldUntil:
-    needs_statistics = False
+    needs = bb.Needs(statistics=False)
 
     def decide(self, noise: bb.GradientStatistics | None, now: bb.TrainingState) -> bb.Decision:
         batch_size = now.target_batch_size if now.samples < 1_000 else 256

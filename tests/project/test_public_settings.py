@@ -141,6 +141,13 @@ PUBLIC = {
         {"decay": 0.9, "batch_size": 8, "base_batch": 8},
         {"decay": share, "batch_size": is_count, "base_batch": is_count},
     ),
+    "Needs": (
+        bb.Needs,
+        {},
+        {"statistics": is_flag, "average": is_flag, "history": is_flag, "lr_decay": is_flag}
+        | {"lr_scaling": either(is_none, one_of("any", "sqrt", "linear", "adascale"))}
+        | {"max_change": either(is_none, factor), "batch_size": count, **bounds},
+    ),
     "Decision": (
         bb.Decision,
         {"batch_size": 8, "reason": "said"},
@@ -171,7 +178,7 @@ PUBLIC = {
         lambda **settings: bb.GradientMeter(nn.Linear(2, 1), **settings),
         {},
         {"loss": one_of("weighted", "mean"), "confidence": coverage, "per_layer": is_flag}
-        | {"half_batch_cosine": is_flag, "l1_noise_scale": is_flag}
+        | {"half_batch_cosine": is_flag}
         | {"every": is_count, "groups": groups}
         | {"scaler": is_none},
     ),
