@@ -395,7 +395,7 @@ def test_one_log_has_one_training(tmp_path):
     assert [1, 2] == steps_in(tmp_path / "run")
 
 
-def test_two_writers_of_one_process_are_told_apart(tmp_path):
+def test_two_writers_of_one_process_are_distinguished(tmp_path):
     first, second = loop(tmp_path / "run"), loop(tmp_path / "run")
     one, other = iter(first), iter(second)
     for step, train in ((next(one), first), (next(other), second)):

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from bigbatch.optional_packages import install_command, requirements
-from extras import NEEDED, RECIPES, is_missing
+from extras import NEEDED, RECIPES
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -136,16 +136,6 @@ def test_the_command_runs_where_no_other_package_can_be_imported(arguments):
     result = run(condition, "sys.argv[0] = 'bigbatch'\n" + COMMAND, *arguments)
     assert (0, "") == (result.returncode, result.stderr)
     assert "usage: bigbatch" in result.stdout.lower()
-
-
-@pytest.mark.skipif(is_missing(RECIPES), reason="packages of the recipes are not installed")
-def test_a_recipe_without_a_package_is_one_line_that_names_the_command(tmp_path):
-    out = ("--seed=0", "--epochs=1", "--quiet", "--run-dir", tmp_path / "run")
-    result = run("root == 'sklearn'", COMMAND, "train", "digits", *out)
-    (line,) = result.stderr.splitlines()
-    assert 2 == result.returncode
-    assert line.startswith("bigbatch: bigbatch-recipes needs sklearn, which is not installed; run:")
-    assert "scikit-learn>=" in line
 
 
 def test_every_folder_that_needs_an_extra_exists():

@@ -89,7 +89,11 @@ def _other_commands() -> Iterator[tuple[str, str, str]]:
     """Package, name and help of each command of another package."""
     for entry in _entry_points():
         package = entry.dist.name if entry.dist else entry.module
-        yield package, entry.name, (entry.load().__doc__ or "").partition("\n")[0]
+        try:
+            text = entry.load().__doc__ or ""
+        except ImportError as error:
+            text = f"cannot be imported: {error}"
+        yield package, entry.name, text.partition("\n")[0]
 
 
 def _run_other(name: str, arguments: list[str]) -> int | None:
