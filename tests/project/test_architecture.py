@@ -162,7 +162,7 @@ def test_contributing_lists_the_files_of_the_library():
     page = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
     listed, folder = [], ""
     for line in page.split("**The library's files**")[1].split("**Numbers.**")[0].splitlines():
-        if match := re.match(r"    (\w+/\w+/) ", line):
+        if match := re.match(r"    (\w+/\w+/)", line):
             folder = match[1]
         elif match := re.fullmatch(r"    (\w+/)? +(\w+(?:, \w+)*)  +\S.*", line):
             folder = match[1] or folder
