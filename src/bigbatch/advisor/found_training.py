@@ -75,10 +75,6 @@ class FoundTraining:
     ) -> "FoundTraining":
         """Finds the model of some optimizers.
 
-        Args:
-            optimizers: they step after the same backwards.
-            caller: who steps.
-            model: the model, if it is known.
         Raises:
             SettingError: the training is of a kind that cannot be measured; says what was seen.
         """

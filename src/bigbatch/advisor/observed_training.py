@@ -34,12 +34,6 @@ class ObservedTraining:
 
     First it learns how many backwards a step has (`_learn`), then it measures some steps
     (`_measure`). `end_step` is called after every step of each of its optimizers.
-
-    Args:
-        training, limits: what is observed, and how long.
-        began: time of the first step.
-        steps: steps that have ended.
-        observations: takes what is found.
     """
 
     def __init__(

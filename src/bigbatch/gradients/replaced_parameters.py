@@ -25,9 +25,6 @@ class ReplacementCheck:
     `require_held` compares identities alone, and walks through the model only where one has
     changed. FSDP2 puts unsharded parameters in the place of its shards for a forward and a
     backward; that is no change.
-
-    Args:
-        model: the model, wrapped and compiled as it is trained.
     """
 
     def __init__(self, model: nn.Module) -> None:

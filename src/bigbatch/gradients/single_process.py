@@ -16,12 +16,7 @@ _UNSHARED = (
 
 
 class SingleProcessSource(GradientSource):
-    """Leaf hooks in one process; on several it refuses the first step.
-
-    Args:
-        parameters, explicit: see `GradientSource`.
-        unshared: the error on several ranks, with `{ranks}` for their number.
-    """
+    """Leaf hooks in one process; on several it refuses the first step."""
 
     def __init__(
         self, parameters: Iterable[Tensor], *, explicit: bool = False, unshared: str = _UNSHARED

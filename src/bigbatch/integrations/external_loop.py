@@ -56,10 +56,6 @@ class ExternalLoop:
     ) -> None:
         """Announces the next micro-batch, before its forward.
 
-        Args:
-            samples: samples of the micro-batch on this rank.
-            ends_epoch: whether it is the last micro-batch of an epoch, and so of its step.
-            remaining: number of later micro-batches in the epoch, or None if it is unknown.
         Raises:
             LoopError: the optimizer has not stepped for the previous step.
         """

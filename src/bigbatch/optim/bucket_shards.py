@@ -34,13 +34,7 @@ class Span:
 
 
 class Shard:
-    """This rank's elements of one bucket: the mean gradient of the step, and p.
-
-    Args:
-        offsets: the parameters of the bucket, with the offset of each in it.
-        buffer: the buffer of the bucket.
-        levels: the groups of ranks that share the bucket.
-    """
+    """This rank's elements of one bucket: the mean gradient of the step, and p."""
 
     def __init__(
         self, offsets: list[tuple[Tensor, int]], buffer: Tensor, levels: list[Level]

@@ -28,12 +28,7 @@ class Level:
 
 
 class Chunk:
-    """A slice of a flat tensor, of which this rank has a shard.
-
-    Args:
-        start, stop: the ends of the slice.
-        levels: the first divides the slice among its ranks, the second divides each part again.
-    """
+    """A slice of a flat tensor, of which this rank has a shard."""
 
     def __init__(self, start: int, stop: int, levels: list[Level]) -> None:
         self.start, self.stop = start, stop

@@ -223,12 +223,7 @@ class VarianceReduced(Optimizer):
         self.bind(source)
 
     def bind(self, source: GradientSource, scaling: GradientScaling | None = None) -> None:
-        """Reads gradients from a source.
-
-        Args:
-            source: the source of the micro-batch gradients.
-            scaling: multiplies the gradients by r; None keeps the present one.
-        """
+        """Reads gradients from a source."""
         for subscriber in self._subscribers:
             self._source.unsubscribe(subscriber)
         self._source = source

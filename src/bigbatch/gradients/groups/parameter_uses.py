@@ -250,12 +250,7 @@ class ParameterUses:
         )
 
     def _places_of_samples(self, node: Node, of_parameters: Iterable[int]) -> list[Place]:
-        """Where the samples may be in the output of a function, the likeliest first.
-
-        Args:
-            node: the function.
-            of_parameters: the operands that come from parameters, which have no samples.
-        """
+        """Where the samples may be in the output of a function, the likeliest first."""
         output, places = shape_of(node), self._places(node)
         for operand in of_parameters:
             edge = node.next_functions[operand]

@@ -62,11 +62,7 @@ class AdaptiveBatchParams:
         return cls(**values)
 
     def controller(self, batch_size: int) -> Controller:
-        """A controller that keeps to the paper: it decides by single steps, without averages.
-
-        Args:
-            batch_size: the first batch size.
-        """
+        """A controller that keeps to the paper: it decides by single steps, without averages."""
         return Controller(self._policy(), batch_size, smoothing=None)
 
     def _policy(self) -> SimiGrad:

@@ -321,14 +321,7 @@ class AdaptiveTrainer(AdaptiveMixin, Trainer):
 
 
 def save_rank_state(folder: Path, rank: int, epochs: int, state: dict[str, Any]) -> None:
-    """Saves the state of one process in the folder of a checkpoint.
-
-    Args:
-        folder: folder of the checkpoint.
-        rank: rank of the process.
-        epochs: finished epochs, with one whose samples are all used.
-        state: state of the process's AdaptiveBatch.
-    """
+    """Saves the state of one process in the folder of a checkpoint."""
     with (folder / _STATE_FILE.format(rank)).open("wb") as file:
         save_state({"epochs": epochs, "train": state}, file)
 
