@@ -73,11 +73,7 @@ class FoundTraining:
     def find(
         cls, optimizers: Iterable[Optimizer], caller: Caller, model: nn.Module | None = None
     ) -> "FoundTraining":
-        """Finds the model of some optimizers.
-
-        Raises:
-            SettingError: the training is of a kind that cannot be measured; says what was seen.
-        """
+        """Finds the model of some optimizers."""
         optimizers = tuple(optimizers)
         for optimizer in optimizers:
             _require_one_gradient(optimizer)

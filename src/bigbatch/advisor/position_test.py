@@ -17,8 +17,6 @@ def differs_by_position(measurements: Sequence[Measurement]) -> str:
     tasks, of an actor and a critic, or a penalty, may not. This is Friedman's test on the ranks
     within each step, of |h_d|^2 and of 8 random projections, at a level of 1e-5 together.
 
-    Returns:
-        A sentence; empty if nothing was found.
     Source:
         Friedman 1937; chi^2 by the approximation of Wilson and Hilferty 1931.
     """

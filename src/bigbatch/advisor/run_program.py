@@ -9,11 +9,7 @@ from bigbatch.errors import SettingError
 
 
 def run_program(target: str, arguments: Sequence[str], *, is_module: bool) -> None:
-    """Runs a script, or a module as `python -m` does, as `__main__`.
-
-    Raises:
-        BaseException: what the program raises.
-    """
+    """Runs a script, or a module as `python -m` does, as `__main__`."""
     sys.argv = [target, *arguments]
     sys.path[0] = str(Path.cwd() if is_module else Path(target).resolve().parent)
     if is_module:

@@ -50,11 +50,7 @@ class SamplePass:
         return None if self.end is None else self.end - self.consumed
 
     def agree_on_end(self, ahead: int) -> list[int]:
-        """For loaders of unknown length: the first to end ends the pass for all ranks. Collective.
-
-        Returns:
-            How many samples of each rank stay unread; empty if the pass has not ended.
-        """
+        """Unread samples of each rank, if the first to end has ended the pass for all. Collective."""
         ranks = self.collectives.ranks
         self.buffer.read_until(-(-ahead // ranks))
         rows = self.collectives.all_gather(

@@ -18,11 +18,7 @@ _REPLICATES = {  # torch's module -> the class that its replicate() puts among a
 
 
 def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
-    """The source of a model's gradients, chosen by its wrappers; compiled or not.
-
-    Raises:
-        SettingError: the model has a wrapper that cannot be measured, or several wrappers.
-    """
+    """The source of a model's gradients, chosen by its wrappers; compiled or not."""
     if not isinstance(model, nn.Module):
         return SingleProcessSource(model)
     modules = list(model.modules())

@@ -81,11 +81,7 @@ class GradientSource:
     # what is watched, and who reads it
 
     def add(self, parameters: Iterable[Tensor]) -> None:
-        """Watches more parameters, between steps.
-
-        Raises:
-            SettingError: the gradient of a parameter cannot be seen.
-        """
+        """Watches more parameters, between steps."""
         watched = set(self.parameters)
         for parameter in parameters:
             self._tap.require_supported(parameter)

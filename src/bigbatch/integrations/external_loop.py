@@ -54,11 +54,7 @@ class ExternalLoop:
     def announce(
         self, samples: int, *, ends_epoch: bool = False, remaining: int | None = None
     ) -> None:
-        """Announces the next micro-batch, before its forward.
-
-        Raises:
-            LoopError: the optimizer has not stepped for the previous step.
-        """
+        """Announces the next micro-batch, before its forward."""
         assert isinstance(self.train.batches, ExternalBatches)
         if self._step is not None and self._step.complete and not self._step.ended:
             raise LoopError(

@@ -189,11 +189,7 @@ class PartitionedLayers:
 
 
 def set_layers(optimizer: Optimizer, layout: Layout) -> None:
-    """Lets LARS and LAMB find layers where ZeRO makes them step partitions.
-
-    Raises:
-        SettingError: norms of whole layers are not supported there.
-    """
+    """Lets LARS and LAMB find layers in partitions; raises SettingError where it is not tested."""
     if not isinstance(optimizer, TrustRatioOptimizer) or isinstance(layout, Replicated):
         return
     if isinstance(layout, Accumulated):
@@ -220,11 +216,7 @@ def require_no_vr_factory(engine: Any) -> None:
 
 
 def require_vr_layout(engine: Any, state: GsnrState, layout: Layout) -> VRLayout:
-    """The layout, if a variance-reduced optimizer can work there.
-
-    Raises:
-        SettingError: r would be wrong there, or is not tested.
-    """
+    """The layout; raises SettingError if r would be wrong there, or is not tested."""
     stage = engine.zero_optimization_stage()
     if isinstance(layout, Offloaded):
         reason = "its gradients, offloaded to the CPU, are not where ranks reduce them"

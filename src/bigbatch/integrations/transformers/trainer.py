@@ -327,11 +327,7 @@ def save_rank_state(folder: Path, rank: int, epochs: int, state: dict[str, Any])
 
 
 def load_rank_state(folder: Path, rank: int) -> tuple[int, dict[str, Any]]:
-    """Epochs and state of this process; those of the first process if no file has this rank.
-
-    Raises:
-        StateError: the checkpoint has no such file, or the file is damaged.
-    """
+    """Epochs and state of this process; those of the first process if no file has this rank."""
     for file in (folder / _STATE_FILE.format(rank), folder / _STATE_FILE.format(0)):
         if file.exists():
             with file.open("rb") as stream:
