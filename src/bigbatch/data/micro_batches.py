@@ -50,7 +50,7 @@ class SamplePass:
         return None if self.end is None else self.end - self.consumed
 
     def agree_on_end(self, ahead: int) -> list[int]:
-        """Unread samples of each rank if the first to end has ended the pass for all. Collective."""
+        """Unread samples by rank, if the first to end has ended the pass for all. Collective."""
         ranks = self.collectives.ranks
         self.buffer.read_until(-(-ahead // ranks))
         rows = self.collectives.all_gather(

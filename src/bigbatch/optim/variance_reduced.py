@@ -253,17 +253,15 @@ class VarianceReduced(Optimizer):
                 return loss
         attached = self.attached
         pending = self._source.micro_batches or (attached is not None and attached.has_untaken_step)
-        if self.gsnr_state.vr_parameters and (pending or not self._has_zero_lr()):
+        # with rates of 0 torch's distributed checkpoints let a step only initialize state
+        moves = any(float(group.get("lr", 1.0)) != 0 for group in self.param_groups)
+        if self.gsnr_state.vr_parameters and (pending or moves):
             self.scale_gradients()
         else:
             self._make_momentum()
         self._step_base()
         self._source.restart()
         return loss
-
-    def _has_zero_lr(self) -> bool:
-        """Whether the step only initializes state, as torch's distributed checkpoints do."""
-        return all(float(group.get("lr", 1.0)) == 0 for group in self.param_groups)
 
     def _make_momentum(self) -> None:
         """Initializes p of every parameter that has a gradient."""

@@ -118,7 +118,7 @@ class RememberedPlans:
             if reason:
                 refusals.update(dict.fromkeys(use.parameters, reason))
         uses = [
-            _covered(use, nodes[use.number], place)
+            CoveredUse(use.number, rule_of(nodes[use.number], place, use.routes), place, use.routes)
             for use in found.uses
             if (place := checked.places[use.number]) is not None and not use.refusal
         ]
@@ -221,10 +221,6 @@ def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
         )
 
     return is_of_model
-
-
-def _covered(use: Use, node: Node, place: Place) -> CoveredUse:
-    return CoveredUse(use.number, rule_of(node, place, use.routes), place, use.routes)
 
 
 def _projected(found: ParameterUses) -> dict[Tensor, int]:
