@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import DDPReducer, DDPSource
-from bigbatch.optim.apply_gsnr import AppliedGsnr
+from bigbatch.optim.apply_gsnr import AppliedGsnr, LayerGsnr
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, require_attachable
 from bigbatch.optim.fused_step import BaseStep
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
 from bigbatch.optim.gsnr_options import Factor, Gamma, RMax, require_base, require_valid
 from bigbatch.optim.gsnr_state import GradientScaling, GsnrState
-from bigbatch.optim.layer_gsnr import LayerGsnr
 from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
