@@ -107,11 +107,7 @@ def advise(
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of "90s", "5min" or "1.5h".
-
-    Raises:
-        SettingError: another text.
-    """
+    """Seconds of "90s", "5min" or "1.5h"."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None or not float(match[1]):
         raise SettingError(f'{text!r} is no time such as "90s", "5min" or "1h"')

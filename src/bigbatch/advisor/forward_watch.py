@@ -51,12 +51,7 @@ class Input:
 
 
 class ForwardHook:
-    """A hook of a `ForwardWatch`. Its copies, in copied and in saved models, do nothing.
-
-    Args:
-        watch: the watch; None for nothing.
-        method: the name of the method that it calls.
-    """
+    """A hook of a `ForwardWatch`. Its copies, in copied and in saved models, do nothing."""
 
     def __init__(self, watch: "ForwardWatch | None" = None, method: str = "") -> None:
         self._watch = None if watch is None else weakref.ref(watch)
@@ -79,10 +74,6 @@ class ForwardWatch:
 
     The modules have hooks from `start` to `stop` alone. Forwards without gradients, and those that
     activation checkpointing repeats in a backward, do not count.
-
-    Args:
-        modules: the modules that the loop may call.
-        on_error: takes an exception of a hook.
     """
 
     def __init__(self, modules: Iterable[nn.Module], on_error: Callable[[Exception], None]) -> None:
@@ -124,11 +115,7 @@ class ForwardWatch:
         self._handles.clear()
 
     def take_samples(self) -> list[int | None]:
-        """The samples of each forward since the last backward; None where no tensor has any.
-
-        Raises:
-            GradientError: an earlier backward of the step was of the same samples.
-        """
+        """The samples of each forward since the last backward; None where no tensor has any."""
         self._depth = 0
         samples, self._samples = self._samples, []
         inputs, self._inputs = self._inputs, []
@@ -205,10 +192,6 @@ def check_sample_count(call: ModuleCall, model: nn.Module) -> SampleCount:
 
     A DataLoader of the program with batches of that length settles it. Otherwise tensors of
     different lengths, or a layer that takes its samples in dimension 1, refuse it.
-
-    Args:
-        call: the loop's call of the model.
-        model: the model.
     """
     loaders = _batch_sizes()
     if call.samples in loaders:

@@ -73,15 +73,7 @@ class FoundTraining:
     def find(
         cls, optimizers: Iterable[Optimizer], caller: Caller, model: nn.Module | None = None
     ) -> "FoundTraining":
-        """Finds the model of some optimizers.
-
-        Args:
-            optimizers: they step after the same backwards.
-            caller: who steps.
-            model: the model, if it is known.
-        Raises:
-            SettingError: the training is of a kind that cannot be measured; says what was seen.
-        """
+        """Finds the model of some optimizers."""
         optimizers = tuple(optimizers)
         for optimizer in optimizers:
             _require_one_gradient(optimizer)
@@ -99,7 +91,8 @@ class FoundTraining:
                 f"{_names(optimizers)}: an engine that steps on copies, or functional parameters; "
                 "pass the model, `with bb.advise(model, optimizer)`"
             )
-        if any(_joins(module) for top in modules for module in top.modules()):
+        configs = (vars(module).get("_join_config") for top in modules for module in top.modules())
+        if any(getattr(config, "enable", False) for config in configs):
             raise SettingError(
                 "DDP's join() lets ranks end at different steps, and a measurement needs them all; "
                 "observe a run with equal numbers of batches on all ranks"
@@ -167,11 +160,6 @@ def _children(module: nn.Module) -> list[nn.Module]:
     return [child for child in children.values() if child is not None]
 
 
-def _joins(module: nn.Module) -> bool:
-    """Whether the module is in the context of `DistributedDataParallel.join`."""
-    return bool(getattr(vars(module).get("_join_config"), "enable", False))
-
-
 def _is_compiled(module: nn.Module) -> bool:
     compiles = vars(module).get("_compiled_call_impl") is not None  # by module.compile()
     return compiles or type(module).__name__ == "OptimizedModule"
@@ -197,8 +185,5 @@ def _require_one_gradient(optimizer: Optimizer) -> None:
 def ranks_of_world() -> int:
     """Processes of the default process group, 1 without one."""
     dist = sys.modules.get("torch.distributed")
-    return dist.get_world_size() if dist is not None and _initialized(dist) else 1
-
-
-def _initialized(dist: object) -> bool:
-    return bool(dist.is_available() and dist.is_initialized())  # type: ignore[attr-defined]
+    is_used = dist is not None and dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if is_used else 1  # type: ignore[union-attr]

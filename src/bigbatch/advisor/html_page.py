@@ -24,13 +24,10 @@ _CURVE = 64  # batch sizes of the curve of times
 
 def html_page(advice: BatchAdvice) -> str:
     """The page."""
-    body = "\n".join(_refused(advice) if advice.refusal else _body(advice))
+    refused = f"<h1>No advice</h1>\n<p>{escape(advice.refusal)}</p>"
+    body = refused if advice.refusal else "\n".join(_body(advice))
     style = text_of("html_page.css", "bigbatch.advisor")
     return web_page("Batch size advice", body, style=style)
-
-
-def _refused(advice: BatchAdvice) -> Iterator[str]:
-    yield f"<h1>No advice</h1>\n<p>{escape(advice.refusal)}</p>"
 
 
 def _body(advice: BatchAdvice) -> Iterator[str]:

@@ -48,7 +48,6 @@ def lines_to_add(advice: BatchAdvice) -> list[SettingLines]:
             f"DataLoader(..., batch_size={micro})\nTrainer(accumulate_grad_batches={accumulation})",
         ),
         SettingLines("DeepSpeed", json.dumps(deepspeed)),
-        SettingLines("Megatron-LM", _megatron(advice, micro, batch)),
         SettingLines("bigbatch, a schedule", f'policy=bb.Schedule("{schedule(advice)}")'),
         SettingLines(
             "bigbatch, measuring",
@@ -65,19 +64,8 @@ def schedule(advice: BatchAdvice) -> str:
     first, last = _moves(advice)
     if first == last:
         return f"{advice.batch_size}"
-    return f"{first} to {last} over {_seen(advice)} samples"
-
-
-def _megatron(advice: BatchAdvice, micro: int, batch: int) -> str:
-    first, last = _moves(advice)
-    if first == last:
-        return f"--micro-batch-size {micro} --global-batch-size {batch}"
-    increment = math.gcd(first, last)  # Megatron wants whole increments of whole micro-batches
-    micro = math.gcd(micro, increment // advice.found.ranks)
-    return (
-        f"--micro-batch-size {micro} --global-batch-size {last} "
-        f"--rampup-batch-size {first} {increment} {_seen(advice)}"
-    )
+    samples = advice.observations.steps * advice.found.batch_size
+    return f"{first} to {last} over {samples} samples"
 
 
 def _moves(advice: BatchAdvice) -> tuple[int, int]:
@@ -88,10 +76,6 @@ def _moves(advice: BatchAdvice) -> tuple[int, int]:
         return batch, batch
     first, last = (advice.fastest(scale) for scale in scales)
     return (first, last) if last >= _MOVES * first else (batch, batch)
-
-
-def _seen(advice: BatchAdvice) -> int:
-    return advice.observations.steps * advice.found.batch_size
 
 
 def _split(advice: BatchAdvice, samples: int) -> tuple[int, int]:

@@ -75,9 +75,6 @@ def mean_noise_scale(measurements: Sequence[Measurement], batch_size: float) -> 
     whose signal and noise are averaged first. A segment without signal made no progress; B_t p_t is
     then B.
 
-    Args:
-        measurements: of the measured steps, which stand for those between them.
-        batch_size: B, of the observed steps.
     Returns:
         The mean in samples; inf if no segment has any signal.
     """

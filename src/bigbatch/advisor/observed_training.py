@@ -34,12 +34,6 @@ class ObservedTraining:
 
     First it learns how many backwards a step has (`_learn`), then it measures some steps
     (`_measure`). `end_step` is called after every step of each of its optimizers.
-
-    Args:
-        training, limits: what is observed, and how long.
-        began: time of the first step.
-        steps: steps that have ended.
-        observations: takes what is found.
     """
 
     def __init__(
@@ -72,11 +66,7 @@ class ObservedTraining:
         self._reader.close()
 
     def end_step(self, optimizer: Optimizer) -> bool:
-        """An optimizer has stepped; returns whether the limits are reached.
-
-        Raises:
-            SettingError: the training cannot be measured; says why.
-        """
+        """An optimizer has stepped; returns whether the limits are reached."""
         if not self._ends_step(optimizer):
             return False
         now = time.perf_counter()
@@ -231,11 +221,7 @@ class ObservedTraining:
     # the end
 
     def finish(self) -> None:
-        """Ends the observation.
-
-        Raises:
-            SettingError: nothing was measured, or not all that trained.
-        """
+        """Ends the observation."""
         self.close()
         observations, call = self._observations, self._forwards.last
         observations.steps = self._steps

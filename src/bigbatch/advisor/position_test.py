@@ -17,8 +17,6 @@ def differs_by_position(measurements: Sequence[Measurement]) -> str:
     tasks, of an actor and a critic, or a penalty, may not. This is Friedman's test on the ranks
     within each step, of |h_d|^2 and of 8 random projections, at a level of 1e-5 together.
 
-    Returns:
-        A sentence; empty if nothing was found.
     Source:
         Friedman 1937; chi^2 by the approximation of Wilson and Hilferty 1931.
     """
@@ -29,7 +27,8 @@ def differs_by_position(measurements: Sequence[Measurement]) -> str:
         return ""
     columns = range(len(steps[0][0]))
     for column in columns:
-        sums = _rank_sums([[features[column] for features in step] for step in steps])
+        ranks = [_ranks([features[column] for features in step]) for step in steps]
+        sums = [math.fsum(position) for position in zip(*ranks, strict=True)]
         if _probability(sums, len(steps)) * len(columns) <= _LEVEL:
             first, second = sums.index(max(sums)) + 1, sums.index(min(sums)) + 1
             kind = "other gradients" if column else "longer gradients"
@@ -39,11 +38,6 @@ def differs_by_position(measurements: Sequence[Measurement]) -> str:
                 "one distribution (several tasks or domains, an actor and a critic, a penalty?)"
             )
     return ""
-
-
-def _rank_sums(rows: Sequence[Sequence[float]]) -> list[float]:
-    """The sum over rows of the rank of each position."""
-    return [math.fsum(column) for column in zip(*map(_ranks, rows), strict=True)]
 
 
 def _probability(sums: Sequence[float], steps: int) -> float:

@@ -14,9 +14,6 @@ def sign_in(refusal: str) -> str:
 
     It uses the store of the default process group, no collective: a rank without advice would leave
     the others waiting in one, or answer it by one of its own.
-
-    Args:
-        refusal: why this rank refuses; empty if it does not.
     """
     store: Any = dist.distributed_c10d._get_default_store()
     rank, ranks = dist.get_rank(), dist.get_world_size()

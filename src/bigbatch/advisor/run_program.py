@@ -9,15 +9,7 @@ from bigbatch.errors import SettingError
 
 
 def run_program(target: str, arguments: Sequence[str], *, is_module: bool) -> None:
-    """Runs a script, or a module as `python -m` does, as `__main__`.
-
-    Args:
-        target: path of a script, or name of a module.
-        arguments: its arguments.
-        is_module: whether it is a module.
-    Raises:
-        BaseException: what the program raises.
-    """
+    """Runs a script, or a module as `python -m` does, as `__main__`."""
     sys.argv = [target, *arguments]
     sys.path[0] = str(Path.cwd() if is_module else Path(target).resolve().parent)
     if is_module:

@@ -23,10 +23,6 @@ class SampledSteps:
     The share is 4 %, after a first second of measuring in which it is 100 %: a training of short
     steps then shows its noise soon. A rank's own times are summed over the ranks together with the
     measurement, so all know the same when they choose.
-
-    Args:
-        pair: whether two consecutive steps are measured together.
-        seconds: how long to measure.
     """
 
     def __init__(self, seconds: float, *, pair: bool = False) -> None:

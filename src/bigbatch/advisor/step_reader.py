@@ -89,13 +89,7 @@ class StepReader(Subscriber):
         return self.source.ranks
 
     def start(self, number: int, shared: Sequence[float], *, due: bool) -> None:
-        """A step starts.
-
-        Args:
-            number: its number.
-            shared: values that are summed over the ranks if it is read.
-            due: whether it is read.
-        """
+        """A step starts."""
         self._failure, self._values, self._shared, self._due = "", None, shared, due
         self._version, self._is_begun = None, False
         if due:

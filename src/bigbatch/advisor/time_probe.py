@@ -45,8 +45,6 @@ def probe(call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool) -> Pr
         call: the call, without graphs.
         parameters: what is trained.
         copies: whether to run a copy of the module, which may keep more than buffers.
-    Raises:
-        Exception: whatever the module raises on another number of samples.
     """
     module = call.module
     if isinstance(module, DistributedDataParallel):

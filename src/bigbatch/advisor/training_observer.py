@@ -30,10 +30,6 @@ class TrainingObserver:
 
     Finds the optimizers that step together, then hands every step to an `ObservedTraining`. An
     exception of its own becomes a refusal, and never reaches the program.
-
-    Args:
-        limits: how long.
-        model, optimizer: the training, if it is known.
     """
 
     def __init__(

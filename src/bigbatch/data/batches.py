@@ -126,9 +126,6 @@ class Batches:
     def share(self, collectives: HostCollectives, *, lockstep: bool) -> None:
         """Several ranks take the steps together from now on. Collective.
 
-        Args:
-            collectives: collectives between these ranks.
-            lockstep: whether they must do equally many backwards.
         Raises:
             SettingError: `virtual_ranks` is no multiple of them, or needs batches that can be
                 concatenated; or a sampler assigns samples to another number of ranks.
@@ -202,9 +199,6 @@ class Batches:
         had to be started for it, the samples are dropped at the end of the block and the loader is
         put back to its position, as after a resumption. Random states are those of before.
 
-        Args:
-            samples: how many, on this rank.
-            epoch: number of the present or the next pass.
         Raises:
             SettingError: between two passes of persistent workers, which draw numbers of their own.
         """

@@ -73,10 +73,6 @@ def interleave_samples(
 
     Fewer batches if there are fewer samples.
 
-    Args:
-        batches: batches in order.
-        counts: samples in each batch.
-        turns: number of new batches.
     Example:
         >>> interleave_samples([torch.tensor([0, 1, 2]), torch.tensor([3, 4])], [3, 2], 2)
         [tensor([0, 2, 4]), tensor([1, 3])]

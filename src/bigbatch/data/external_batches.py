@@ -93,11 +93,7 @@ class ExternalBatches:
         return {"pass": {"order": _ORDER, "open": self.open}, "stream": None}
 
     def load_state_dict(self, state: dict[str, Any], epoch: int, *, same_rank: bool = True) -> None:
-        """Continues with a new step.
-
-        Raises:
-            StateError: the state was saved by a loop over `Batches`.
-        """
+        """Continues with a new step."""
         if state["pass"]["order"] != _ORDER:
             raise StateError(
                 "the state was saved by a loop over a loader of its own, which knows its position "

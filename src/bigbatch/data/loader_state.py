@@ -19,9 +19,6 @@ class ResumableLoader:
     A pass resumes in one of three ways: an `ElasticDistributedSampler` begins at a position; a
     loader with a state of its own (StatefulDataLoader) loads it; any other is replayed from the
     random state that the pass began with.
-
-    Raises:
-        SettingError: it can be iterated only once.
     """
 
     def __init__(self, batches: Iterable[Batch]) -> None:
@@ -167,11 +164,7 @@ class ResumableLoader:
         return self._begin(epoch), loader_state is not None
 
     def restore_generators(self, states: list[torch.Tensor]) -> None:
-        """Restores the loader's own generators.
-
-        Raises:
-            StateError: their number is another one.
-        """
+        """Restores the loader's own generators."""
         generators = self._generators()
         if len(generators) != len(states):
             raise StateError(
@@ -231,11 +224,7 @@ class ResumableLoader:
 
 
 class _ExclusivePass(Iterator[Batch]):
-    """A pass of persistent workers, which have one iterator for all passes.
-
-    Raises:
-        BatchError: another pass was begun, which has taken the rest of this one.
-    """
+    """A pass of persistent workers, which have one iterator for all passes."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator

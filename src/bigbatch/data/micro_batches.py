@@ -50,13 +50,7 @@ class SamplePass:
         return None if self.end is None else self.end - self.consumed
 
     def agree_on_end(self, ahead: int) -> list[int]:
-        """For loaders of unknown length: the first to end ends the pass for all ranks. Collective.
-
-        Args:
-            ahead: how many samples to look ahead, over all ranks.
-        Returns:
-            How many samples of each rank stay unread; empty if the pass has not ended.
-        """
+        """Unread samples by rank, if the first to end has ended the pass for all. Collective."""
         ranks = self.collectives.ranks
         self.buffer.read_until(-(-ahead // ranks))
         rows = self.collectives.all_gather(
@@ -130,10 +124,6 @@ class StepBatches:
 
     If the length of the pass is unknown, it looks ahead by one micro-batch and the least next
     step, so that the end is known before it is too late to share the last samples.
-
-    Args:
-        sample_pass: the pass that the samples come from.
-        plan, min_batch, max_batch, min_rows: see `Batches.step`.
     """
 
     samples_known = True  # before the step is over

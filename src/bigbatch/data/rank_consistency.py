@@ -32,23 +32,14 @@ _IGNORED = {"params", "param_names", "foreach", "fused", "capturable", "differen
 # - Each row of an all-reduce over slots is one rank's, as zeros are added to it. Any engine whose
 #   reducer can sum can do that; object collectives would need a group, and pickle.
 class HostCollectives:
-    """Small numbers and bytes of every rank, in one all-reduce: [Note: Agreement of ranks].
-
-    Args:
-        source: has the ranks, and sums over them; None for one rank.
-    """
+    """Small numbers and bytes of every rank, in one all-reduce: [Note: Agreement of ranks]."""
 
     def __init__(self, source: GradientSource | None = None) -> None:
         self.rank, self.ranks = (source.rank, source.ranks) if source else (0, 1)
         self._source = source
 
     def all_gather(self, *values: float, subject: str = "") -> list[list[float]]:
-        """The values of every rank, in the order of the ranks. Collective.
-
-        Args:
-            values: numbers, equally many on every rank.
-            subject: name of the values, for the error of a rank that waits for others in vain.
-        """
+        """The values of every rank, in the order of the ranks. Collective."""
         if self._source is None or self.ranks == 1:
             return [list(values)]
         device = self._source.parameters[0].device

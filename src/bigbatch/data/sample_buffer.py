@@ -30,8 +30,6 @@ class SampleBuffer:
         loader: gives the batches.
         split: (batch, lo, hi) -> samples lo to hi; such batches are not concatenated.
         count: batch -> number of samples, with `split`; default: by the known length.
-    Raises:
-        SettingError: the number of samples is unknown.
     """
 
     def __init__(
@@ -169,11 +167,7 @@ class SampleBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any], epoch: int) -> None:
-        """Resumes in the middle of a pass, with the samples that waited.
-
-        Raises:
-            StateError: the loader is not the one of the state.
-        """
+        """Resumes in the middle of a pass, with the samples that waited."""
         position = state["samples"] if state["as_said"] else None
         iterator, at_position = self.loader.resume(state["loader"], epoch, position, state["own"])
         self._start(iterator)

@@ -1,4 +1,4 @@
-"""The gradient source that fits a model."""
+"""The gradient source that fits a model: of its wrapper, or of plain tensors in one process."""
 
 import sys
 from collections.abc import Iterable
@@ -8,21 +8,33 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients.ddp import DDPSource
-from bigbatch.gradients.single_process import SingleProcessSource
+from bigbatch.gradients.grad_guard import GradGuard
+from bigbatch.gradients.leaf_tap import LeafTap
+from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.gradients.source import GradientSource
 
+_UNSHARED = (
+    "{ranks} ranks found, and a model that none of them shares; wrap it in "
+    "DistributedDataParallel or fully_shard, and hand over the wrapped model"
+)
 _REPLICATES = {  # torch's module -> the class that its replicate() puts among a model's bases
     "torch.distributed._composable.replicate": "DDP",
     "torch.distributed._composable.replicate_with_fsdp": "ReplicateModule",
 }
 
 
-def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
-    """The source of a model's gradients, chosen by its wrappers; compiled or not.
+class SingleProcessSource(GradientSource):
+    """Leaf hooks in one process; on several it refuses the first step."""
 
-    Raises:
-        SettingError: the model has a wrapper that cannot be measured, or several wrappers.
-    """
+    def __init__(
+        self, parameters: Iterable[Tensor], *, explicit: bool = False, unshared: str = _UNSHARED
+    ) -> None:
+        reducer = RankReducer(unshared)
+        super().__init__(parameters, LeafTap(), GradGuard(), reducer, explicit=explicit)
+
+
+def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
+    """The source of a model's gradients, chosen by its wrappers; compiled or not."""
     if not isinstance(model, nn.Module):
         return SingleProcessSource(model)
     modules = list(model.modules())

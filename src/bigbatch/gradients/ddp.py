@@ -71,11 +71,7 @@ class DDPReducer(GroupReducer):
 
 
 class DDPSource(GradientSource):
-    """Leaf hooks, as in one process, and DDP's group.
-
-    Raises:
-        SettingError: a parameter that is trained is not one of the wrapped model.
-    """
+    """Leaf hooks, as in one process, and DDP's group."""
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)

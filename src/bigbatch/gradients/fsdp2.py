@@ -120,11 +120,7 @@ class UnshardedTap(GradientTap):
 
 
 class FSDP2Reducer(GroupReducer):
-    """Ranks of one device mesh. `.grad` is a DTensor, of which each rank has its local shard.
-
-    Args:
-        parameter: any of the parameters, for the mesh and placements of all.
-    """
+    """Ranks of one device mesh. `.grad` is a DTensor, of which each rank has its local shard."""
 
     lockstep = True  # every forward and backward gathers parameters
 

@@ -78,13 +78,7 @@ class RankReducer(GradientShards):
 
 
 class GroupReducer(RankReducer):
-    """Ranks whose gradients an engine reduces over process groups.
-
-    Args:
-        rank: rank of this process among the processes that share the step.
-        ranks: number of these processes.
-        groups: an all-reduce over each group in turn is one over all of these ranks.
-    """
+    """Ranks whose gradients an engine reduces over process groups."""
 
     def __init__(self, rank: int, ranks: int, groups: list[dist.ProcessGroup]) -> None:
         super().__init__()

@@ -25,9 +25,6 @@ class ReplacementCheck:
     `require_held` compares identities alone, and walks through the model only where one has
     changed. FSDP2 puts unsharded parameters in the place of its shards for a forward and a
     backward; that is no change.
-
-    Args:
-        model: the model, wrapped and compiled as it is trained.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,12 +33,9 @@ class ReplacementCheck:
         self._record()
 
     def require_held(self, watched: Iterable[Tensor]) -> None:
-        """Checks that no watched parameter of the model was replaced by an unwatched one.
+        """Raises GradientError if a watched parameter was replaced by an unwatched one.
 
         A parameter that was tied to another one since, or removed with its layer, is not replaced.
-
-        Raises:
-            GradientError: watched parameters were replaced, so they will get no gradient.
         """
         if all(slots.get(name) is value for slots, name, value in self._slots):
             return

@@ -15,12 +15,7 @@ ShardIndices = tuple[Tensor, Tensor]
 
 
 def indices_in_runs(places: Tensor, runs: Iterable[tuple[int, int]]) -> ShardIndices:
-    """Indices for a shard that is a concatenation of runs of the flat gradient.
-
-    Args:
-        places: positions of the requested elements in the flat gradient.
-        runs: first element and length of each run.
-    """
+    """Indices for a shard that is a concatenation of runs of the flat gradient."""
     positions, numbers = [places[:0]], [places[:0]]
     offset = 0  # of the run in the shard
     for first, length in runs:

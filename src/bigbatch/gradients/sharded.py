@@ -120,11 +120,7 @@ def local_shard(parameter: Tensor) -> Tensor | None:
 
 
 def require_no_tensor_parallelism(parameters: Iterable[Tensor]) -> None:
-    """Checks that parameters outside `fully_shard` are not sharded.
-
-    Raises:
-        SettingError: a parameter is a shard of a tensor-parallel mesh, also as DDP holds it.
-    """
+    """Raises SettingError for a parameter that something else than `fully_shard` has sharded."""
     for parameter in parameters:
         if isinstance(parameter, DTensor) or hasattr(parameter, "_st_info"):
             raise SettingError(
@@ -134,11 +130,7 @@ def require_no_tensor_parallelism(parameters: Iterable[Tensor]) -> None:
 
 
 def require_one_mesh(parameters: Sequence[Tensor]) -> DTensor:
-    """The first parameter, for the mesh and placements of all.
-
-    Raises:
-        SettingError: there are two meshes, offloaded parameters, or other placements.
-    """
+    """The first parameter, whose mesh all must have; raises SettingError if they do not."""
     first = parameters[0]
     assert isinstance(first, DTensor)
     for parameter in parameters:

@@ -81,11 +81,7 @@ class GradientSource:
     # what is watched, and who reads it
 
     def add(self, parameters: Iterable[Tensor]) -> None:
-        """Watches more parameters, between steps.
-
-        Raises:
-            SettingError: the gradient of a parameter cannot be seen.
-        """
+        """Watches more parameters, between steps."""
         watched = set(self.parameters)
         for parameter in parameters:
             self._tap.require_supported(parameter)
@@ -116,10 +112,6 @@ class GradientSource:
     ) -> None:
         """Also reports the gradients of so many groups of samples in each prepared backward.
 
-        Args:
-            groups: k.
-            layers: the number of each parameter's layer; empty if all are one.
-            model: the model, if it is known.
         Raises:
             SettingError: the gradients are those of all ranks together, and have no groups.
         """
@@ -262,11 +254,7 @@ class GradientSource:
         return self.reducer.shards.local_grad(parameter, self.guard.local_grad(parameter))
 
     def require_unchanged(self, caller: str) -> None:
-        """Raises GradientError where no step is measured, or `.grad` was written to since.
-
-        Args:
-            caller: what needs the gradients, for the message.
-        """
+        """Raises GradientError where no step is measured, or `.grad` was written to since."""
         if self._in_micro_batch:
             self.restart()
             raise GradientError(

@@ -54,15 +54,7 @@ class ExternalLoop:
     def announce(
         self, samples: int, *, ends_epoch: bool = False, remaining: int | None = None
     ) -> None:
-        """Announces the next micro-batch, before its forward.
-
-        Args:
-            samples: samples of the micro-batch on this rank.
-            ends_epoch: whether it is the last micro-batch of an epoch, and so of its step.
-            remaining: number of later micro-batches in the epoch, or None if it is unknown.
-        Raises:
-            LoopError: the optimizer has not stepped for the previous step.
-        """
+        """Announces the next micro-batch, before its forward."""
         assert isinstance(self.train.batches, ExternalBatches)
         if self._step is not None and self._step.complete and not self._step.ended:
             raise LoopError(

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from bigbatch.optim.layer_gsnr import LayerGsnr
+from bigbatch.optim.apply_gsnr import LayerGsnr
 from bigbatch.policies.policy import Decision
 from bigbatch.statistics.noise_scale import GradientStatistics
 

@@ -61,6 +61,49 @@ class AppliedGsnr:
     out_of_range: Sequence[Tensor] = ()
 
 
+@dataclass(frozen=True)
+class LayerGsnr:
+    """r of one step, by layer; only reading a number waits for the device."""
+
+    names: Sequence[str]  # parameter names if the optimizer was given them, else numbers
+    elements: Sequence[int]  # of each layer, over all ranks
+    # (layers, 5), from `apply_gsnr`: the sum of r, elements at gamma, elements at r_max, |g|^2 and
+    # |p_hat g|^2
+    rows: Tensor
+    k: int  # number of micro-batches in the step
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean r of each layer, (layers,)."""
+        return self._share(0)
+
+    @property
+    def at_gamma(self) -> Tensor:
+        """Share of each layer's elements at the lower clip, in [0, 1]."""
+        return self._share(1)
+
+    @property
+    def at_r_max(self) -> Tensor:
+        """Share of each layer's elements at the upper clip, in [0, 1]."""
+        return self._share(2)
+
+    @property
+    def lr_factor(self) -> Tensor:
+        """Change of each layer's gradient norm, |r g| / |g|, with beta3 |p_hat g| / |g|.
+
+        nan if the gradient is 0.
+        """
+        return (self.rows[:, 4] / self.rows[:, 3]).sqrt()
+
+    def by_layer(self) -> dict[str, list[float]]:
+        """Name -> [mean r, share at gamma, share at r_max, lr factor]; one wait for the device."""
+        columns = [self.mean, self.at_gamma, self.at_r_max, self.lr_factor]
+        return dict(zip(self.names, torch.stack(columns, dim=1).tolist(), strict=True))
+
+    def _share(self, column: int) -> Tensor:
+        return self.rows[:, column] / self.rows.new_tensor(self.elements).clamp_min_(1)
+
+
 def out_of_range(shares: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """The parameters with a large share of elements whose M2 is out of range; waits once."""
     values = torch.stack([share for _, share in shares]).tolist() if shares else []

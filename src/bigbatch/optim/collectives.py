@@ -28,12 +28,7 @@ class Level:
 
 
 class Chunk:
-    """A slice of a flat tensor, of which this rank has a shard.
-
-    Args:
-        start, stop: the ends of the slice.
-        levels: the first divides the slice among its ranks, the second divides each part again.
-    """
+    """A slice of a flat tensor, of which this rank has a shard."""
 
     def __init__(self, start: int, stop: int, levels: list[Level]) -> None:
         self.start, self.stop = start, stop
@@ -96,11 +91,7 @@ class Chunk:
 
 
 def levels_of(group: dist.ProcessGroup, node_group: dist.ProcessGroup | None) -> list[Level]:
-    """One level, or two with the ranks of a node. Collective.
-
-    Raises:
-        SettingError: nodes have different sizes, or some ranks are in no node.
-    """
+    """One level, or two with the ranks of a node. Collective."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if node_group is None:
         if int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks and rank == 0:

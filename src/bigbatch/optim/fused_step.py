@@ -31,12 +31,7 @@ def can_fuse(base: Optimizer, parameter: Tensor) -> bool:
 
 
 class BaseStep:
-    """The step of a base optimizer, without its fused kernel if that would misread memory.
-
-    Args:
-        base: the optimizer.
-        warns: whether to warn of it; False if the user did not choose fused=True.
-    """
+    """The step of a base optimizer, without its fused kernel if that would misread memory."""
 
     def __init__(self, base: Optimizer, *, warns: bool) -> None:
         self._base, self._warns = base, warns

@@ -45,10 +45,6 @@ def require_base(base: Optimizer, names: Iterable[str]) -> None:
 
     Its groups must not have settings of the given names, its `state_dict()` must have the form of
     torch's, so that p can be saved in it, and it must use one gradient per step.
-
-    Args:
-        base: the optimizer.
-        names: the settings that VarianceReduced keeps in the parameter groups.
     """
     name = type(base).__name__
     if isinstance(base, LBFGS):

@@ -97,12 +97,7 @@ class GsnrWarnings:
     def warn(
         self, applied: AppliedGsnr, named_parameters: Callable[[], list[tuple[str, Tensor]]]
     ) -> None:
-        """Gives the warnings of a step that were not given before.
-
-        Args:
-            applied: the effect of scaling in the step.
-            named_parameters: returns the parameters with their names.
-        """
+        """Gives the warnings of a step that were not given before."""
         if not self._steps and applied.agree and not applied.out_of_range:
             self._warn(
                 "every micro-batch has the same gradient, so r says nothing; is it the same "

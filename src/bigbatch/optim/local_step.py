@@ -33,11 +33,7 @@ class LocalStep:
         return [self._state.moments]
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
-        """Replaces g by r g, or by p_hat g with momentum.
-
-        Raises:
-            GradientError: fewer than two micro-batches, or a gradient that none of them computed.
-        """
+        """Replaces g by r g, or by p_hat g with momentum."""
         moments, checks = self._state.moments, self._state.warnings
         if not source.micro_batches or moments.micro_batches < 2:
             raise GradientError(
@@ -122,11 +118,7 @@ class _GradAliasing:
         self._moments.sum_guard = None
 
     def check(self, source: GradientSource, parameters: KeysView[Tensor]) -> bool:
-        """Checks, before the gradients are scaled, that the sums are those of the backwards.
-
-        Returns:
-            Whether every parameter was reached.
-        """
+        """Checks, before the gradients are scaled, that the sums are those of the backwards."""
         self._eligible, self._intact, all_reached = [], source.guard.sums_intact, True
         for p in parameters:  # one pass, since the checks dominate over many small parameters
             is_eligible = p.dtype in FULL_PRECISION and only_watched(p)

@@ -75,11 +75,7 @@ def sharded_like(parameter: Any, shard: Tensor) -> Tensor:
 
 
 def all_reduce_of(parameters: list[Any]) -> AllReduce | None:
-    """Sums values over the ranks that hold shards of the parameters; None if they are not sharded.
-
-    Raises:
-        SettingError: only some are sharded, or they are not over one mesh.
-    """
+    """Sums values over the ranks that have shards of the parameters; None if they have none."""
     sharded = [is_sharded(parameter) for parameter in parameters]
     if not any(sharded):
         return None

@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import DDPReducer, DDPSource
-from bigbatch.optim.apply_gsnr import AppliedGsnr
-from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable
+from bigbatch.optim.apply_gsnr import AppliedGsnr, LayerGsnr
+from bigbatch.optim.ddp_comm_hook import DDPCommHook, require_attachable
 from bigbatch.optim.fused_step import BaseStep
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
 from bigbatch.optim.gsnr_options import Factor, Gamma, RMax, require_base, require_valid
 from bigbatch.optim.gsnr_state import GradientScaling, GsnrState
-from bigbatch.optim.layer_gsnr import LayerGsnr
 from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
@@ -160,41 +159,33 @@ class VarianceReduced(Optimizer):
     # one step
 
     def attach(
-        self,
-        ddp: DistributedDataParallel,
-        *,
-        groups: Groups = "all",
-        m2_dtype: torch.dtype | None = None,
-        node_group: dist.ProcessGroup | None = None,
+        self, ddp: DistributedDataParallel, *, node_group: dist.ProcessGroup | None = None
     ) -> DDPCommHook:
         """Scales gradients inside the all-reduce of a DDP model. Collective; once, before training.
 
         With one micro-batch per rank and step it sends as much as a plain all-reduce, with several
-        a quarter more (half more if M2 is sent in float32). After the last backward `.grad` is r g,
-        the same on every rank. All backwards of a step except the last must run under
-        `ddp.no_sync()`. `AdaptiveBatch` attaches by itself.
+        a quarter more. After the last backward `.grad` is r g, the same on every rank. All
+        backwards of a step except the last must run under `ddp.no_sync()`. `AdaptiveBatch` attaches
+        by itself.
+
+        M2 is sent in bfloat16, with which the error of r g is about 5e-4, or in float64 for float64
+        gradients.
 
         Args:
             ddp: the wrapped model.
-            groups: the gradients that r compares: "all", those of all micro-batches of all ranks,
-                or "ranks", one mean gradient per rank, for which no M2 is kept or sent. "ranks" is
-                good enough from 8 ranks on.
-            m2_dtype: the type in which M2 is sent. None: float64 for float64 gradients, else
-                bfloat16, with which the error of r g is about 5e-4.
             node_group: the ranks of this node, if there are several nodes with equally many ranks.
         Returns:
             The hook, which is also `self.attached`: `grad_norm`, `clip_grad_norm_`, `consolidate`.
         Raises:
-            SettingError: `ddp` is not a DDP model or has a communication hook, or an option is
-                unknown.
+            SettingError: `ddp` is not a DDP model, or has a communication hook.
         Source:
             docs/decisions/0009.
         """
         parameters = list(self.gsnr_state.vr_parameters)
-        require_attachable(ddp, parameters, groups, m2_dtype)
+        require_attachable(ddp, parameters)
         if self.attached is not None:
             self.attached.consolidate()  # p moves to the new hook
-        self.attached = DDPCommHook(ddp, self.gsnr_state, groups, m2_dtype, node_group)
+        self.attached = DDPCommHook(ddp, self.gsnr_state, node_group)
         weakref.finalize(self, self.attached.release).atexit = False
         self.bind(DDPSource(ddp, parameters), self.attached)
         return self.attached
@@ -223,12 +214,7 @@ class VarianceReduced(Optimizer):
         self.bind(source)
 
     def bind(self, source: GradientSource, scaling: GradientScaling | None = None) -> None:
-        """Reads gradients from a source.
-
-        Args:
-            source: the source of the micro-batch gradients.
-            scaling: multiplies the gradients by r; None keeps the present one.
-        """
+        """Reads gradients from a source."""
         for subscriber in self._subscribers:
             self._source.unsubscribe(subscriber)
         self._source = source
@@ -266,17 +252,15 @@ class VarianceReduced(Optimizer):
                 return loss
         attached = self.attached
         pending = self._source.micro_batches or (attached is not None and attached.has_untaken_step)
-        if self.gsnr_state.vr_parameters and (pending or not self._has_zero_lr()):
+        # with rates of 0 torch's distributed checkpoints let a step only initialize state
+        moves = any(float(group.get("lr", 1.0)) != 0 for group in self.param_groups)
+        if self.gsnr_state.vr_parameters and (pending or moves):
             self.scale_gradients()
         else:
             self._make_momentum()
         self._step_base()
         self._source.restart()
         return loss
-
-    def _has_zero_lr(self) -> bool:
-        """Whether the step only initializes state, as torch's distributed checkpoints do."""
-        return all(float(group.get("lr", 1.0)) == 0 for group in self.param_groups)
 
     def _make_momentum(self) -> None:
         """Initializes p of every parameter that has a gradient."""

@@ -145,11 +145,7 @@ def _names_of_saved(kind: type) -> list[str]:
 
 
 def _keep(saved: Any) -> None:
-    """Non-reentrant checkpointing gives a tensor once; lets it be read until the node is freed.
-
-    Raises:
-        GradientError: this release of torch checkpoints in another way.
-    """
+    """Non-reentrant checkpointing gives a tensor once; lets it be read until the node is freed."""
     packed = saved.data
     if not isinstance(packed, checkpoint._Holder):
         return

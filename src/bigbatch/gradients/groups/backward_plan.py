@@ -56,9 +56,6 @@ class RememberedPlans:
     A plan is checked again at the fourth, 16th, 64th backward and so on, since a check may have
     missed what random numbers or the data of one batch hid; and at every backward while its check
     was not conclusive.
-
-    Args:
-        parameter_of, model, checks_samples: see `GroupTap`.
     """
 
     def __init__(
@@ -94,14 +91,7 @@ class RememberedPlans:
     def _plan(
         self, nodes: Sequence[Node], roots: Sequence[Edge], grouping: Grouping, check: int | None
     ) -> BackwardPlan:
-        """Finds the uses of parameters in a graph, and where the samples are in each.
-
-        Args:
-            nodes: the nodes of the graph.
-            roots: where its backward starts.
-            grouping: the groups of its samples.
-            check: the number of the check of where the samples are; None for none.
-        """
+        """Finds the uses of parameters in a graph, and where the samples are in each."""
         refusal = _refusal_of_graph(nodes) or _refusal_of_model(self._model)
         if refusal:
             return BackwardPlan([], {}, {}, refusal=refusal)
@@ -128,7 +118,7 @@ class RememberedPlans:
             if reason:
                 refusals.update(dict.fromkeys(use.parameters, reason))
         uses = [
-            _covered(use, nodes[use.number], place)
+            CoveredUse(use.number, rule_of(nodes[use.number], place, use.routes), place, use.routes)
             for use in found.uses
             if (place := checked.places[use.number]) is not None and not use.refusal
         ]
@@ -231,10 +221,6 @@ def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
         )
 
     return is_of_model
-
-
-def _covered(use: Use, node: Node, place: Place) -> CoveredUse:
-    return CoveredUse(use.number, rule_of(node, place, use.routes), place, use.routes)
 
 
 def _projected(found: ParameterUses) -> dict[Tensor, int]:

@@ -15,9 +15,6 @@ class PrepareAfterForward:
     """A forward hook with keyword arguments; the samples are in the first tensor's dimension 0.
 
     Its copies, in copied and in saved models, do nothing.
-
-    Args:
-        source: prepares its backward after each forward; None for nothing.
     """
 
     def __init__(self, source: GradientSource | None = None) -> None:

@@ -77,14 +77,7 @@ def refusal_of_sums(error: float) -> str:
 
 
 class NormsOfGroups:
-    """Adds up `GroupNorms`. Large images are read at once, small ones are read together.
-
-    Args:
-        weights: n_d of the groups.
-        layers: the number of each parameter's layer; empty if all are one layer.
-        eps: relative rounding of the backward.
-        by_parameter: whether sums are compared for each parameter, and not for each layer.
-    """
+    """Adds up `GroupNorms`. Large images are read at once, small ones are read together."""
 
     def __init__(
         self,

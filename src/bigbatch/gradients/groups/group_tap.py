@@ -261,13 +261,7 @@ def refusal_message(
     gradients: Mapping[Tensor, Tensor | None],
     model: nn.Module | None,
 ) -> str:
-    """Names the parameters whose groups cannot be seen, with their share of |G|^2 and the reason.
-
-    Args:
-        refusals: these parameters, and why.
-        gradients: the gradient of every parameter; waits for the device.
-        model: has their names; None if it is unknown.
-    """
+    """Names the parameters whose groups cannot be seen, with their share of |G|^2 and why."""
     named = () if model is None else model.named_parameters()
     names: dict[Tensor, str] = {p: name for name, p in named}
     squares = {

@@ -250,12 +250,7 @@ class ParameterUses:
         )
 
     def _places_of_samples(self, node: Node, of_parameters: Iterable[int]) -> list[Place]:
-        """Where the samples may be in the output of a function, the likeliest first.
-
-        Args:
-            node: the function.
-            of_parameters: the operands that come from parameters, which have no samples.
-        """
+        """Where the samples may be in the output of a function, the likeliest first."""
         output, places = shape_of(node), self._places(node)
         for operand in of_parameters:
             edge = node.next_functions[operand]
@@ -265,7 +260,8 @@ class ParameterUses:
                 places = [p for p in places if not _has_place(shape_of(*edge), p, output)]
             elif node.name() in _FACTORS and operand >= _FACTORS[node.name()]:
                 is_left = operand == _FACTORS[node.name()]
-                places = [p for p in places if _is_column(p, output) != (not is_left)]
+                # the last dimension is that of the factor on the right
+                places = [p for p in places if (p.dim == len(output) - 1 > 0) == is_left]
         return places
 
     def _places(self, node: Node) -> list[Place]:
@@ -309,11 +305,6 @@ def _has_place(shape: torch.Size, place: Place, output: torch.Size) -> bool:
     """Whether an operand of this shape is not broadcast along a place of the output."""
     dim = (place.dim or 0) - len(output) + len(shape)
     return dim >= 0 and shape[dim] != 1
-
-
-def _is_column(place: Place, output: torch.Size) -> bool:
-    """Whether a place of a product is the last dimension, that of the factor on the right."""
-    return place.dim == len(output) - 1 > 0
 
 
 def _are_positions(constant: Tensor) -> bool:

@@ -211,14 +211,6 @@ def _add(call: Call, sign: int = 1) -> Contributions:
     }
 
 
-def _subtract(call: Call) -> Contributions:
-    return _add(call, -1)
-
-
-def _expand(call: Call) -> Contributions:
-    return {0: call.sums(call.gradient, 0)}
-
-
 def _bmm(call: Call) -> Contributions:
     """A batch of one matrix: torch.einsum."""
     left = Rows(call.rows(call.saved("self")), call.grouping)
@@ -300,7 +292,7 @@ RULES: Mapping[str, tuple[Rule, tuple[int, ...]]] = {
     "NativeGroupNormBackward0": (_group_norm, (1, 2)),
     "MulBackward0": (_multiply, (0, 1)),
     "AddBackward0": (_add, (0, 1)),
-    "SubBackward0": (_subtract, (0, 1)),
-    "ExpandBackward0": (_expand, (0,)),
+    "SubBackward0": (partial(_add, sign=-1), (0, 1)),
+    "ExpandBackward0": (lambda call: {0: call.sums(call.gradient, 0)}, (0,)),
 }
 """The function of each rule, and the operands that may be parameters."""

@@ -72,14 +72,7 @@ class SampleCheck:
 def check_samples(
     found: ParameterUses, roots: Sequence[Edge], grouping: Grouping, number: int
 ) -> SampleCheck:
-    """Looks where gradients of some samples arrive, from the first places in which all uses agree.
-
-    Args:
-        found: the uses.
-        roots: where the backward of the loss starts.
-        grouping: the groups of the samples.
-        number: how many checks of such graphs there were; chooses the samples.
-    """
+    """Looks where gradients of some samples arrive, from the first places that all uses have."""
     frontier = _Frontier(found, roots)
     attempts = max((len(output.places) for output in frontier.outputs), default=1)
     first: SampleCheck | None = None

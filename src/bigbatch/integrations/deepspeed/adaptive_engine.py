@@ -55,13 +55,7 @@ class AdaptiveEngine(DeepSpeedEngine):
     def adapt(
         cls, engine: DeepSpeedEngine, train: AdaptiveBatch, params: AdaptiveBatchParams
     ) -> None:
-        """Specialises an engine in place.
-
-        Args:
-            engine: DeepSpeed's engine.
-            train: the AdaptiveBatch over this engine.
-            params: the parameters that the user passed.
-        """
+        """Specialises an engine in place."""
         engine.__class__ = cls
         engine.bigbatch = train
         engine._loop = ExternalLoop(train)

@@ -17,12 +17,7 @@ from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shar
 
 
 class ZeroSource(GradientSource):
-    """Reads each rank's own gradient by leaf hooks, at every stage; the layout has the mean.
-
-    Args:
-        engine: DeepSpeed's engine.
-        layout: where that engine keeps the mean gradient.
-    """
+    """Reads each rank's own gradient by leaf hooks, at every stage; the layout has the mean."""
 
     def __init__(self, engine: Any, layout: Layout) -> None:
         self._layout = layout

@@ -45,9 +45,6 @@ class AdaptiveBatchParams:
         """Reads a dictionary; None, or `enable_adjust` None, turns adaptation off.
 
         A number as `enable_adjust`, which the example in the README passes, counts as True.
-
-        Raises:
-            SettingError: an unknown key, or a value of another type or out of range.
         """
         values = dict(params or {})
         keys = [field.name for field in fields(cls)]
@@ -62,11 +59,7 @@ class AdaptiveBatchParams:
         return cls(**values)
 
     def controller(self, batch_size: int) -> Controller:
-        """A controller that keeps to the paper: it decides by single steps, without averages.
-
-        Args:
-            batch_size: the first batch size.
-        """
+        """A controller that keeps to the paper: it decides by single steps, without averages."""
         return Controller(self._policy(), batch_size, smoothing=None)
 
     def _policy(self) -> SimiGrad:

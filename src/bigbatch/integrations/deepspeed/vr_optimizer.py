@@ -44,10 +44,6 @@ class ZeroShards(GradientSource):
 
     Every backward reduces, as it does at stages 2 and 3 in any case. Its shards are taken out of
     ZeRO, and the sum over all backwards replaces them after the last; so k is the accumulation.
-
-    Args:
-        leaf_source: the source of the same engine that reads leaf gradients.
-        layout: where the engine keeps its gradients.
     """
 
     def __init__(self, leaf_source: ZeroSource, layout: VRLayout) -> None:
@@ -124,10 +120,6 @@ class ZeroScaling:
 
     DeepSpeed has clipped before, by the norm of the gradient itself. p is part of the base
     optimizer's state, so DeepSpeed saves and loads it.
-
-    Args:
-        state: the state of the VR optimizer, whose base optimizer the engine steps.
-        layout: where the engine keeps its gradients.
     """
 
     def __init__(self, state: GsnrState, layout: VRLayout) -> None:
@@ -185,11 +177,7 @@ class ZeroScaling:
 
 
 class PartitionedLayers:
-    """Where LARS and LAMB find layers in ZeRO's partitions.
-
-    Args:
-        layout: the layout of the engine's gradients.
-    """
+    """Where LARS and LAMB find layers in ZeRO's partitions."""
 
     def __init__(self, layout: Partitioned | Sharded | Offloaded) -> None:
         self.all_reduce = layout.all_reduce
@@ -201,11 +189,7 @@ class PartitionedLayers:
 
 
 def set_layers(optimizer: Optimizer, layout: Layout) -> None:
-    """Lets LARS and LAMB find layers where ZeRO makes them step partitions.
-
-    Raises:
-        SettingError: norms of whole layers are not supported there.
-    """
+    """Lets LARS and LAMB find layers in partitions; raises SettingError where it is not tested."""
     if not isinstance(optimizer, TrustRatioOptimizer) or isinstance(layout, Replicated):
         return
     if isinstance(layout, Accumulated):
@@ -232,11 +216,7 @@ def require_no_vr_factory(engine: Any) -> None:
 
 
 def require_vr_layout(engine: Any, state: GsnrState, layout: Layout) -> VRLayout:
-    """The layout, if a variance-reduced optimizer can work there.
-
-    Raises:
-        SettingError: r would be wrong there, or is not tested.
-    """
+    """The layout; raises SettingError if r would be wrong there, or is not tested."""
     stage = engine.zero_optimization_stage()
     if isinstance(layout, Offloaded):
         reason = "its gradients, offloaded to the CPU, are not where ranks reduce them"

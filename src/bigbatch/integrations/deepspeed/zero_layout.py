@@ -29,9 +29,6 @@ class Layout:
     """How a ZeRO stage divides the mean gradient among the ranks; by default every rank has all.
 
     See [Note: ZeRO's layouts].
-
-    Args:
-        parameters: the parameters of the model that the optimizer trains.
     """
 
     replicated = True
@@ -209,11 +206,7 @@ class Sharded(_Divided):
 
 
 class Offloaded(Layout):
-    """The optimizer on the CPU: shards lie in the gradients of the partitions that it steps.
-
-    Args:
-        layout: the layout of the same stage without offload.
-    """
+    """The optimizer on the CPU: shards lie in the gradients of the partitions that it steps."""
 
     replicated = False
 

@@ -318,12 +318,7 @@ class StepLogger:
         self._statistics: GradientStatistics | None = None  # measured since the last write
 
     def append(self, trainer: Any, record: StepRecord) -> None:
-        """Writes the record of a step, if it is one of the n-th.
-
-        Args:
-            trainer: the trainer with the loggers and `log_every_n_steps`.
-            record: the record of the step that has just ended.
-        """
+        """Writes the record of a step, if it is one of the n-th."""
         self._statistics = record.statistics or self._statistics
         every = trainer.log_every_n_steps
         if not trainer.is_global_zero or not every or trainer.global_step % every:

@@ -26,11 +26,7 @@ _NEVER = sys.maxsize
 
 
 def require_drivable(trainer: Trainer, module: LightningModule) -> None:
-    """Checks before the training is set up that a callback can change its accumulation.
-
-    Raises:
-        SettingError: another part changes the accumulation, or the strategy is not supported.
-    """
+    """Raises SettingError, before the set-up, if a callback cannot change the accumulation."""
     if not module.automatic_optimization:
         raise SettingError(
             f"{type(module).__name__} has automatic_optimization=False, and its own loop steps the "
@@ -52,11 +48,7 @@ def require_drivable(trainer: Trainer, module: LightningModule) -> None:
 
 
 def require_strategy(strategy: Any) -> None:
-    """Checks that gradients can be measured under a strategy.
-
-    Raises:
-        SettingError: the strategy is not supported; the message has the remedy.
-    """
+    """Raises SettingError if gradients cannot be measured under a strategy."""
     if isinstance(strategy, DeepSpeedStrategy):
         raise SettingError(
             "under DeepSpeedStrategy the engine accumulates by its own "
@@ -77,11 +69,7 @@ def require_strategy(strategy: Any) -> None:
 
 
 def require_scheduler(trainer: Trainer, module: LightningModule) -> None:
-    """Checks that the scheduler that counts steps can be advanced in base batches.
-
-    Raises:
-        SettingError: the scheduler is not supported, or there are several.
-    """
+    """Raises SettingError unless the scheduler that counts steps can count base batches."""
     configs = _step_configs(trainer)
     if len(configs) > 1:
         raise SettingError(
@@ -148,9 +136,6 @@ def clip_norm_of(trainer: Trainer, module: LightningModule) -> float | None:
 
     Lightning must not clip there: under DDP `.grad` is not the gradient, and no one else may write
     to it.
-
-    Raises:
-        SettingError: gradients are clipped in another way than by norm.
     """
     if micro_batch_optimizer(trainer.optimizers[0]) is None:
         return None
@@ -170,11 +155,7 @@ def clip_norm_of(trainer: Trainer, module: LightningModule) -> float | None:
 
 
 def loader_batch_size(trainer: Trainer) -> int:
-    """Samples in a batch of the training loader.
-
-    Raises:
-        SettingError: the loader has no batch size.
-    """
+    """Samples in a batch of the training loader; raises SettingError if it does not say."""
     loader = trainer.train_dataloader
     size = getattr(loader, "batch_size", None)
     size = size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)

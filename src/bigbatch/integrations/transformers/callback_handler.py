@@ -22,10 +22,6 @@ class Length(TrainerCallback):
     `epoch` is samples used / samples of a pass; in the first pass over data of unknown length the
     share of `max_steps`, as in the Trainer. `max_steps`, which ends a training, is computed again
     from the remaining samples, unless the user set it, and so is the length of progress bars.
-
-    Args:
-        training: returns the AdaptiveBatch.
-        handler: the Trainer's handler, with all callbacks.
     """
 
     def __init__(self, training: Callable[[], AdaptiveBatch], handler: CallbackHandler) -> None:
@@ -73,9 +69,6 @@ class SafeCallbackHandler(CallbackHandler):
 
     An exception in the callback of TensorBoard, W&B, MLflow or another reporter is a warning, once;
     later events still call the callback. Exceptions of other callbacks are raised.
-
-    Args:
-        handler: the Trainer's handler, whose callbacks and objects are taken over.
     """
 
     def __init__(self, handler: Any) -> None:

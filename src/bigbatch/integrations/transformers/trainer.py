@@ -321,24 +321,13 @@ class AdaptiveTrainer(AdaptiveMixin, Trainer):
 
 
 def save_rank_state(folder: Path, rank: int, epochs: int, state: dict[str, Any]) -> None:
-    """Saves the state of one process in the folder of a checkpoint.
-
-    Args:
-        folder: folder of the checkpoint.
-        rank: rank of the process.
-        epochs: finished epochs, with one whose samples are all used.
-        state: state of the process's AdaptiveBatch.
-    """
+    """Saves the state of one process in the folder of a checkpoint."""
     with (folder / _STATE_FILE.format(rank)).open("wb") as file:
         save_state({"epochs": epochs, "train": state}, file)
 
 
 def load_rank_state(folder: Path, rank: int) -> tuple[int, dict[str, Any]]:
-    """Epochs and state of this process; those of the first process if no file has this rank.
-
-    Raises:
-        StateError: the checkpoint has no such file, or the file is damaged.
-    """
+    """Epochs and state of this process; those of the first process if no file has this rank."""
     for file in (folder / _STATE_FILE.format(rank), folder / _STATE_FILE.format(0)):
         if file.exists():
             with file.open("rb") as stream:

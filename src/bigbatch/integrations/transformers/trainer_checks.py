@@ -16,11 +16,7 @@ from bigbatch.training.optimizer_checks import require_steppable
 
 
 def require_arguments(arguments: list[Any]) -> None:
-    """Raises SettingError for training arguments that are not supported, before anything is built.
-
-    Args:
-        arguments: arguments of a Trainer, which may include its TrainingArguments.
-    """
+    """Raises SettingError for training arguments that are not supported."""
     for args in arguments:
         if isinstance(args, TrainingArguments):
             for message in _refusals(args):
@@ -28,12 +24,7 @@ def require_arguments(arguments: list[Any]) -> None:
 
 
 def require_overridable(kind: type, mixin: type) -> None:
-    """Raises SettingError if a class overrides a method that is called for whole updates.
-
-    Args:
-        kind: class of the Trainer.
-        mixin: the mixin that makes it choose its batch size.
-    """
+    """Raises SettingError if a class overrides a method that is called for whole updates."""
     order = kind.__mro__
     for each in order[: order.index(mixin)]:
         if "training_step" in vars(each):

@@ -13,12 +13,7 @@ from bigbatch.training.step import Step
 
 
 class EpochLoader:
-    """Iterates over the steps of one pass for every epoch of the Trainer.
-
-    Args:
-        train: the AdaptiveBatch whose steps these are.
-        resumed: whether the first pass is resumed from a checkpoint, and may be over already.
-    """
+    """Iterates over the steps of one pass for every epoch of the Trainer."""
 
     def __init__(self, train: AdaptiveBatch, *, resumed: bool) -> None:
         self._train, self._resumed = train, resumed
@@ -34,13 +29,7 @@ class EpochLoader:
 
 
 class StepBatch(dict[str, Any]):
-    """A step with the inputs that the Trainer counts, which its micro-batches add.
-
-    Args:
-        step: the step whose micro-batches are trained on.
-        main_input: name of the input that holds tokens.
-        keep_values: whether to keep the tokens and the attention mask, and not only their number.
-    """
+    """A step with the inputs that the Trainer counts, which its micro-batches add."""
 
     def __init__(self, step: Step, main_input: str, *, keep_values: bool) -> None:
         super().__init__()
@@ -87,12 +76,7 @@ class SplitStep:
 
 
 class SplitOptimizer(AcceleratedOptimizer):
-    """The Trainer's optimizer, whose step is the first half of an update.
-
-    Args:
-        prepared: the optimizer that accelerate has prepared.
-        split_step: the end of the current step.
-    """
+    """The Trainer's optimizer, whose step is the first half of an update."""
 
     def __init__(self, prepared: Any, split_step: SplitStep) -> None:
         super().__init__(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
@@ -105,13 +89,7 @@ class SplitOptimizer(AcceleratedOptimizer):
 
 
 class SplitScheduler:
-    """The Trainer's scheduler, whose step is the second half of an update.
-
-    Args:
-        scheduler: the scheduler in base batches, which AdaptiveBatch advances.
-        optimizer: the optimizer whose learning rates are reported.
-        split_step: the end of the current step.
-    """
+    """The Trainer's scheduler, whose step is the second half of an update."""
 
     def __init__(self, scheduler: Any, optimizer: Any, split_step: SplitStep) -> None:
         self.scheduler = scheduler
