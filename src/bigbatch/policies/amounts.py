@@ -70,14 +70,7 @@ class Amount:
         return Fraction({"sample": samples, "step": steps, "epoch": epochs}[self.unit]) / self.count
 
     def ends_in_step(self, steps: int, samples: int, batch_size: int, epoch: int) -> bool:
-        """Whether a multiple of this amount is reached in the last step.
-
-        Args:
-            steps: steps done, the last one included.
-            samples: samples seen, those of the last step included.
-            batch_size: samples of the last step.
-            epoch: samples in an epoch.
-        """
+        """Whether a multiple of this amount is reached in the last step."""
         start = samples - batch_size
         before = self.times(start, steps - 1, Fraction(start, epoch))
         after = self.times(samples, steps, Fraction(samples, epoch))

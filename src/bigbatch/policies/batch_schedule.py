@@ -88,25 +88,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Clause:
-    """A change of the batch size at one or several moments.
+    """A change of the batch size at one or several moments."""
 
-    Args:
-        text: the clause as it is written.
-        amount: the training before the change, or between two changes.
-        size: the size in the text, 0 without one.
-        factor: multiplies the size before, 0 without one.
-        repeats: whether the factor applies after every `amount`.
-        start: the first size of a ramp, which begins with the training; 0 without a ramp.
-        increment: the samples of one step of the ramp.
-    """
-
-    text: str
-    amount: Amount
-    size: int = 0
-    factor: float = 0.0
-    repeats: bool = False
-    start: int = 0
-    increment: int = 1
+    text: str  # the clause as it is written
+    amount: Amount  # before the change, or between two changes
+    size: int = 0  # the size in the text, 0 without one
+    factor: float = 0.0  # multiplies the size before; 0 without one
+    repeats: bool = False  # whether the factor applies after every `amount`
+    start: int = 0  # the first size of a ramp from the start of the training; 0 without one
+    increment: int = 1  # the samples of one step of the ramp
 
     def next_size(self, size: float, now: TrainingState) -> float | None:
         """The size after the clause, from the size before it; None before its moment."""

@@ -288,12 +288,6 @@ def controller_of(
 ) -> Controller:
     """The controller of a training, with bounds that the data set and its plans can keep.
 
-    Args:
-        policy: a policy, or a controller, whose bounds are narrowed.
-        constraints: what every plan has to keep.
-        batch_size: the first batch size; None with a controller.
-        base_batch: the batch size that the learning rate is for; default: `batch_size`.
-        samples: samples in an epoch; None if unknown.
     Raises:
         SettingError: nothing lies between the bounds, or the controller and the call both have
             sizes.

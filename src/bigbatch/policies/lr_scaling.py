@@ -80,9 +80,6 @@ class AdaScale:
 def resolve_scaling(lr_scaling: LRScaling, base_batch: int) -> Scaling:
     """The function that a name stands for.
 
-    Args:
-        lr_scaling: "sqrt", "linear", "adascale", None for no scaling, or a function of your own.
-        base_batch: batch size that the learning rate was tuned for.
     Raises:
         SettingError: another name, or an argument of another type.
     """

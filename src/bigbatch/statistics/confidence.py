@@ -121,12 +121,6 @@ def jackknife(x: float, sums: tuple[float, float], count: int, level: float) -> 
     """x -+ t se with se^2 = (k - 1) / k sum (x_d - mean)^2 / f and t of k - 1 degrees of freedom.
 
     f is `jackknife_excess`.
-
-    Args:
-        x: the estimate from the exact norms.
-        sums: sum of the x_d of `leave_one_out` over all ranks, and sum of their squares.
-        count: k; below 3 the interval is infinite.
-        level: nominal coverage.
     """
     x_sum, square_sum = sums
     if count < 3 or not math.isfinite(square_sum):
@@ -149,9 +143,6 @@ def jackknife_excess(x: float, count: int) -> float:
     itself (mu . Sigma mu = |mu|^2 tr Sigma^2 / tr Sigma); the dimension cancels. Without signal
     only pairs are left, whatever the gradients are.
 
-    Args:
-        x: the estimate.
-        count: k, at least 3.
     Source:
         Hoeffding 1948, Efron and Stein 1981; docs/theory.md (9).
     Example:

@@ -74,18 +74,12 @@ def _parabola_weights(points: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CriticalBatch:
-    """An estimate of B_crit with its confidence interval.
+    """An estimate of B_crit with its confidence interval."""
 
-    Args:
-        estimate: B_crit in samples; inf if no gain is lost to the batch size, nan if unknown.
-        low, high: the interval; 0 and inf where the curves give no bound.
-        reason: why it has no bound, or none on one side; empty if it has both.
-    """
-
-    estimate: float
+    estimate: float  # B_crit in samples; inf if no gain is lost to the batch size, nan if unknown
     low: float
-    high: float
-    reason: str = ""
+    high: float  # the interval; 0 and inf where the curves give no bound
+    reason: str = ""  # why it has no bound, or none on one side; empty if it has both
 
 
 def critical_batch(curves: Sequence[BranchCurve], confidence: float) -> CriticalBatch:
@@ -102,10 +96,6 @@ def critical_batch(curves: Sequence[BranchCurve], confidence: float) -> Critical
     coverage is right for few repeats too if z is about normal, whatever the noise of the branches
     has in common, and it has no end where the data know none. Nothing is taken to be linear in x
     or in s. An end that would lie beyond the tested sizes counts only as far as they do.
-
-    Args:
-        curves: at least two branches of different batch sizes, with equally many repeats.
-        confidence: coverage of the interval.
     """
     curves = sorted(curves, key=lambda curve: curve.batch_size)
     sizes = np.array([curve.batch_size for curve in curves], dtype=float)

@@ -20,25 +20,15 @@ _REPLICA_TOLERANCE = 1e-3  # squared norms of one tensor on several ranks, whose
 
 @dataclass(frozen=True)
 class RankTotals:
-    """The totals of one rank.
-
-    Args:
-        micro_batches, samples: k and N of this rank.
-        failed: 1 where this rank could not take part.
-        sqnorm_sum: sum |h_d|^2.
-        numbered_sqnorm_sum: sum (d + 1) |h_d|^2, which differs if micro-batches swap places.
-        first_nonfinite: number of the first micro-batch that is not finite, from 1, if there is
-            one.
-        grad_sqnorm: |.grad|^2 of this rank's shards.
-    """
+    """The totals of one rank."""
 
     micro_batches: float
-    samples: float
-    failed: float
-    sqnorm_sum: float
-    numbered_sqnorm_sum: float
-    first_nonfinite: float
-    grad_sqnorm: float
+    samples: float  # k and N of this rank
+    failed: float  # 1 where this rank could not take part
+    sqnorm_sum: float  # sum |h_d|^2
+    numbered_sqnorm_sum: float  # sum (d + 1) |h_d|^2; differs if micro-batches swap places
+    first_nonfinite: float  # number of the first micro-batch that is not finite, from 1
+    grad_sqnorm: float  # |.grad|^2 of this rank's shards
 
 
 FIELDS = len(fields(RankTotals))
@@ -96,9 +86,6 @@ class StepTotals:
     def reduction(self, eps: float, replicated: bool) -> float:
         """c with `.grad` = c * (sum of h_d over all ranks): 1/W for a mean over ranks, 1 for a sum.
 
-        Args:
-            eps: relative rounding of the gradients' type.
-            replicated: whether all ranks hold the same `.grad`.
         Raises:
             GradientError: `.grad` is neither, or differs between ranks that should hold the same.
         """

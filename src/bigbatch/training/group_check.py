@@ -189,14 +189,7 @@ def check_groups(
 
 
 class _ComparedGradients:
-    """The groups' gradients of one backward, h_d, and of a backward for each group, h'_d.
-
-    Args:
-        model: the model.
-        names: the parameters.
-        grouping: the groups of samples.
-        weight: the weights of the samples; None if they are equal.
-    """
+    """The groups' gradients of one backward, h_d, and of a backward for each group, h'_d."""
 
     def __init__(
         self,

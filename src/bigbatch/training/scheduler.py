@@ -33,10 +33,6 @@ class BaseBatchScheduler:
     for the next one. A scheduler that has ended stays at its end: a OneCycleLR, which would raise,
     a CosineAnnealingLR, which would rise again, a SequentialLR that ends with one of them, a
     ChainedScheduler as soon as one of its parts has ended.
-
-    Args:
-        base_batch: batch size that the learning rate was tuned for.
-        optimizer: the trained optimizer; a scheduler must belong to it.
     """
 
     def __init__(self, base_batch: int, optimizer: Optimizer) -> None:
@@ -272,10 +268,6 @@ class LRChanges:
 
     Rates may change between two passes (a schedule of epochs, a plateau after validation), and with
     a loaded state, which has new groups.
-
-    Args:
-        optimizer: the optimizer that has the rates.
-        warns: whether this rank warns.
     """
 
     def __init__(self, optimizer: Optimizer, *, warns: bool) -> None:
