@@ -25,16 +25,13 @@ _ANY = re.compile(amount_pattern("step", "sample", "epoch", "token"))
 class Amount:
     """An amount of training.
 
-    Args:
-        count: exact number of units; whole, except of epochs.
-        unit: "sample", "token", "epoch" or "step".
     Example:
         >>> print(Amount.parse("4.5K samples"), Amount.parse("1 epoch"))
         4500 samples 1 epoch
     """
 
-    count: Fraction
-    unit: str
+    count: Fraction  # exact number of units; whole, except of epochs
+    unit: str  # "sample", "token", "epoch" or "step"
 
     @classmethod
     def parse(cls, text: str) -> "Amount":
@@ -84,9 +81,6 @@ class Amount:
 class AmountIn:
     """The texts that are an amount in one of these units, for `Annotated[str, AmountIn(...)]`.
 
-    Args:
-        units: the allowed units.
-        whole_epochs: whether a fraction of an epoch is refused.
     Example:
         >>> "4K samples" in AmountIn("step", "sample"), "1 epoch" in AmountIn("step", "sample")
         (True, False)

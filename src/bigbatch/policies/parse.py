@@ -72,11 +72,7 @@ def is_own(text: str) -> bool:
 
 
 def build_policy(name: str, values: dict[str, Any]) -> Policy:
-    """The policy of that name with these arguments; schedules and policies in them are texts.
-
-    Raises:
-        SettingError: a value is out of range, or a text is invalid.
-    """
+    """The policy of that name with these arguments; schedules and policies in them are texts."""
     nested = {key: build(values[key]) for key, build in _NESTED.items() if values.get(key)}
     absent: dict[str, None] = {key: None for key in _NESTED if values.get(key) == ""}
     policy: Policy = POLICIES[name](**values | absent | nested)
@@ -84,11 +80,7 @@ def build_policy(name: str, values: dict[str, Any]) -> Policy:
 
 
 def arguments_of(name: str) -> dict[str, Field[Any]]:
-    """The arguments of the policy of that name.
-
-    Raises:
-        SettingError: no policy has that name.
-    """
+    """The arguments of the policy of that name."""
     if name not in POLICIES:
         raise SettingError(
             f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}; or your own, "
@@ -98,11 +90,7 @@ def arguments_of(name: str) -> dict[str, Field[Any]]:
 
 
 def target_of(name: str, target: float | None) -> float | None:
-    """`target`, if the policy of that name has a target similarity; else None.
-
-    Raises:
-        SettingError: no policy has that name.
-    """
+    """`target`, if the policy of that name has a target similarity; else None."""
     return target if not is_own(name) and "target" in arguments_of(name) else None
 
 

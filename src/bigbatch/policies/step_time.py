@@ -78,10 +78,6 @@ class StepTimes:
     own, which count while most of the last 32 steps are measured. Steps of another number of ranks
     never count, nor do those that are older than `max_age`: the machine or the network may have
     changed since.
-
-    Args:
-        ranks: processes that share a step.
-        max_age: steps after which one no longer counts; None for never.
     """
 
     def __init__(self, ranks: int = 1, max_age: int | None = _MAX_AGE) -> None:

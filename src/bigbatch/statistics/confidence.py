@@ -21,19 +21,12 @@ _DIFFERENCE_FREEDOM = 2 / 3  # degrees of freedom of a squared difference of suc
 
 @dataclass(frozen=True)
 class Interval:
-    """A two-sided interval for x = ln(1 + N signal / noise).
-
-    Args:
-        low, high: the ends of the interval; infinite if nothing is known.
-        level: nominal coverage.
-        covers: "step", the true x at this step's weights, or "window", the average over the steps
-            of a window, which differs from the present x if that drifts.
-    """
+    """A two-sided interval for x = ln(1 + N signal / noise)."""
 
     low: float
-    high: float
-    level: float
-    covers: Literal["step", "window"]
+    high: float  # the ends of the interval; infinite if nothing is known
+    level: float  # nominal coverage
+    covers: Literal["step", "window"]  # the true x of a step, or the average x of a window
 
     @property
     def similarity(self) -> tuple[float, float]:

@@ -30,45 +30,26 @@ _SHOWN = 12  # parameters in a table
 
 @dataclass(frozen=True)
 class ParameterCheck:
-    """The groups' gradients of one parameter.
+    """The groups' gradients of one parameter."""
 
-    Args:
-        name: the parameter's name in the model.
-        shape: its shape.
-        share: its share of |G|^2, the squared norm of the batch's gradient.
-        refusal: why the groups of one backward do not have it; empty if they do.
-        error: |h - h'| / |h'|, with h of one backward and h' of the loop, over all groups; |h'| is
-            at least a thousandth of that of all parameters together. nan if it is refused.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    share: float
-    refusal: str
-    error: float
+    name: str  # the parameter's name in the model
+    shape: tuple[int, ...]  # its shape
+    share: float  # its share of |G|^2, the squared norm of the batch's gradient
+    refusal: str  # why the groups of one backward do not have it; empty if they do
+    error: float  # |h - h'| / |h'| over all groups; nan if refused
 
 
 @dataclass(frozen=True)
 class GroupCheck:
-    """What `check_groups` found; `print` shows it as a table.
+    """What `check_groups` found; `print` shows it as a table."""
 
-    Args:
-        samples: B, samples of the batch.
-        groups: k.
-        parameters: every parameter that has a gradient.
-        one_backward: statistics of the groups of one backward, over the parameters that it covers.
-        loop: the same from one backward for each group.
-        tolerance: largest error that is `ok`.
-        mode: "train"; "eval" if the loss is random in training, by dropout for example.
-    """
-
-    samples: int
-    groups: int
-    parameters: tuple[ParameterCheck, ...]
-    one_backward: GradientStatistics
-    loop: GradientStatistics
-    tolerance: float
-    mode: str
+    samples: int  # B, samples of the batch
+    groups: int  # k
+    parameters: tuple[ParameterCheck, ...]  # every parameter that has a gradient
+    one_backward: GradientStatistics  # of the groups of one backward, where it has them
+    loop: GradientStatistics  # the same from one backward for each group
+    tolerance: float  # largest error that is `ok`
+    mode: str  # "train"; "eval" if the loss is random in training, by dropout for example
 
     @property
     def failures(self) -> tuple[ParameterCheck, ...]:

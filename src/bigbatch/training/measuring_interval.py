@@ -34,10 +34,6 @@ class MeasuringInterval:
 
     A measured step that cannot decide (the end of an epoch, a gradient that is not finite) is
     followed by another one, which the next interval makes up for.
-
-    Args:
-        budget: largest share of the time; 0 measures no step, None every step.
-        every: n, if it is fixed; the budget is unused then.
     """
 
     def __init__(self, budget: float | None, every: int | None = None) -> None:

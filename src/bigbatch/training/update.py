@@ -201,7 +201,7 @@ class Update:
         finally:
             self._step_started += time.perf_counter() - started
             if self.record is not None:
-                self._lr_changes.accept()
+                self._lr_changes.note()
 
     def rank_message(self) -> tuple[float, float]:
         """A rank's elapsed seconds and a checksum of its state; [Note: Agreement of ranks]."""
