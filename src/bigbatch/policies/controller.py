@@ -273,8 +273,6 @@ class Controller:
 
     def _within_bounds(self, decision: Decision) -> Decision:
         batch_size = clamp(decision.batch_size, self.min_batch, self.max_batch)
-        if batch_size == decision.batch_size:
-            return decision
         return replace(decision, batch_size=batch_size)
 
 

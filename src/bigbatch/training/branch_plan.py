@@ -75,8 +75,10 @@ class BranchRequest:
         least = self._of(sizes, fewest * sizes[-1], ranks)
         self._require_affordable(least, available)
         longer = range(max(_MOST_STEPS, 2 * fewest), fewest, -1)
+        left = math.inf if available is None else available
         plans = (self._of(sizes, steps * sizes[-1], ranks) for steps in longer)
-        return next((plan for plan in plans if self._fits(plan, available)), least)
+        affordable = (plan for plan in plans if plan.cost <= self.allowance and plan.read <= left)
+        return next(affordable, least)
 
     def _sizes(self, batch_size: int, ranks: int) -> tuple[int, ...]:
         if self.batch_sizes is None:
@@ -110,9 +112,6 @@ class BranchRequest:
         held_aside = max(1, samples // 2) if self.held_aside is None else self.held_aside
         held_aside = -(-held_aside // ranks) * ranks
         return BranchPlan(sizes, samples, self.repeats, held_aside)
-
-    def _fits(self, plan: BranchPlan, available: int | None) -> bool:
-        return plan.cost <= self.allowance and (available is None or plan.read <= available)
 
     def _require_affordable(self, plan: BranchPlan, available: int | None) -> None:
         sizes = (

@@ -233,7 +233,7 @@ class _ComparedGradients:
                 tuple(p.shape),
                 square / total,
                 self._refusals.get(p, ""),
-                _ratio(self._errors[p], max(self._squares[p], smallest))
+                math.sqrt(self._errors[p] / (max(self._squares[p], smallest) or 1.0))
                 if p in self._groups
                 else math.nan,
             )
@@ -320,7 +320,3 @@ def _restored(model: nn.Module) -> Iterator[None]:
 def _square(tensor: Tensor) -> float:
     dtype = widest_float(tensor.device)
     return float(torch.linalg.vector_norm(tensor.detach(), dtype=dtype)) ** 2
-
-
-def _ratio(error: float, square: float) -> float:
-    return math.sqrt(error / square) if square else math.sqrt(error)
