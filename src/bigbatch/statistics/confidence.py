@@ -84,17 +84,9 @@ def leave_one_out(
         noise_d = (A - n_d a_d - N_d G2_d) / (k - 2),   signal_d = G2_d - noise_d / N_d
         x_d = ln(1 + N signal_d / noise_d)
 
-    x_d has N and not N_d, since it estimates the x of the whole step.
+    x_d has N and not N_d, since it estimates the x of the whole step. `means` are t_d of this
+    rank, (k_r, m), and `sizes` n_d; N t, A (`spread`), k and N are over all ranks.
 
-    Args:
-        means: t_d of this rank's micro-batches, (k_r, m).
-        sizes: their n_d, (k_r,).
-        total_projection: N t over all ranks, (m,).
-        spread: A over all ranks, 0-dim.
-        count: k over all ranks, 0-dim.
-        samples: N over all ranks, 0-dim.
-    Returns:
-        x_d, (k_r,).
     Source:
         The delete-one jackknife (Quenouille 1949, Tukey 1958); docs/theory.md (9).
     """

@@ -186,13 +186,9 @@ def combine_moments(
 
         S = sum S_r;   M2 = sum M2_r + sum W_r (S_r / W_r - S / W)^2
 
-    Args:
-        totals: S_r.
-        m2s: M2_r; may be empty if all are zero.
-        weights: W_r; a group of weight 0 is in S alone.
-        total: the tensor to write S to, float32 at least.
-        m2: the tensor to write M2 to.
-        fused: whether compiled kernels may be used.
+    S and M2 are written to `total` and `m2`. A group of weight 0 is in S alone; without `m2s` all
+    M2_r are 0.
+
     Source:
         Chan, Golub and LeVeque 1979.
     """

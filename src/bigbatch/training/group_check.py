@@ -156,8 +156,7 @@ def check_groups(
     with _restored(model), torch.enable_grad():
         mode = _set_mode(model, lambda: _loss(model, loss_fn, x, y))
         random = random_state()
-        compared = _ComparedGradients(model, names, grouping, weight)
-        compared.add_batch(_loss(model, loss_fn, x, y))
+        compared = _ComparedGradients(model, names, grouping, weight, _loss(model, loss_fn, x, y))
         for d, (lo, hi) in enumerate(pairwise(accumulate(grouping.sizes, initial=0))):
             if compared.weights[d]:
                 restore_random_state(random)
@@ -178,44 +177,33 @@ class _ComparedGradients:
         names: Mapping[Tensor, str],
         grouping: Grouping,
         weight: Tensor | None,
+        loss: Tensor,
     ) -> None:
         self.weights = [*(grouping.sizes if weight is None else grouping.sums(weight))]
-        self._names, self._samples, self._weight = names, grouping.samples, weight
-        self._tap = GroupTap(
-            grouping.groups, lambda leaf: leaf if leaf in names else None, {}, model
-        )
-        self._tap.exact = True
-        self._whole: dict[Tensor, Tensor] = {}  # G
-        self._refusals: dict[Tensor, str] = {}
+        self._names = names
+        tap = GroupTap(grouping.groups, lambda leaf: leaf if leaf in names else None, {}, model)
+        tap.exact = True
+        tap.prepare([loss], grouping.samples, weight)
+        self._whole = gradients_of(loss, list(names))  # G
+        self._refusals = tap.refusals
         self._groups: dict[Tensor, Tensor] = {}  # h_d, (k, *shape)
-        self._sums: dict[Tensor, Tensor] = {}  # sum_d h'_d
-        self._errors: dict[Tensor, float] = {}  # sum_d |h_d - h'_d|^2
-        self._squares: dict[Tensor, float] = {}  # sum_d |h'_d|^2
-        self._scatter = 0.0  # sum_d |h'_d|^2 / n_d
-
-    def add_batch(self, loss: Tensor) -> None:
-        """Runs the one backward; writes to no `.grad`."""
-        self._tap.prepare([loss], self._samples, self._weight)
-        self._whole = gradients_of(loss, list(self._names))
         for parameter, gradient in self._whole.items():
-            groups = self._tap.take(parameter, gradient)
-            refusal = self._tap.refusals.get(parameter, "")
-            if groups is None or refusal:
-                self._refusals[parameter] = refusal
-            else:
+            groups = tap.take(parameter, gradient)
+            if groups is not None and not tap.refusals.get(parameter):
                 self._groups[parameter] = groups.gradients
-        self._tap.forget()
-        self._sums = {p: torch.zeros_like(p) for p in self._groups}
-        self._errors, self._squares = (dict.fromkeys(self._groups, 0.0) for _ in range(2))
+        tap.forget()
+        self._sums = {p: torch.zeros_like(p) for p in self._groups}  # sum_d h'_d
+        self._errors = dict.fromkeys(self._groups, 0.0)  # sum_d |h_d - h'_d|^2
+        self._squares = dict.fromkeys(self._groups, 0.0)  # sum_d |h'_d|^2
+        self._scatter = 0.0  # sum_d |h'_d|^2 / n_d
 
     def add_group(self, d: int, loss: Tensor) -> None:
         """Runs the backward of the mean loss of group d alone."""
         share = self.weights[d] / sum(self.weights)
         gradients = gradients_of(loss, list(self._groups))
         for parameter, groups in self._groups.items():
-            expected = torch.zeros_like(parameter)
-            if parameter in gradients:
-                expected = gradients[parameter] * share
+            reached = parameter in gradients
+            expected = gradients[parameter] * share if reached else torch.zeros_like(parameter)
             self._sums[parameter] += expected
             square = _square(expected)
             self._squares[parameter] += square
