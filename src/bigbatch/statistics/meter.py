@@ -424,10 +424,8 @@ def _by_layer(model: nn.Module | Iterable[Tensor]) -> dict[Tensor, str]:
     if not isinstance(model, nn.Module):
         raise SettingError("per_layer=True needs the model, whose modules have names")
     wrapped = (m.module for m in model.modules() if isinstance(m, DistributedDataParallel))
-    return {p: _module_name(name) for name, p in next(wrapped, model).named_parameters()}
-
-
-def _module_name(name: str) -> str:
-    """Module of a parameter, without the prefixes of torch.compile and checkpointing."""
-    parts = name.split(".")[:-1]
-    return ".".join(p for p in parts if p not in ("_orig_mod", "_checkpoint_wrapped_module"))
+    prefixes = ("_orig_mod", "_checkpoint_wrapped_module")
+    return {
+        p: ".".join(part for part in name.split(".")[:-1] if part not in prefixes)
+        for name, p in next(wrapped, model).named_parameters()
+    }

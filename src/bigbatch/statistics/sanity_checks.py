@@ -81,11 +81,9 @@ class SanityChecks:
             ):
                 equal_norm_steps[one, other] = self._equal_norm_steps.get((one, other), 0) + 1
         self._equal_norm_steps = equal_norm_steps
-        sure_pairs = [
-            pair
-            for pair, steps in equal_norm_steps.items()
-            if steps >= _SURE_STEPS and ranks[pair[0]].sqnorm_sum
-        ]
+        steps_of = equal_norm_steps.items()
+        sure = [pair for pair, steps in steps_of if steps >= _SURE_STEPS]
+        sure_pairs = [pair for pair in sure if ranks[pair[0]].sqnorm_sum]
         if not sure_pairs:
             return ""
         first, second = sure_pairs[0]
