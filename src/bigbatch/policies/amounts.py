@@ -35,11 +35,7 @@ class Amount:
 
     @classmethod
     def parse(cls, text: str) -> "Amount":
-        """Parses a text; K, M, B and T are thousands, millions, billions and trillions.
-
-        Raises:
-            SettingError: the text is not an amount.
-        """
+        """Parses a text; K, M, B and T are thousands, millions, billions and trillions."""
         match = _ANY.fullmatch(" ".join(text.split()))
         if match is None:
             raise SettingError(f"{text!r} is no amount such as 500 steps, 2M samples or 20 epochs")

@@ -78,11 +78,7 @@ class AdaScale:
 
 @checked
 def resolve_scaling(lr_scaling: LRScaling, base_batch: int) -> Scaling:
-    """The function that a name stands for.
-
-    Raises:
-        SettingError: another name, or an argument of another type.
-    """
+    """The function that a name stands for."""
     if callable(lr_scaling):
         return lr_scaling
     if lr_scaling == "adascale":

@@ -16,11 +16,7 @@ from bigbatch.training.optimizer_checks import trained_parameters
 
 
 class TrainingSnapshot:
-    """Everything that a trial changes; tensors are copied to the CPU.
-
-    Raises:
-        SettingError: FSDP2 of a torch before 2.13, which cannot continue after an error.
-    """
+    """Everything that a trial changes; tensors are copied to the CPU."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, loader: ResumableLoader | None = None
