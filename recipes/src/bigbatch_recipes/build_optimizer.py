@@ -11,8 +11,7 @@ from bigbatch.errors import SettingError
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions, require_valid
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.own_policy import own_policy
-from bigbatch.policies.parse import build_policy, is_own
+from bigbatch.policies.parse import build_policy, is_own, parse_policy
 from bigbatch.policies.policy import Policy, needs_of
 from bigbatch_recipes.earlier_runs import Replay
 from bigbatch_recipes.run_directory import RunDirectory
@@ -39,7 +38,7 @@ def build_controller(settings: Settings) -> Controller:
 
 def _build_policy(settings: Settings) -> Policy:
     if is_own(settings.policy):
-        return own_policy(settings.policy)
+        return parse_policy(settings.policy)
     if settings.policy == "schedule" and settings.replay_from:
         return _replay(settings)
     if settings.policy == "schedule" and not settings.batch_schedule:

@@ -25,24 +25,17 @@ _ANY = re.compile(amount_pattern("step", "sample", "epoch", "token"))
 class Amount:
     """An amount of training.
 
-    Args:
-        count: exact number of units; whole, except of epochs.
-        unit: "sample", "token", "epoch" or "step".
     Example:
         >>> print(Amount.parse("4.5K samples"), Amount.parse("1 epoch"))
         4500 samples 1 epoch
     """
 
-    count: Fraction
-    unit: str
+    count: Fraction  # exact number of units; whole, except of epochs
+    unit: str  # "sample", "token", "epoch" or "step"
 
     @classmethod
     def parse(cls, text: str) -> "Amount":
-        """Parses a text; K, M, B and T are thousands, millions, billions and trillions.
-
-        Raises:
-            SettingError: the text is not an amount.
-        """
+        """Parses a text; K, M, B and T are thousands, millions, billions and trillions."""
         match = _ANY.fullmatch(" ".join(text.split()))
         if match is None:
             raise SettingError(f"{text!r} is no amount such as 500 steps, 2M samples or 20 epochs")
@@ -70,14 +63,7 @@ class Amount:
         return Fraction({"sample": samples, "step": steps, "epoch": epochs}[self.unit]) / self.count
 
     def ends_in_step(self, steps: int, samples: int, batch_size: int, epoch: int) -> bool:
-        """Whether a multiple of this amount is reached in the last step.
-
-        Args:
-            steps: steps done, the last one included.
-            samples: samples seen, those of the last step included.
-            batch_size: samples of the last step.
-            epoch: samples in an epoch.
-        """
+        """Whether a multiple of this amount is reached in the last step."""
         start = samples - batch_size
         before = self.times(start, steps - 1, Fraction(start, epoch))
         after = self.times(samples, steps, Fraction(samples, epoch))
@@ -91,9 +77,6 @@ class Amount:
 class AmountIn:
     """The texts that are an amount in one of these units, for `Annotated[str, AmountIn(...)]`.
 
-    Args:
-        units: the allowed units.
-        whole_epochs: whether a fraction of an epoch is refused.
     Example:
         >>> "4K samples" in AmountIn("step", "sample"), "1 epoch" in AmountIn("step", "sample")
         (True, False)

@@ -88,25 +88,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Clause:
-    """A change of the batch size at one or several moments.
+    """A change of the batch size at one or several moments."""
 
-    Args:
-        text: the clause as it is written.
-        amount: the training before the change, or between two changes.
-        size: the size in the text, 0 without one.
-        factor: multiplies the size before, 0 without one.
-        repeats: whether the factor applies after every `amount`.
-        start: the first size of a ramp, which begins with the training; 0 without a ramp.
-        increment: the samples of one step of the ramp.
-    """
-
-    text: str
-    amount: Amount
-    size: int = 0
-    factor: float = 0.0
-    repeats: bool = False
-    start: int = 0
-    increment: int = 1
+    text: str  # the clause as it is written
+    amount: Amount  # before the change, or between two changes
+    size: int = 0  # the size in the text, 0 without one
+    factor: float = 0.0  # multiplies the size before; 0 without one
+    repeats: bool = False  # whether the factor applies after every `amount`
+    start: int = 0  # the first size of a ramp from the start of the training; 0 without one
+    increment: int = 1  # the samples of one step of the ramp
 
     def next_size(self, size: float, now: TrainingState) -> float | None:
         """The size after the clause, from the size before it; None before its moment."""
@@ -180,8 +170,10 @@ def _with_clause(parsed: _Parsed, text: str, tokens_per_sample: float | None) ->
     if "unit" not in groups:
         return _Parsed(start, [])
     clause = _clause(text, groups, _amount(groups, tokens_per_sample))
-    if not clause.repeats:
-        _require_later(clause, parsed.clauses)
+    for earlier in parsed.clauses:
+        same_kind = earlier.amount.unit == clause.amount.unit and not earlier.repeats
+        if same_kind and not clause.repeats and earlier.amount.count > clause.amount.count:
+            raise SettingError(f"it comes before {earlier.text!r}; write clauses in order of time")
     cap = float(_size(groups["cap"])) if "cap" in groups else math.inf
     clauses = [*parsed.clauses, clause]
     largest = max(start, *(clause.size for clause in clauses))
@@ -231,12 +223,3 @@ def _amount(groups: dict[str, str], tokens_per_sample: float | None) -> Amount:
     if tokens_per_sample is None:
         raise SettingError("tokens need tokens_per_sample=, the mean length of a sample")
     return Amount(amount.count / Fraction(tokens_per_sample), "sample")
-
-
-def _require_later(clause: _Clause, earlier_clauses: list[_Clause]) -> None:
-    """Raises SettingError if a moment of the same unit comes after the clause's."""
-    amount = clause.amount
-    for earlier in earlier_clauses:
-        same_unit = earlier.amount.unit == amount.unit
-        if same_unit and not earlier.repeats and earlier.amount.count > amount.count:
-            raise SettingError(f"it comes before {earlier.text!r}; write clauses in order of time")

@@ -237,7 +237,9 @@ class Controller:
         self.first_batch_size = state["first_batch_size"]
         self._samples, self._steps = state["samples"], state["steps"]
         saved = state["average"] or {}
-        if self._average is not None and _kind(saved) == _kind(self._average.state_dict()):
+        present = {} if self._average is None else self._average.state_dict()
+        same_kind = saved.keys() == present.keys() and saved.get("unit") == present.get("unit")
+        if self._average is not None and same_kind:
             self._average.load_state_dict(saved)  # else there was none, or one of another kind
         if self._stateful_policy is not None and state["policy"] is not None:
             self._stateful_policy.load_state_dict(state["policy"])
@@ -273,8 +275,6 @@ class Controller:
 
     def _within_bounds(self, decision: Decision) -> Decision:
         batch_size = clamp(decision.batch_size, self.min_batch, self.max_batch)
-        if batch_size == decision.batch_size:
-            return decision
         return replace(decision, batch_size=batch_size)
 
 
@@ -288,12 +288,6 @@ def controller_of(
 ) -> Controller:
     """The controller of a training, with bounds that the data set and its plans can keep.
 
-    Args:
-        policy: a policy, or a controller, whose bounds are narrowed.
-        constraints: what every plan has to keep.
-        batch_size: the first batch size; None with a controller.
-        base_batch: the batch size that the learning rate is for; default: `batch_size`.
-        samples: samples in an epoch; None if unknown.
     Raises:
         SettingError: nothing lies between the bounds, or the controller and the call both have
             sizes.
@@ -342,11 +336,6 @@ def _average(
     window = Amount.parse(smoothing)
     unit: Literal["steps", "samples"] = "steps" if window.unit == "step" else "samples"
     return NoiseAverage(float(window.count), unit, confidence=confidence)
-
-
-def _kind(average: Mapping[str, Any]) -> tuple[frozenset[str], str | None]:
-    """What two states of averages must share."""
-    return frozenset(average), average.get("unit")
 
 
 def warn_of_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> None:

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from bigbatch.policies.plan import clamp, require_bounds
-from bigbatch.policies.policy import MAX_CHANGE, Decision, Needs, TrainingState, rounded_size
+from bigbatch.policies.plan import clamp
+from bigbatch.policies.policy import Bounded, Decision, Needs, TrainingState
 from bigbatch.policies.step_time import StepTime
 from bigbatch.setting_types import Count, Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -15,7 +15,7 @@ _MIN_TREND = 1.0  # standard errors by which the loss must have fallen
 
 @checked
 @dataclass(frozen=True)
-class Goodput:
+class Goodput(Bounded):
     """Sets the batch to the size that trains fastest, with nothing to choose.
 
         B = sqrt(B_0 B_simple),   B_0 = a / b
@@ -48,19 +48,10 @@ class Goodput:
     min_batch: Count = 1
     max_batch: Count | None = None
 
-    def __post_init__(self) -> None:
-        require_bounds(self.min_batch, self.max_batch)
-
     @property
     def needs(self) -> Needs:
         """Averages, small changes, and the times and losses of steps."""
-        return Needs(
-            average=True,
-            history=True,
-            max_change=MAX_CHANGE,
-            min_batch=self.min_batch,
-            max_batch=self.max_batch,
-        )
+        return replace(super().needs, history=True)
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Decides for the fastest size within the limits, or for a size that must be timed."""
@@ -78,15 +69,10 @@ class Goodput:
             reason += f"; at most x{_REACH} beyond the timed sizes"
         trend = now.loss_trend
         if size > now.target_batch_size and trend is not None and trend < _MIN_TREND:
-            return self._bounded(
+            return self.bounded(
                 now.target_batch_size, f"{reason}; held: the loss falls no more", now
             )
-        return self._bounded(size, reason, now)
-
-    def _bounded(self, size: float, reason: str, now: TrainingState) -> Decision:
-        """A decision within the bounds."""
-        target = rounded_size(round, size, now, self.max_batch)
-        return Decision(clamp(target, self.min_batch, self.max_batch), reason)
+        return self.bounded(size, reason, now)
 
     def _trial(self, now: TrainingState) -> Decision:
         """The next size to time, until two sizes are known."""
@@ -103,4 +89,4 @@ class Goodput:
 
     def _time(self, size: int, reason: str, now: TrainingState) -> Decision:
         reason = f"the time of a step of {size} is needed, {reason}; or pass overhead="
-        return replace(self._bounded(size, reason, now), trial=True)
+        return replace(self.bounded(size, reason, now), trial=True)

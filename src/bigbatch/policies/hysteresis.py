@@ -22,16 +22,10 @@ class Hysteresis:
     """Decides whether a change of the batch size is held back.
 
     A policy that decides the same whatever the noise is, a schedule for example, is never held.
-
-    Args:
-        dead_band: d holds a growth (shrinkage) that the policy would not make if the present
-            batch were 1 + d times as large (small).
-        confidence: coverage of an interval for x = ln(1 + N |mu|^2 / tr); a change is held unless
-            the policy makes one in the same direction at both ends of the interval.
     """
 
-    dead_band: DeadBand = 0.0
-    confidence: Coverage | None = None
+    dead_band: DeadBand = 0.0  # share by which a larger (smaller) batch must grow (shrink) too
+    confidence: Coverage | None = None  # of an interval at whose ends a change goes the same way
 
     def hold_reason(
         self, decide: Decide, decision: Decision, statistics: GradientStatistics, now: TrainingState

@@ -5,15 +5,7 @@ from typing import Annotated
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, WarmupLength
-from bigbatch.policies.policy import (
-    Decision,
-    Needs,
-    Policy,
-    TrainingState,
-    Wrapper,
-    needs_of,
-    require_policy,
-)
+from bigbatch.policies.policy import Decision, Needs, Policy, TrainingState, Wrapper, needs_of
 from bigbatch.setting_types import In, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -49,9 +41,6 @@ lr_factor=1.0)
 
     at: SwitchMoment
     policy: Policy
-
-    def __post_init__(self) -> None:
-        require_policy(self.policy)
 
     @property
     def needs(self) -> Needs:

@@ -78,14 +78,7 @@ class AdaScale:
 
 @checked
 def resolve_scaling(lr_scaling: LRScaling, base_batch: int) -> Scaling:
-    """The function that a name stands for.
-
-    Args:
-        lr_scaling: "sqrt", "linear", "adascale", None for no scaling, or a function of your own.
-        base_batch: batch size that the learning rate was tuned for.
-    Raises:
-        SettingError: another name, or an argument of another type.
-    """
+    """The function that a name stands for."""
     if callable(lr_scaling):
         return lr_scaling
     if lr_scaling == "adascale":

@@ -1,14 +1,19 @@
-"""Policies by name, as a command line has them."""
+"""Policies by name or by place, as a command line has them."""
 
+import ast
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
-from typing import Any
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
+from typing import Any, cast
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.goodput import Goodput
 from bigbatch.policies.late_switch import LateSwitch
-from bigbatch.policies.own_policy import own_policy
 from bigbatch.policies.policy import Fixed, NoiseScale, NormTest, Policy, SimiGrad
 from bigbatch.policies.seesaw import Seesaw
 from bigbatch.setting_types import parse_setting
@@ -29,7 +34,8 @@ _SEMICOLONS = ("schedule", "seesaw", "late-switch")  # their arguments contain c
 def parse_policy(text: str) -> Policy:
     """Parses a policy: `NAME`, `NAME:KEY=VALUE,KEY=VALUE` or `NAME:VALUE,...`.
 
-    Or one of your own: `module:Class` or `file.py:Class`, see `own_policy`.
+    Or one of your own: `module:Class` or `file.py:Class`, each also with `:KEY=VALUE,KEY=VALUE`,
+    whose values are literals of Python, text otherwise. Modules of the working directory count too.
 
     A value without a key is the first argument's. Arguments that are schedules or policies contain
     commas: semicolons separate the arguments of schedule, seesaw and late-switch.
@@ -47,7 +53,7 @@ def parse_policy(text: str) -> Policy:
     """
     name, _, rest = (part.strip() for part in text.partition(":"))
     if is_own(text):
-        return own_policy(text)
+        return _own_policy(text)
     arguments = arguments_of(name)
     values: dict[str, Any] = {}
     for part in rest.split(";" if name in _SEMICOLONS else ",") if rest else []:
@@ -72,11 +78,7 @@ def is_own(text: str) -> bool:
 
 
 def build_policy(name: str, values: dict[str, Any]) -> Policy:
-    """The policy of that name with these arguments; schedules and policies in them are texts.
-
-    Raises:
-        SettingError: a value is out of range, or a text is invalid.
-    """
+    """The policy of that name with these arguments; schedules and policies in them are texts."""
     nested = {key: build(values[key]) for key, build in _NESTED.items() if values.get(key)}
     absent: dict[str, None] = {key: None for key in _NESTED if values.get(key) == ""}
     policy: Policy = POLICIES[name](**values | absent | nested)
@@ -84,11 +86,7 @@ def build_policy(name: str, values: dict[str, Any]) -> Policy:
 
 
 def arguments_of(name: str) -> dict[str, Field[Any]]:
-    """The arguments of the policy of that name.
-
-    Raises:
-        SettingError: no policy has that name.
-    """
+    """The arguments of the policy of that name."""
     if name not in POLICIES:
         raise SettingError(
             f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}; or your own, "
@@ -98,11 +96,7 @@ def arguments_of(name: str) -> dict[str, Field[Any]]:
 
 
 def target_of(name: str, target: float | None) -> float | None:
-    """`target`, if the policy of that name has a target similarity; else None.
-
-    Raises:
-        SettingError: no policy has that name.
-    """
+    """`target`, if the policy of that name has a target similarity; else None."""
     return target if not is_own(name) and "target" in arguments_of(name) else None
 
 
@@ -110,6 +104,66 @@ def _usage(name: str) -> str:
     separator = "; " if name in _SEMICOLONS else ","
     usage = separator.join(f"{key}=..." for key in arguments_of(name))
     return f"{name}:{usage.replace('text=...', 'TEXT')}"
+
+
+def _own_policy(text: str) -> Policy:
+    """The policy of `module:Class` or `file.py:Class`; see `parse_policy`."""
+    place, _, rest = text.partition(":")
+    name, _, arguments = rest.partition(":")
+    found = _names_in(place, text).get(name)
+    if not inspect.isclass(found):
+        raise SettingError(f"policy {text!r}: {place} has no class {name!r}; write {place}:CLASS")
+    given: dict[str, Any] = {}
+    for part in arguments.split(",") if arguments else []:
+        key, equals, value = (one.strip() for one in part.partition("="))
+        if not equals:
+            raise SettingError(f"policy {text!r}: write {part.strip()!r} as KEY=VALUE")
+        given[key] = _value(value)
+    try:
+        policy: Any = found(**given)
+    except (TypeError, ValueError) as error:
+        raise SettingError(
+            f"policy {text!r} cannot be built: {error}; write {place}:{name}:KEY=VALUE,... with "
+            f"the arguments of {name}{inspect.signature(found)}"
+        ) from error
+    if not callable(getattr(policy, "decide", None)):
+        raise SettingError(f"policy {text!r}: {name} has no method decide(statistics, now); add it")
+    return cast("Policy", policy)
+
+
+def _names_in(place: str, text: str) -> dict[str, Any]:
+    """The names that a module or a file defines."""
+    is_file = place.endswith(".py")
+    folder = place.replace("\\", "/").rpartition("/")[0] if is_file else ""
+    if folder not in sys.path:  # "" is the working directory
+        sys.path.insert(0, folder)
+    try:
+        return vars(_load_file(place) if is_file else import_module(place))
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        raise SettingError(
+            f"policy {text!r}: {error}; name a module that Python finds, or a file: FILE.py:CLASS"
+        ) from error
+    except Exception as error:  # of the user's own program
+        raise SettingError(
+            f"policy {text!r}: {place} fails with {type(error).__name__}: {error}; correct it"
+        ) from error
+
+
+def _load_file(file: str) -> ModuleType:
+    name = file.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
+    spec = spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 _NESTED: dict[str, Callable[[str], Policy]] = {  # arguments that are schedules or policies

@@ -94,34 +94,18 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class PlanConstraints:
-    """Constraints on every plan of a training.
+    """Constraints on every plan of a training."""
 
-    Args:
-        virtual_ranks: ranks that share a step.
-        micro_batch: most samples in one backward.
-        fixed_micro_batch: whether every backward has that many.
-        min_micro_batches: fewest micro-batches, over all ranks, of a step that is measured.
-        groups: groups of samples in a backward, of which each counts as a micro-batch; None for
-            none.
-    """
-
-    virtual_ranks: int
-    micro_batch: int
-    fixed_micro_batch: bool
-    min_micro_batches: int
-    groups: int | None = None
+    virtual_ranks: int  # ranks that share a step
+    micro_batch: int  # most samples in one backward
+    fixed_micro_batch: bool  # whether every backward has that many
+    min_micro_batches: int  # fewest of a measured step, over all ranks
+    groups: int | None = None  # groups in a backward, each of which is a micro-batch
 
     def plan(
         self, batch_size: int, min_batch: int, max_batch: int | None, *, compared: bool = True
     ) -> BatchPlan:
-        """The plan for a batch size.
-
-        Args:
-            batch_size: samples over all ranks.
-            min_batch: lower bound.
-            max_batch: upper bound; None for none.
-            compared: whether micro-batches are compared; otherwise a single backward may do.
-        """
+        """The plan for a batch size."""
         backwards = -(-self.min_micro_batches // (self.groups or 1)) if compared else 1
         if self.groups and compared:
             min_batch = max(min_batch, self.min_micro_batches)  # samples, one of each group

@@ -135,9 +135,33 @@ class Fixed:
         return Decision(self.batch_size, "fixed")
 
 
+class Bounded:
+    """A policy with bounds that goes by averages, and changes the batch a little at a time."""
+
+    min_batch: int
+    max_batch: int | None
+
+    def __post_init__(self) -> None:
+        require_bounds(self.min_batch, self.max_batch)
+
+    @property
+    def needs(self) -> Needs:
+        """Averages, and small changes."""
+        return Needs(
+            average=True, max_change=MAX_CHANGE, min_batch=self.min_batch, max_batch=self.max_batch
+        )
+
+    def bounded(
+        self, size: float, reason: str, now: TrainingState, rounding: Callable[[float], int] = round
+    ) -> Decision:
+        """The decision for a size, rounded and within the bounds."""
+        size = rounded_size(rounding, size, now, self.max_batch)
+        return Decision(clamp(size, self.min_batch, self.max_batch), reason)
+
+
 @checked
 @dataclass(frozen=True)
-class SimiGrad:
+class SimiGrad(Bounded):
     """Grows or shrinks the batch so that its gradient similarity stays at a target.
 
         phi < target:             B <- max(B + 1, int(grow B))
@@ -167,13 +191,10 @@ class SimiGrad:
     grow: Growth = 1.1
     shrink: Shrinkage = 0.9
 
-    def __post_init__(self) -> None:
-        require_bounds(self.min_batch, self.max_batch)
-
     @property
     def needs(self) -> Needs:
-        """Averages."""
-        return Needs(average=True, min_batch=self.min_batch, max_batch=self.max_batch)
+        """Averages; a change is as small as `grow` and `shrink` say."""
+        return replace(super().needs, max_change=None)
 
     def next_batch(self, similarity: float, batch_size: int) -> int:
         """Applies the paper's rule, bounds included."""
@@ -194,7 +215,7 @@ class SimiGrad:
 
 @checked
 @dataclass(frozen=True)
-class NoiseScale:
+class NoiseScale(Bounded):
     """Sets the batch to a multiple of the noise scale.
 
         B = multiple x B_simple, rounded, inside [min_batch, max_batch]
@@ -221,27 +242,17 @@ class NoiseScale:
     min_batch: Count = 1
     max_batch: Count | None = None
 
-    def __post_init__(self) -> None:
-        require_bounds(self.min_batch, self.max_batch)
-
-    @property
-    def needs(self) -> Needs:
-        """Averages, and small changes."""
-        return Needs(
-            average=True, max_change=MAX_CHANGE, min_batch=self.min_batch, max_batch=self.max_batch
-        )
-
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Decides for the multiple of the measured noise scale."""
         scale = statistics.noise_scale
-        target = rounded_size(round, self.multiple * scale, now, self.max_batch)
-        batch_size = clamp(target, self.min_batch, self.max_batch)
-        return Decision(batch_size, f"{self.multiple:g} x noise scale {scale:.0f}")
+        return self.bounded(
+            self.multiple * scale, f"{self.multiple:g} x noise scale {scale:.0f}", now
+        )
 
 
 @checked
 @dataclass(frozen=True)
-class NormTest:
+class NormTest(Bounded):
     """Grows the batch until its gradient passes the norm test; never shrinks it.
 
         B <- max(B, ceil(noise / (theta^2 |G|^2))),    |G|^2 = signal + noise / N
@@ -268,16 +279,6 @@ class NormTest:
     theta: RelativeError
     min_batch: Count = 1
     max_batch: Count | None = None
-
-    def __post_init__(self) -> None:
-        require_bounds(self.min_batch, self.max_batch)
-
-    @property
-    def needs(self) -> Needs:
-        """Averages, and small changes."""
-        return Needs(
-            average=True, max_change=MAX_CHANGE, min_batch=self.min_batch, max_batch=self.max_batch
-        )
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Decides for the batch that passes the test, if it is larger than the present one."""
@@ -306,6 +307,9 @@ class Wrapper:
 
     policy: Any
 
+    def __post_init__(self) -> None:
+        require_policy(self.policy)
+
 
 @dataclass(frozen=True)
 class Shadow(Wrapper):
@@ -324,9 +328,6 @@ class Shadow(Wrapper):
     """
 
     policy: Policy
-
-    def __post_init__(self) -> None:
-        require_policy(self.policy)
 
     @property
     def needs(self) -> Needs:

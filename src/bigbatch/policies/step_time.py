@@ -19,17 +19,11 @@ _Step = tuple[int, int, float]  # number of the step, batch size, seconds
 
 @dataclass(frozen=True)
 class TimedSize:
-    """Steps of nearly one batch size.
+    """Steps of nearly one batch size."""
 
-    Args:
-        batch_size: median of their batch sizes, in samples.
-        seconds: median of their times.
-        steps: how many of the latest steps these are.
-    """
-
-    batch_size: float
-    seconds: float
-    steps: int
+    batch_size: float  # median of their batch sizes, in samples
+    seconds: float  # median of their times
+    steps: int  # how many of the latest steps these are
 
     @property
     def counts(self) -> bool:
@@ -41,19 +35,15 @@ class TimedSize:
 class StepTime:
     """Seconds of a step of B samples: fixed + per_sample B.
 
-    Args:
-        fixed: seconds that a step takes whatever its size is: launches, optimizer, all-reduce.
-        per_sample: seconds of one sample more.
-        smallest, largest: the timed batch sizes.
     Example:
         >>> StepTime(fixed=0.02, per_sample=0.0001, smallest=64, largest=128).overhead
         200.0
     """
 
-    fixed: float
-    per_sample: float
+    fixed: float  # seconds of any step: launches, optimizer, all-reduce
+    per_sample: float  # seconds of one sample more
     smallest: float
-    largest: float
+    largest: float  # the timed batch sizes
 
     @property
     def overhead(self) -> float:
@@ -88,10 +78,6 @@ class StepTimes:
     own, which count while most of the last 32 steps are measured. Steps of another number of ranks
     never count, nor do those that are older than `max_age`: the machine or the network may have
     changed since.
-
-    Args:
-        ranks: processes that share a step.
-        max_age: steps after which one no longer counts; None for never.
     """
 
     def __init__(self, ranks: int = 1, max_age: int | None = _MAX_AGE) -> None:

@@ -18,14 +18,7 @@ from bigbatch.statistics.step_totals import RANK_COUNTS, pack, unpack
 
 
 class StepAccumulators:
-    """The sums of a step over micro-batches and ranks; nothing waits for the device.
-
-    Args:
-        source: the source of the gradients.
-        layers: the number of each parameter's layer; empty if all parameters are one layer.
-        sketches: whether to accumulate the projections that an interval needs.
-        half_batch_cosine: whether to accumulate SimiGrad's cosine.
-    """
+    """The sums of a step over micro-batches and ranks; nothing waits for the device."""
 
     def __init__(
         self,
@@ -62,14 +55,7 @@ class StepAccumulators:
         scaler: GradScaler | None,
         extra: Tensor | None,
     ) -> Tensor:
-        """One vector with all sums, the same on every rank.
-
-        Args:
-            sizes: n_d of this rank's micro-batches; None if this rank cannot take part.
-            are_means: whether h_d is the mean gradient g_d, and not n_d times as long.
-            scaler: the GradScaler of the losses.
-            extra: further values to sum over the ranks; they come first.
-        """
+        """One vector with all sums, the same on every rank."""
         source = self._source
         with without_autocast(self._device):
             parts = {} if extra is None else {"extra": extra}

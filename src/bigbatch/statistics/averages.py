@@ -138,8 +138,6 @@ class AdaptiveAverage:
     step's value, from the differences of successive steps, times sum w^2 / (sum w)^2. So the window
     is long while nothing changes, and short soon after a change.
 
-    Args:
-        confidence: coverage of an interval for the average; None for no interval.
     Raises:
         SettingError: the coverage is not in (0, 1).
     Source:

@@ -21,19 +21,12 @@ _DIFFERENCE_FREEDOM = 2 / 3  # degrees of freedom of a squared difference of suc
 
 @dataclass(frozen=True)
 class Interval:
-    """A two-sided interval for x = ln(1 + N signal / noise).
-
-    Args:
-        low, high: the ends of the interval; infinite if nothing is known.
-        level: nominal coverage.
-        covers: "step", the true x at this step's weights, or "window", the average over the steps
-            of a window, which differs from the present x if that drifts.
-    """
+    """A two-sided interval for x = ln(1 + N signal / noise)."""
 
     low: float
-    high: float
-    level: float
-    covers: Literal["step", "window"]
+    high: float  # the ends of the interval; infinite if nothing is known
+    level: float  # nominal coverage
+    covers: Literal["step", "window"]  # the true x of a step, or the average x of a window
 
     @property
     def similarity(self) -> tuple[float, float]:
@@ -91,17 +84,9 @@ def leave_one_out(
         noise_d = (A - n_d a_d - N_d G2_d) / (k - 2),   signal_d = G2_d - noise_d / N_d
         x_d = ln(1 + N signal_d / noise_d)
 
-    x_d has N and not N_d, since it estimates the x of the whole step.
+    x_d has N and not N_d, since it estimates the x of the whole step. `means` are t_d of this
+    rank, (k_r, m), and `sizes` n_d; N t, A (`spread`), k and N are over all ranks.
 
-    Args:
-        means: t_d of this rank's micro-batches, (k_r, m).
-        sizes: their n_d, (k_r,).
-        total_projection: N t over all ranks, (m,).
-        spread: A over all ranks, 0-dim.
-        count: k over all ranks, 0-dim.
-        samples: N over all ranks, 0-dim.
-    Returns:
-        x_d, (k_r,).
     Source:
         The delete-one jackknife (Quenouille 1949, Tukey 1958); docs/theory.md (9).
     """
@@ -121,12 +106,6 @@ def jackknife(x: float, sums: tuple[float, float], count: int, level: float) -> 
     """x -+ t se with se^2 = (k - 1) / k sum (x_d - mean)^2 / f and t of k - 1 degrees of freedom.
 
     f is `jackknife_excess`.
-
-    Args:
-        x: the estimate from the exact norms.
-        sums: sum of the x_d of `leave_one_out` over all ranks, and sum of their squares.
-        count: k; below 3 the interval is infinite.
-        level: nominal coverage.
     """
     x_sum, square_sum = sums
     if count < 3 or not math.isfinite(square_sum):
@@ -149,9 +128,6 @@ def jackknife_excess(x: float, count: int) -> float:
     itself (mu . Sigma mu = |mu|^2 tr Sigma^2 / tr Sigma); the dimension cancels. Without signal
     only pairs are left, whatever the gradients are.
 
-    Args:
-        x: the estimate.
-        count: k, at least 3.
     Source:
         Hoeffding 1948, Efron and Stein 1981; docs/theory.md (9).
     Example:

@@ -18,17 +18,11 @@ _POINTS = 4000  # of the search over 1 / B_crit; neighbors differ by less than h
 
 @dataclass(frozen=True)
 class BranchCurve:
-    """What a branch gained while it trained, in each repeat.
+    """What a branch gained while it trained, in each repeat."""
 
-    Args:
-        batch_size: B.
-        samples: samples trained when the loss was measured, increasing; (T,).
-        gains: the loss at the start less the loss then; R rows of T numbers.
-    """
-
-    batch_size: int
-    samples: Sequence[int]
-    gains: Sequence[Sequence[float]]
+    batch_size: int  # B
+    samples: Sequence[int]  # trained when the loss was measured, increasing; (T,)
+    gains: Sequence[Sequence[float]]  # the loss at the start less the loss then; (R, T)
 
     def gain_at(self, samples: np.ndarray) -> np.ndarray:
         """The gain after so many samples, in each repeat.
@@ -74,18 +68,12 @@ def _parabola_weights(points: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CriticalBatch:
-    """An estimate of B_crit with its confidence interval.
+    """An estimate of B_crit with its confidence interval."""
 
-    Args:
-        estimate: B_crit in samples; inf if no gain is lost to the batch size, nan if unknown.
-        low, high: the interval; 0 and inf where the curves give no bound.
-        reason: why it has no bound, or none on one side; empty if it has both.
-    """
-
-    estimate: float
+    estimate: float  # B_crit in samples; inf if no gain is lost to the batch size, nan if unknown
     low: float
-    high: float
-    reason: str = ""
+    high: float  # the interval; 0 and inf where the curves give no bound
+    reason: str = ""  # why it has no bound, or none on one side; empty if it has both
 
 
 def critical_batch(curves: Sequence[BranchCurve], confidence: float) -> CriticalBatch:
@@ -102,10 +90,6 @@ def critical_batch(curves: Sequence[BranchCurve], confidence: float) -> Critical
     coverage is right for few repeats too if z is about normal, whatever the noise of the branches
     has in common, and it has no end where the data know none. Nothing is taken to be linear in x
     or in s. An end that would lie beyond the tested sizes counts only as far as they do.
-
-    Args:
-        curves: at least two branches of different batch sizes, with equally many repeats.
-        confidence: coverage of the interval.
     """
     curves = sorted(curves, key=lambda curve: curve.batch_size)
     sizes = np.array([curve.batch_size for curve in curves], dtype=float)
@@ -117,7 +101,7 @@ def critical_batch(curves: Sequence[BranchCurve], confidence: float) -> Critical
         high = math.inf if diverged[0] == sizes[0] else float(diverged[0])  # or else too large
         return CriticalBatch(math.nan, 0.0, high, reason)
     if not _t(ends.mean(0)) > quantile:
-        return _unknown("the loss does not fall measurably")
+        return CriticalBatch(math.nan, 0.0, math.inf, "the loss does not fall measurably")
     for size, gains in zip(sizes, ends, strict=True):
         if _t(gains) < -quantile:
             return CriticalBatch(
@@ -184,7 +168,3 @@ def _t(values: np.ndarray) -> float:
     if scatter == 0:
         return math.copysign(math.inf, mean) if mean else 0.0
     return mean / scatter * math.sqrt(len(values))
-
-
-def _unknown(reason: str) -> CriticalBatch:
-    return CriticalBatch(math.nan, 0.0, math.inf, reason)

@@ -300,7 +300,13 @@ class GradientMeter:
                 "long; leave the division to the engine"
             )
         if self.loss == "weighted" and c != 1 and not of_all_ranks:
-            _require_equal([rank.samples for rank in totals.ranks])
+            samples = [rank.samples for rank in totals.ranks]
+            if max(samples) - min(samples) > 1e-6 * max(samples):
+                raise GradientError(
+                    f"the ranks have {samples} samples, so the mean over ranks is not the mean "
+                    'over samples; give each rank as many, or state loss="mean" where each '
+                    "backward is of its micro-batch's plain mean loss"
+                )
         unit /= totals.scale**2
         by_layer = (totals.sqnorms_over_sizes, totals.sqnorms, totals.grad_sqnorms)
         layers = {
@@ -418,19 +424,8 @@ def _by_layer(model: nn.Module | Iterable[Tensor]) -> dict[Tensor, str]:
     if not isinstance(model, nn.Module):
         raise SettingError("per_layer=True needs the model, whose modules have names")
     wrapped = (m.module for m in model.modules() if isinstance(m, DistributedDataParallel))
-    return {p: _module_name(name) for name, p in next(wrapped, model).named_parameters()}
-
-
-def _module_name(name: str) -> str:
-    """Module of a parameter, without the prefixes of torch.compile and checkpointing."""
-    parts = name.split(".")[:-1]
-    return ".".join(p for p in parts if p not in ("_orig_mod", "_checkpoint_wrapped_module"))
-
-
-def _require_equal(samples: list[float]) -> None:
-    if max(samples) - min(samples) > 1e-6 * max(samples):
-        raise GradientError(
-            f"the ranks have {samples} samples, so the mean over ranks is not the mean over "
-            'samples; give each rank as many, or state loss="mean" where each backward is of its '
-            "micro-batch's plain mean loss"
-        )
+    prefixes = ("_orig_mod", "_checkpoint_wrapped_module")
+    return {
+        p: ".".join(part for part in name.split(".")[:-1] if part not in prefixes)
+        for name, p in next(wrapped, model).named_parameters()
+    }

@@ -165,15 +165,6 @@ def from_mean_losses(
         S = sum |g_d|^2,  P = |sum g_d / k|^2,  H = sum 1/n_d
         noise = (S - k P) / ((1 - 1/k) H),    signal = P - noise H / k^2
 
-    Args:
-        sqnorm_sum: S.
-        sum_sqnorm: |sum g_d|^2.
-        micro_batches: k, at least 2.
-        samples: N.
-        inverse_sizes: H.
-        eps: as for `from_weighted_losses`.
-    Raises:
-        GradientError: as for `from_weighted_losses`.
     Source:
         docs/theory.md (3).
     """

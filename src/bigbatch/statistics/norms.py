@@ -19,9 +19,6 @@ class MicroBatchNorms(Subscriber):
 
     Large gradients are read at once, from cache. Small ones are gathered and read together, but
     only on a CPU, where all hooks run in one thread and one stream.
-
-    Args:
-        layers: the number of each parameter's layer, from 0; empty if all are one layer.
     """
 
     def __init__(self, layers: Mapping[Tensor, int]) -> None:

@@ -19,12 +19,7 @@ _MIN_WEIGHTED_SLOPE = 0.95  # heavy tails lift the slope of mean losses to 0.8
 
 
 class SanityChecks:
-    """Checks each step, and warns once about each fault of the run.
-
-    Args:
-        loss: the meter's `loss`, "weighted" or "mean".
-        warns: whether this rank is the one that warns.
-    """
+    """Checks each step, and warns once about each fault of the run."""
 
     def __init__(self, loss: str, *, warns: bool = True) -> None:
         self._loss, self._warns = loss, warns
@@ -35,12 +30,7 @@ class SanityChecks:
         self._slope = (0.0, 0.0)  # covariance and variance sums
 
     def check_totals(self, totals: StepTotals, *, may_overflow: bool) -> None:
-        """Checks the totals of a step.
-
-        Args:
-            totals: the totals over all ranks.
-            may_overflow: whether a GradScaler expects gradients that are not finite.
-        """
+        """Checks the totals of a step."""
         if not totals.is_finite:
             if not may_overflow:
                 self._warn("finite", _nonfinite_message(totals.ranks))
@@ -91,11 +81,9 @@ class SanityChecks:
             ):
                 equal_norm_steps[one, other] = self._equal_norm_steps.get((one, other), 0) + 1
         self._equal_norm_steps = equal_norm_steps
-        sure_pairs = [
-            pair
-            for pair, steps in equal_norm_steps.items()
-            if steps >= _SURE_STEPS and ranks[pair[0]].sqnorm_sum
-        ]
+        steps_of = equal_norm_steps.items()
+        sure = [pair for pair, steps in steps_of if steps >= _SURE_STEPS]
+        sure_pairs = [pair for pair in sure if ranks[pair[0]].sqnorm_sum]
         if not sure_pairs:
             return ""
         first, second = sure_pairs[0]

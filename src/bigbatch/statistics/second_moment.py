@@ -18,17 +18,11 @@ _CHUNK = 1 << 16  # elements, of 256 KB in float32
 
 @dataclass
 class _Moment:
-    """Moments of one parameter; undefined if the weight is 0.
+    """Moments of one parameter; undefined if the weight is 0."""
 
-    Args:
-        m2: M2, shaped like the gradients.
-        total: S; None if the guard has it.
-        weight: total weight of the micro-batches that the moments cover.
-    """
-
-    m2: Tensor
-    total: Tensor | None = None
-    weight: float = 0.0
+    m2: Tensor  # M2, shaped like the gradients
+    total: Tensor | None = None  # S; None if the guard has it
+    weight: float = 0.0  # of the micro-batches that the moments cover
 
 
 class GradientMoments(Subscriber):
@@ -43,9 +37,6 @@ class GradientMoments(Subscriber):
     affects. With `sum_guard`, the guard of a source whose sums are exactly S, S is its `grad_sum`
     instead, except for the parameters in `own_sum_parameters`.
 
-    Args:
-        watched: the parameters to read, a collection that may grow; None for all parameters.
-        fused: whether compiled kernels may be used.
     Source:
         Welford 1962, West 1979; why not E[g^2] - E[g]^2: docs/theory.md (5).
     """
@@ -195,13 +186,9 @@ def combine_moments(
 
         S = sum S_r;   M2 = sum M2_r + sum W_r (S_r / W_r - S / W)^2
 
-    Args:
-        totals: S_r.
-        m2s: M2_r; may be empty if all are zero.
-        weights: W_r; a group of weight 0 is in S alone.
-        total: the tensor to write S to, float32 at least.
-        m2: the tensor to write M2 to.
-        fused: whether compiled kernels may be used.
+    S and M2 are written to `total` and `m2`. A group of weight 0 is in S alone; without `m2s` all
+    M2_r are 0.
+
     Source:
         Chan, Golub and LeVeque 1979.
     """

@@ -20,25 +20,15 @@ _REPLICA_TOLERANCE = 1e-3  # squared norms of one tensor on several ranks, whose
 
 @dataclass(frozen=True)
 class RankTotals:
-    """The totals of one rank.
-
-    Args:
-        micro_batches, samples: k and N of this rank.
-        failed: 1 where this rank could not take part.
-        sqnorm_sum: sum |h_d|^2.
-        numbered_sqnorm_sum: sum (d + 1) |h_d|^2, which differs if micro-batches swap places.
-        first_nonfinite: number of the first micro-batch that is not finite, from 1, if there is
-            one.
-        grad_sqnorm: |.grad|^2 of this rank's shards.
-    """
+    """The totals of one rank."""
 
     micro_batches: float
-    samples: float
-    failed: float
-    sqnorm_sum: float
-    numbered_sqnorm_sum: float
-    first_nonfinite: float
-    grad_sqnorm: float
+    samples: float  # k and N of this rank
+    failed: float  # 1 where this rank could not take part
+    sqnorm_sum: float  # sum |h_d|^2
+    numbered_sqnorm_sum: float  # sum (d + 1) |h_d|^2; differs if micro-batches swap places
+    first_nonfinite: float  # number of the first micro-batch that is not finite, from 1
+    grad_sqnorm: float  # |.grad|^2 of this rank's shards
 
 
 FIELDS = len(fields(RankTotals))
@@ -46,31 +36,18 @@ RANK_COUNTS = 3  # the first fields, which the host of the rank knows
 
 
 class StepTotals:
-    """The totals of a step on the host, over all ranks.
-
-    Attributes:
-        sqnorms_over_sizes: sum |h_d|^2 / n_d, by layer.
-        sqnorms: sum |h_d|^2, by layer.
-        grad_sqnorms: |.grad|^2, by layer.
-        inverse_sizes: sum 1 / n_d.
-        group_error: the relative difference of gradients and the sums of their groups; 0 for that
-            of rounding.
-        slope: covariance and variance sums of ln |h_d|^2 over ln n_d.
-        scale: the scale of a GradScaler.
-        leave_one_out: sums of x_d and of x_d^2 (confidence.py); nan if not accumulated.
-        half_batch_cosine: |Z|^2 and .grad . Z (half_batch_cosine.py); nan if not accumulated.
-        ranks: the totals of each rank.
-        micro_batches, samples: k and N.
-    """
+    """The totals of a step on the host, over all ranks."""
 
     def __init__(self, parts: Mapping[str, list[float]]) -> None:
-        self.sqnorms_over_sizes, self.sqnorms = parts["sqnorms_over_sizes"], parts["sqnorms"]
-        self.grad_sqnorms = parts["grad_sqnorms"]
-        self.slope = _pair(parts["slope"])
-        (self.inverse_sizes,), (self.scale,) = parts["inverse_sizes"], parts["scale"]
-        (self.group_error,) = parts.get("group_error", [0.0])
-        self.leave_one_out = _pair(parts.get("leave_one_out"))
-        self.half_batch_cosine = _pair(parts.get("half_batch"))
+        self.sqnorms_over_sizes = parts["sqnorms_over_sizes"]  # sum |h_d|^2 / n_d, by layer
+        self.sqnorms = parts["sqnorms"]  # sum |h_d|^2, by layer
+        self.grad_sqnorms = parts["grad_sqnorms"]  # |.grad|^2, by layer
+        self.slope = _pair(parts["slope"])  # of ln |h_d|^2 over ln n_d: covariance, variance
+        (self.inverse_sizes,) = parts["inverse_sizes"]  # sum 1 / n_d
+        (self.scale,) = parts["scale"]  # of a GradScaler
+        (self.group_error,) = parts.get("group_error", [0.0])  # of gradients to sums of groups
+        self.leave_one_out = _pair(parts.get("leave_one_out"))  # sums of x_d and x_d^2, or nan
+        self.half_batch_cosine = _pair(parts.get("half_batch"))  # |Z|^2 and .grad . Z, or nan
         self._micro_batch_projections = parts["micro_batch_projections"]
         self._grad_projections = parts["grad_projections"]
         (self._projection_sqnorm,) = parts["projection_sqnorm"]
@@ -96,9 +73,6 @@ class StepTotals:
     def reduction(self, eps: float, replicated: bool) -> float:
         """c with `.grad` = c * (sum of h_d over all ranks): 1/W for a mean over ranks, 1 for a sum.
 
-        Args:
-            eps: relative rounding of the gradients' type.
-            replicated: whether all ranks hold the same `.grad`.
         Raises:
             GradientError: `.grad` is neither, or differs between ranks that should hold the same.
         """

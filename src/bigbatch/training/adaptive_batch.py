@@ -267,10 +267,6 @@ class AdaptiveBatch:
             )
         return math.ceil(epochs * self.batches.samples / self.scheduler_batch)
 
-    def planned(self, batch_size: int) -> BatchPlan:
-        """How a measured step of so many samples would be cut, within the bounds."""
-        return self._update.fit_plan(batch_size)
-
     @checked
     def branch_test(
         self,

@@ -23,19 +23,12 @@ _MOST_STEPS = 16
 
 @dataclass(frozen=True)
 class BranchPlan:
-    """The sizes of a branch test, all over all ranks.
+    """The sizes of a branch test, all over all ranks."""
 
-    Args:
-        batch_sizes: batch size of each branch, increasing.
-        samples: samples that each branch trains on.
-        repeats: repeats, each with other samples.
-        held_aside: samples on which the losses of a repeat are compared.
-    """
-
-    batch_sizes: tuple[int, ...]
-    samples: int
-    repeats: int
-    held_aside: int
+    batch_sizes: tuple[int, ...]  # batch size of each branch, increasing
+    samples: int  # samples that each branch trains on
+    repeats: int  # repeats, each with other samples
+    held_aside: int  # samples on which the losses of a repeat are compared
 
     def points(self, batch_size: int) -> list[int]:
         """The steps after which a branch is evaluated."""
@@ -56,29 +49,19 @@ class BranchPlan:
 
 @dataclass(frozen=True)
 class BranchRequest:
-    """What the caller asks for; None for the default.
-
-    Args:
-        batch_sizes, samples, repeats, held_aside: as in `BranchPlan`.
-        allowance: the most samples that the test may cost.
-    """
+    """What the caller asks for; None for the default."""
 
     batch_sizes: tuple[int, ...] | None = None
     samples: int | None = None
     repeats: int = DEFAULT_REPEATS
-    held_aside: int | None = None
-    allowance: float = math.inf
+    held_aside: int | None = None  # as in `BranchPlan`
+    allowance: float = math.inf  # the most samples that the test may cost
 
     def plan(
         self, batch_size: int, ranks: int, memory: tuple[float, str], available: int | None
     ) -> BranchPlan:
         """The sizes of the test.
 
-        Args:
-            batch_size: the present batch size.
-            ranks: ranks that share every batch.
-            memory: steps over which the optimizer averages, and the setting that says so.
-            available: samples left in the pass; None if unknown.
         Raises:
             SettingError: nothing fits, or sizes that cannot work.
         """
@@ -92,8 +75,10 @@ class BranchRequest:
         least = self._of(sizes, fewest * sizes[-1], ranks)
         self._require_affordable(least, available)
         longer = range(max(_MOST_STEPS, 2 * fewest), fewest, -1)
+        left = math.inf if available is None else available
         plans = (self._of(sizes, steps * sizes[-1], ranks) for steps in longer)
-        return next((plan for plan in plans if self._fits(plan, available)), least)
+        affordable = (plan for plan in plans if plan.cost <= self.allowance and plan.read <= left)
+        return next(affordable, least)
 
     def _sizes(self, batch_size: int, ranks: int) -> tuple[int, ...]:
         if self.batch_sizes is None:
@@ -127,9 +112,6 @@ class BranchRequest:
         held_aside = max(1, samples // 2) if self.held_aside is None else self.held_aside
         held_aside = -(-held_aside // ranks) * ranks
         return BranchPlan(sizes, samples, self.repeats, held_aside)
-
-    def _fits(self, plan: BranchPlan, available: int | None) -> bool:
-        return plan.cost <= self.allowance and (available is None or plan.read <= available)
 
     def _require_affordable(self, plan: BranchPlan, available: int | None) -> None:
         sizes = (

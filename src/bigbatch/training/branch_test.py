@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -67,12 +68,12 @@ class BranchTestResult:
             f"critical batch {self.critical_batch:.4g} ({low:.4g} to {high:.4g}), "
             f"{self.ratio:.3g} x noise scale {self.noise_scale:.4g}"
             + (f"; {self.reason}" if self.reason else ""),
-            f"{'batch':>8}  {'rate':>8}  {'loss':>10}  from {_mean(self.first_losses):.6g} in "
+            f"{'batch':>8}  {'rate':>8}  {'loss':>10}  from {fmean(self.first_losses):.6g} in "
             f"{self.samples} samples, {len(self.first_losses)} repeats",
         ]
         rows = zip(self.batch_sizes, self.lr_factors, self.losses, strict=True)
         lines += [
-            f"{size:>8}  x {factor:<6.3g}  {_mean(losses):>10.6g}" for size, factor, losses in rows
+            f"{size:>8}  x {factor:<6.3g}  {fmean(losses):>10.6g}" for size, factor, losses in rows
         ]
         return "\n".join(lines)
 
@@ -167,10 +168,11 @@ class _Branches:
                 self._restart()
                 with scale_lr(self._optimizer, factor):
                     sums += self._train_branch(size // ranks, steps, start, seed)
-            first, *losses = self._mean_over_ranks(sums)
+            rows = zip(*self._collectives.all_gather(*sums), strict=True)
+            first, *losses = (math.fsum(row) / plan.held_aside for row in rows)
             first_losses.append(first)
-            for rows, steps in zip(gains, points, strict=True):
-                rows.append([first - loss for loss in losses[: len(steps)]])
+            for of_branch, steps in zip(gains, points, strict=True):
+                of_branch.append([first - loss for loss in losses[: len(steps)]])
                 del losses[: len(steps)]
         curves = zip(plan.batch_sizes, points, gains, strict=True)
         return first_losses, [
@@ -232,11 +234,3 @@ class _Branches:
                 "number"
             )
         return loss
-
-    def _mean_over_ranks(self, sums: list[float]) -> list[float]:
-        rows = self._collectives.all_gather(*sums)
-        return [math.fsum(column) / self._plan.held_aside for column in zip(*rows, strict=True)]
-
-
-def _mean(values: tuple[float, ...]) -> float:
-    return math.fsum(values) / len(values)

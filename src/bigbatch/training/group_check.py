@@ -30,45 +30,26 @@ _SHOWN = 12  # parameters in a table
 
 @dataclass(frozen=True)
 class ParameterCheck:
-    """The groups' gradients of one parameter.
+    """The groups' gradients of one parameter."""
 
-    Args:
-        name: the parameter's name in the model.
-        shape: its shape.
-        share: its share of |G|^2, the squared norm of the batch's gradient.
-        refusal: why the groups of one backward do not have it; empty if they do.
-        error: |h - h'| / |h'|, with h of one backward and h' of the loop, over all groups; |h'| is
-            at least a thousandth of that of all parameters together. nan if it is refused.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    share: float
-    refusal: str
-    error: float
+    name: str  # the parameter's name in the model
+    shape: tuple[int, ...]  # its shape
+    share: float  # its share of |G|^2, the squared norm of the batch's gradient
+    refusal: str  # why the groups of one backward do not have it; empty if they do
+    error: float  # |h - h'| / |h'| over all groups; nan if refused
 
 
 @dataclass(frozen=True)
 class GroupCheck:
-    """What `check_groups` found; `print` shows it as a table.
+    """What `check_groups` found; `print` shows it as a table."""
 
-    Args:
-        samples: B, samples of the batch.
-        groups: k.
-        parameters: every parameter that has a gradient.
-        one_backward: statistics of the groups of one backward, over the parameters that it covers.
-        loop: the same from one backward for each group.
-        tolerance: largest error that is `ok`.
-        mode: "train"; "eval" if the loss is random in training, by dropout for example.
-    """
-
-    samples: int
-    groups: int
-    parameters: tuple[ParameterCheck, ...]
-    one_backward: GradientStatistics
-    loop: GradientStatistics
-    tolerance: float
-    mode: str
+    samples: int  # B, samples of the batch
+    groups: int  # k
+    parameters: tuple[ParameterCheck, ...]  # every parameter that has a gradient
+    one_backward: GradientStatistics  # of the groups of one backward, where it has them
+    loop: GradientStatistics  # the same from one backward for each group
+    tolerance: float  # largest error that is `ok`
+    mode: str  # "train"; "eval" if the loss is random in training, by dropout for example
 
     @property
     def failures(self) -> tuple[ParameterCheck, ...]:
@@ -175,8 +156,7 @@ def check_groups(
     with _restored(model), torch.enable_grad():
         mode = _set_mode(model, lambda: _loss(model, loss_fn, x, y))
         random = random_state()
-        compared = _ComparedGradients(model, names, grouping, weight)
-        compared.add_batch(_loss(model, loss_fn, x, y))
+        compared = _ComparedGradients(model, names, grouping, weight, _loss(model, loss_fn, x, y))
         for d, (lo, hi) in enumerate(pairwise(accumulate(grouping.sizes, initial=0))):
             if compared.weights[d]:
                 restore_random_state(random)
@@ -189,14 +169,7 @@ def check_groups(
 
 
 class _ComparedGradients:
-    """The groups' gradients of one backward, h_d, and of a backward for each group, h'_d.
-
-    Args:
-        model: the model.
-        names: the parameters.
-        grouping: the groups of samples.
-        weight: the weights of the samples; None if they are equal.
-    """
+    """The groups' gradients of one backward, h_d, and of a backward for each group, h'_d."""
 
     def __init__(
         self,
@@ -204,44 +177,33 @@ class _ComparedGradients:
         names: Mapping[Tensor, str],
         grouping: Grouping,
         weight: Tensor | None,
+        loss: Tensor,
     ) -> None:
         self.weights = [*(grouping.sizes if weight is None else grouping.sums(weight))]
-        self._names, self._samples, self._weight = names, grouping.samples, weight
-        self._tap = GroupTap(
-            grouping.groups, lambda leaf: leaf if leaf in names else None, {}, model
-        )
-        self._tap.exact = True
-        self._whole: dict[Tensor, Tensor] = {}  # G
-        self._refusals: dict[Tensor, str] = {}
+        self._names = names
+        tap = GroupTap(grouping.groups, lambda leaf: leaf if leaf in names else None, {}, model)
+        tap.exact = True
+        tap.prepare([loss], grouping.samples, weight)
+        self._whole = gradients_of(loss, list(names))  # G
+        self._refusals = tap.refusals
         self._groups: dict[Tensor, Tensor] = {}  # h_d, (k, *shape)
-        self._sums: dict[Tensor, Tensor] = {}  # sum_d h'_d
-        self._errors: dict[Tensor, float] = {}  # sum_d |h_d - h'_d|^2
-        self._squares: dict[Tensor, float] = {}  # sum_d |h'_d|^2
-        self._scatter = 0.0  # sum_d |h'_d|^2 / n_d
-
-    def add_batch(self, loss: Tensor) -> None:
-        """Runs the one backward; writes to no `.grad`."""
-        self._tap.prepare([loss], self._samples, self._weight)
-        self._whole = gradients_of(loss, list(self._names))
         for parameter, gradient in self._whole.items():
-            groups = self._tap.take(parameter, gradient)
-            refusal = self._tap.refusals.get(parameter, "")
-            if groups is None or refusal:
-                self._refusals[parameter] = refusal
-            else:
+            groups = tap.take(parameter, gradient)
+            if groups is not None and not tap.refusals.get(parameter):
                 self._groups[parameter] = groups.gradients
-        self._tap.forget()
-        self._sums = {p: torch.zeros_like(p) for p in self._groups}
-        self._errors, self._squares = (dict.fromkeys(self._groups, 0.0) for _ in range(2))
+        tap.forget()
+        self._sums = {p: torch.zeros_like(p) for p in self._groups}  # sum_d h'_d
+        self._errors = dict.fromkeys(self._groups, 0.0)  # sum_d |h_d - h'_d|^2
+        self._squares = dict.fromkeys(self._groups, 0.0)  # sum_d |h'_d|^2
+        self._scatter = 0.0  # sum_d |h'_d|^2 / n_d
 
     def add_group(self, d: int, loss: Tensor) -> None:
         """Runs the backward of the mean loss of group d alone."""
         share = self.weights[d] / sum(self.weights)
         gradients = gradients_of(loss, list(self._groups))
         for parameter, groups in self._groups.items():
-            expected = torch.zeros_like(parameter)
-            if parameter in gradients:
-                expected = gradients[parameter] * share
+            reached = parameter in gradients
+            expected = gradients[parameter] * share if reached else torch.zeros_like(parameter)
             self._sums[parameter] += expected
             square = _square(expected)
             self._squares[parameter] += square
@@ -259,7 +221,7 @@ class _ComparedGradients:
                 tuple(p.shape),
                 square / total,
                 self._refusals.get(p, ""),
-                _ratio(self._errors[p], max(self._squares[p], smallest))
+                math.sqrt(self._errors[p] / (max(self._squares[p], smallest) or 1.0))
                 if p in self._groups
                 else math.nan,
             )
@@ -346,7 +308,3 @@ def _restored(model: nn.Module) -> Iterator[None]:
 def _square(tensor: Tensor) -> float:
     dtype = widest_float(tensor.device)
     return float(torch.linalg.vector_norm(tensor.detach(), dtype=dtype)) ** 2
-
-
-def _ratio(error: float, square: float) -> float:
-    return math.sqrt(error / square) if square else math.sqrt(error)

@@ -30,21 +30,13 @@ class LoopOptions(TypedDict, total=False):
 
 @checked
 def loop_options(**options: Unpack[LoopOptions]) -> LoopOptions:
-    """Checks the options before there is a loop, and returns them.
-
-    Raises:
-        SettingError: an unknown option, or a value of another type or range.
-    """
+    """Checks the options before there is a loop, and returns them."""
     return options
 
 
 def copy_options(options: dict[str, Any]) -> dict[str, Any]:
     """Options for one more training by the same trainer: objects that have a state are copied.
 
-    Args:
-        options: options of `AdaptiveBatch`, by name. A `Controller`, a policy or an `lr_scaling`
-            that has `state_dict` and `load_state_dict` is copied; all else is the same object, the
-            log too.
     Example:
         >>> from bigbatch import Controller, SimiGrad
         >>> options = {"policy": Controller(SimiGrad(0.2), batch_size=8), "base_batch": 8}

@@ -26,12 +26,7 @@ _REMEDY = (
 
 
 class LossCheck:
-    """Examines the first losses of a training, and how the loss of a step changes with its size.
-
-    Args:
-        warns: whether this rank warns.
-        has_scaler: whether the step scales the loss by a GradScaler.
-    """
+    """Examines the first losses of a training, and how the loss of a step changes with its size."""
 
     def __init__(self, *, warns: bool, has_scaler: bool) -> None:
         self._warns, self._has_scaler = warns, has_scaler
@@ -42,10 +37,6 @@ class LossCheck:
     def examine(self, loss: Tensor, samples: int, micro_batches: float) -> None:
         """Examines the graph of a micro-batch's loss; takes some microseconds.
 
-        Args:
-            loss: the loss that `backward` was given.
-            samples: samples of the micro-batch.
-            micro_batches: expected micro-batches of the step on this rank.
         Raises:
             LoopError: a GradScaler has scaled it.
         """

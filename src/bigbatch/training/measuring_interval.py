@@ -34,10 +34,6 @@ class MeasuringInterval:
 
     A measured step that cannot decide (the end of an epoch, a gradient that is not finite) is
     followed by another one, which the next interval makes up for.
-
-    Args:
-        budget: largest share of the time; 0 measures no step, None every step.
-        every: n, if it is fixed; the budget is unused then.
     """
 
     def __init__(self, budget: float | None, every: int | None = None) -> None:
@@ -114,14 +110,7 @@ class MeasuringInterval:
     def end_step(
         self, situation: Situation, following: Situation, batch_size: int, *, decides: bool
     ) -> None:
-        """Ends a step, and chooses the kind of the next one.
-
-        Args:
-            situation: that of the step.
-            following: that of the next step.
-            batch_size: the batch size that is decided now.
-            decides: whether the step was as planned and finite, so that it can decide.
-        """
+        """Ends a step, and chooses the kind of the next one."""
         self._last = (situation, self.due) if decides else None
         if not self.due:
             self.wait = max(0, self.wait - 1)

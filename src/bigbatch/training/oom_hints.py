@@ -27,11 +27,6 @@ class OomHints:
     `samples` is the size of the present micro-batch, 0 if there is none. The hook has to stay on:
     torch.compile compiles functions that call the model again when hooks come and go. In compiled
     functions torch calls no hook after an error.
-
-    Args:
-        rank: rank of this process among the ranks that share the step.
-        ranks: number of ranks.
-        external: whether micro-batches are the loader's batches, and not cut from them.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1, *, external: bool = False) -> None:

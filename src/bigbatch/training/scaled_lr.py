@@ -21,9 +21,6 @@ def scale_lr(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
     need; one that several groups share is multiplied once. A factor of 1 changes nothing, so an
     optimizer that sets learning rates inside its `step()` needs `lr_scaling=None`.
 
-    Args:
-        optimizer: the optimizer that has the groups.
-        factor: a finite number, not negative.
     Returns:
         The learning rates in force, one per group; nan for a group without one.
     Raises:

@@ -33,10 +33,6 @@ class BaseBatchScheduler:
     for the next one. A scheduler that has ended stays at its end: a OneCycleLR, which would raise,
     a CosineAnnealingLR, which would rise again, a SequentialLR that ends with one of them, a
     ChainedScheduler as soon as one of its parts has ended.
-
-    Args:
-        base_batch: batch size that the learning rate was tuned for.
-        optimizer: the trained optimizer; a scheduler must belong to it.
     """
 
     def __init__(self, base_batch: int, optimizer: Optimizer) -> None:
@@ -72,11 +68,7 @@ class BaseBatchScheduler:
         self._resume()
 
     def advance(self, samples: int) -> None:
-        """Adds the samples of one optimizer step and ticks once per full `scheduler_batch`.
-
-        Raises:
-            LoopError: as `require_ready`.
-        """
+        """Adds the samples of one optimizer step and ticks once per full `scheduler_batch`."""
         self.require_ready()
         self._note_rate()
         self._samples += samples
@@ -272,10 +264,6 @@ class LRChanges:
 
     Rates may change between two passes (a schedule of epochs, a plateau after validation), and with
     a loaded state, which has new groups.
-
-    Args:
-        optimizer: the optimizer that has the rates.
-        warns: whether this rank warns.
     """
 
     def __init__(self, optimizer: Optimizer, *, warns: bool) -> None:
@@ -283,15 +271,11 @@ class LRChanges:
         self._rates: list[tuple[dict[str, Any], Any, int]] = []  # group, rate, writes to the rate
         self._epoch = 0  # of the last update
 
-    def note(self, epoch: int) -> None:
-        """Notes the rates at the end of an update, in a pass of this number."""
+    def note(self, epoch: int | None = None) -> None:
+        """Notes the rates at the end of an update in a pass; None for that of the last one."""
         groups = self._optimizer.param_groups
         self._rates = [(group, group.get("lr"), times_written(group.get("lr"))) for group in groups]
-        self._epoch = epoch
-
-    def accept(self) -> None:
-        """Takes the rates as they are now for those of the last update."""
-        self.note(self._epoch)
+        self._epoch = self._epoch if epoch is None else epoch
 
     def examine(self, epoch: int) -> None:
         """Compares the rates before another update that has no scheduler."""

@@ -16,15 +16,7 @@ from bigbatch.training.optimizer_checks import trained_parameters
 
 
 class TrainingSnapshot:
-    """Everything that a trial changes; tensors are copied to the CPU.
-
-    Args:
-        model: the model, with its parameters, `.grad`, buffers and training modes.
-        optimizer: the optimizer; its groups and their list stay the same objects.
-        loader: a loader between two passes; None to leave the data alone.
-    Raises:
-        SettingError: FSDP2 of a torch before 2.13, which cannot continue after an error.
-    """
+    """Everything that a trial changes; tensors are copied to the CPU."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, loader: ResumableLoader | None = None

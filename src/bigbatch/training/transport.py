@@ -83,12 +83,6 @@ def transported(optimizer: Optimizer, ratio: float, lr_factor: float) -> Iterato
     `lr_factor` is in the learning rate already, so the decay of a step, rate x weight decay, is
     multiplied by `ratio`. A ratio beyond the measured range, such as that of the last samples of an
     epoch, counts as its end. A tensor stays the same tensor.
-
-    Args:
-        optimizer: the optimizer that has the groups.
-        ratio: B / B_base.
-        lr_factor: factor of the learning rate that follows from the batch size; 0 leaves the
-            weight decay as it is.
     """
     ratio = min(max(ratio, 1 / RANGE), RANGE)
     groups = [group for group in optimizer.param_groups if "betas" in group]

@@ -38,31 +38,18 @@ _NOISE_STEPS = 16  # measured steps over which the noise is averaged for a branc
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Everything that a decision rests on, read from the step's gradients; equal on all ranks.
+    """Everything that a decision rests on, read from the step's gradients; equal on all ranks."""
 
-    Args:
-        samples: samples of the step, over all ranks.
-        micro_batches: backwards of the step, over all ranks.
-        statistics: None if it could not be measured.
-        loss: mean loss over the batch.
-        finite: whether every gradient is finite.
-        vanishes: whether every gradient is zero.
-        weight_per_sample: mean weight of a sample.
-        elapsed_seconds: time spent training so far, mean over the ranks.
-        previous_seconds: time of the step before, mean over the ranks; 0 if unknown.
-        checksums: a checksum of each rank's state, which must be equal.
-    """
-
-    samples: int
-    micro_batches: int
-    statistics: GradientStatistics | None
-    loss: float
-    finite: bool
-    vanishes: bool
-    weight_per_sample: float
-    elapsed_seconds: float
-    previous_seconds: float
-    checksums: list[float]
+    samples: int  # samples of the step, over all ranks
+    micro_batches: int  # backwards of the step, over all ranks
+    statistics: GradientStatistics | None  # None if it could not be measured
+    loss: float  # mean loss over the batch
+    finite: bool  # whether every gradient is finite
+    vanishes: bool  # whether every gradient is zero
+    weight_per_sample: float  # mean weight of a sample
+    elapsed_seconds: float  # time spent training so far, mean over the ranks
+    previous_seconds: float  # time of the step before, mean over the ranks; 0 if unknown
+    checksums: list[float]  # a checksum of each rank's state, which must be equal
 
 
 # [Note: Agreement of ranks]
@@ -80,15 +67,6 @@ class StepStatistics:
 class Update:
     """The objects that all steps share, the state between two steps, and the end of each step.
 
-    Args:
-        meter: measures the gradients; its source counts inside `backward` only.
-        optimizer: the optimizer that is stepped.
-        batches: the batches that plans are cut from.
-        controller: decides the batch size.
-        constraints: what every plan has to keep.
-        lr_scaling: how the learning rate follows the batch.
-        interval: chooses the steps that are measured.
-        transport: whether betas and weight decay follow the batch.
     Raises:
         SettingError: an unknown rule, or one that counteracts the policy; or no step is measured,
             and something needs statistics; or transport does not go with optimizer or bounds.
@@ -223,7 +201,7 @@ class Update:
         finally:
             self._step_started += time.perf_counter() - started
             if self.record is not None:
-                self._lr_changes.accept()
+                self._lr_changes.note()
 
     def rank_message(self) -> tuple[float, float]:
         """A rank's elapsed seconds and a checksum of its state; [Note: Agreement of ranks]."""
@@ -452,9 +430,6 @@ class Update:
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Continues from a saved state; the state of another scaling rule is left out.
 
-        Args:
-            state: from `state_dict`.
-            own: the seconds of a rank, all of them and those of the last step.
         Raises:
             StateError: the schedule is another one.
         """
