@@ -67,13 +67,8 @@ def write_report(
 
 
 def write_page(out: Path, title: str, parts: Iterable[str], extra_style: str = "") -> None:
-    """Writes a page with the style and the script of reports.
+    """Writes a page of these parts, as HTML, with the style and the script of reports.
 
-    Args:
-        out: the file.
-        title: the title of the page.
-        parts: its parts below the title, as HTML.
-        extra_style: CSS that only this page has.
     Raises:
         RunError: it cannot be written.
     """
@@ -152,16 +147,22 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
     """The curves of the runs that have a step, their heat maps, and the settings of all."""
     started = [history for history in histories if history.rows]
     panels = {label: panels_of(started, x) for x, label in AXES.items()}
-    yield '<h2>Curves</h2>\n<div class="arms">'
-    yield _buttons(key_names(list(group_seeds(started))))
-    yield '<div class="tabs">'
+    yield '<h2>Curves</h2>\n<div class="arms"><div class="keys" role="group" aria-label="arms">'
+    for arm, name in enumerate(key_names(list(group_seeds(started)))):
+        yield (  # a click keeps the arm in view
+            f'<button type="button" class="key {style_of(arm).color}" data-series="{arm}" '
+            f'aria-pressed="false">{swatch(arm)}{escape(name)}</button>'
+        )
+    yield '</div>\n<div class="tabs">'
     for number, label in enumerate(panels, start=1):
         checked = " checked" * (number == 1)
         yield f'<input type="radio" name="axis" id="tab{number}"{checked}>'
         yield f'<label for="tab{number}">against {label}</label>'
     for number, of_axis in enumerate(panels.values(), start=1):
         yield f'<section class="panels" id="panel{number}">'
-        yield from map(_figure, of_axis)
+        for panel in of_axis:
+            caption = f"<figcaption>{escape(panel.title)}<output></output></figcaption>"
+            yield f"<figure>{caption}{svg([panel], titles=False)}</figure>"
         yield "</section>"
     yield "</div>\n</div>"
     yield note(_explanation(started, [panel for of_axis in panels.values() for panel in of_axis]))
@@ -173,21 +174,6 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
             f"<details><summary>{escape(history.path.name)}</summary><pre>{escape(lines)}</pre>"
             "</details>"
         )
-
-
-def _buttons(names: list[str]) -> str:
-    """The key of all arms: a click on one keeps it in view."""
-    buttons = (
-        f'<button type="button" class="key {style_of(arm).color}" data-series="{arm}" '
-        f'aria-pressed="false">{swatch(arm)}{escape(name)}</button>'
-        for arm, name in enumerate(names)
-    )
-    return f'<div class="keys" role="group" aria-label="arms">{"".join(buttons)}</div>'
-
-
-def _figure(panel: Panel) -> str:
-    caption = f"<figcaption>{escape(panel.title)}<output></output></figcaption>"
-    return f"<figure>{caption}{svg([panel], titles=False)}</figure>"
 
 
 def _explanation(histories: list[History], panels: Sequence[Panel]) -> str:

@@ -2,6 +2,7 @@
 
 from math import nan
 from statistics import fmean
+from typing import Any
 
 from bigbatch.log.chart import HeatMap
 from bigbatch.log.history import History
@@ -33,19 +34,8 @@ def heat_maps(history: History) -> list[HeatMap]:
         values = [[_mean(one, key, name, index) for one in bins] for name in names]
         if rows:
             ends = float(rows[0]["samples"]), float(rows[-1]["samples"])
-            low = None if is_log else 0.0
-            maps.append(
-                HeatMap(
-                    title,
-                    names,
-                    values,
-                    x_label="samples",
-                    x_range=ends,
-                    low=low,
-                    high=high,
-                    log=is_log,
-                )
-            )
+            shades: Any = {"low": None if is_log else 0.0, "high": high, "log": is_log}
+            maps.append(HeatMap(title, names, values, x_label="samples", x_range=ends, **shades))
     return maps
 
 

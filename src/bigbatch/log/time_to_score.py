@@ -15,16 +15,12 @@ _NEVER = "never"
 class TimeToScore:
     """What a run had consumed at an evaluation.
 
-    Args:
-        steps: updates of the weights; skipped steps are not counted.
-        samples: samples, those of skipped steps included.
-        seconds: `elapsed_seconds` of the evaluated step: seconds since the loop was built, over all
-            resumptions. They include earlier evaluations and checkpoints, which the log does not
-            separate, and not this evaluation.
+    The seconds are the `elapsed_seconds` of the evaluated step: since the loop was built, over all
+    resumptions. They include earlier evaluations and checkpoints, and not this evaluation.
     """
 
-    steps: int
-    samples: int
+    steps: int  # updates of the weights, without skipped steps
+    samples: int  # those of skipped steps included
     seconds: float
 
 
@@ -45,10 +41,9 @@ def time_to_score(
     Raises:
         SettingError: the target is not finite.
     """
-    for time, score in evaluations(history):
-        if reaches(score, target, higher_is_better=higher_is_better):
-            return time
-    return None
+    times = evaluations(history)
+    better = higher_is_better
+    return next((time for time, y in times if reaches(y, target, higher_is_better=better)), None)
 
 
 def evaluations(history: History) -> Iterator[tuple[TimeToScore, float | None]]:
@@ -92,30 +87,26 @@ class ScoreTargets:
 
         A run that does not reach it counts as infinite in median and most.
         """
-        rows = [
-            (_name(name, runs), *self._cells(runs, target))
-            for name, runs in group_seeds(histories).items()
-            for target in self.targets
-        ]
+        rows = []
+        for name, runs in group_seeds(histories).items():
+            unfinished = sum(not run.finished for run in runs)
+            name += f" ({unfinished} of {len(runs)} unfinished)" * bool(unfinished)
+            rows += [(name, *_cells(runs, target)) for target in self.targets]
         return Table(("run", "target", "reached", "steps", "samples", "seconds"), rows)
 
-    def _cells(self, runs: list[History], target: float) -> tuple[str, ...]:
-        is_higher = runs[0].higher_is_better
-        times = [time_to_score(run, target, higher_is_better=is_higher) for run in runs]
-        reached = [time for time in times if time is not None]
-        never = [math.inf] * (len(times) - len(reached))
-        return (
-            f"at {'least' if is_higher else 'most'} {target:g}",
-            f"{len(reached)} of {len(runs)}",
-            _text([*(time.steps for time in reached), *never], 0),
-            _text([*(time.samples for time in reached), *never], 0),
-            _text([*(time.seconds for time in reached), *never], 1),
-        )
 
-
-def _name(name: str, runs: list[History]) -> str:
-    unfinished = sum(not run.finished for run in runs)
-    return name + f" ({unfinished} of {len(runs)} unfinished)" * bool(unfinished)
+def _cells(runs: list[History], target: float) -> tuple[str, ...]:
+    is_higher = runs[0].higher_is_better
+    times = [time_to_score(run, target, higher_is_better=is_higher) for run in runs]
+    reached = [time for time in times if time is not None]
+    never = [math.inf] * (len(times) - len(reached))
+    return (
+        f"at {'least' if is_higher else 'most'} {target:g}",
+        f"{len(reached)} of {len(runs)}",
+        _text([*(time.steps for time in reached), *never], 0),
+        _text([*(time.samples for time in reached), *never], 0),
+        _text([*(time.seconds for time in reached), *never], 1),
+    )
 
 
 def _text(values: Sequence[float], digits: int) -> str:
