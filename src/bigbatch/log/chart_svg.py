@@ -50,14 +50,22 @@ def svg(
         titles: whether the charts' titles are drawn.
         standalone: whether it is a file of its own, which has the style sheet and a background.
     """
-    styles = _style_numbers(charts)
-    drawings = [_drawing(chart, styles, title=titles) for chart in charts]
+    series = [one for chart in charts if isinstance(chart, Panel) for one in chart.series]
+    styles: dict[str, int] = {}  # numbers by names, in the order of appearance
+    for line in series:
+        styles.setdefault(line.name, len(styles) if line.style is None else line.style)
+    drawings = [
+        _heat_map(chart, title=titles)
+        if isinstance(chart, HeatMap)
+        else _PanelDrawing(chart, styles, title=titles).drawing()
+        for chart in charts
+    ]
     if len(drawings) == 1 and not key and not standalone:
         return drawings[0].element()
     edge: float = _EDGE if standalone else 0
     pitch = max(one.width for one in drawings) + _GAP
     width = 2 * edge + columns * pitch - _GAP
-    parts = list(_key(charts, styles, edge, width)) if key else []
+    parts = list(_key(series, styles, edge, width)) if key else []
     top = edge + _KEY_LINE * len(parts)
     for start in range(0, len(drawings), columns):
         row = drawings[start : start + columns]
@@ -107,31 +115,11 @@ class _Drawing(NamedTuple):
         return f'<svg {place}viewBox="0 0 {size}" {self.attributes}>{body}</svg>'
 
 
-def _drawing(chart: Panel | HeatMap, styles: dict[str, int], *, title: bool) -> _Drawing:
-    if isinstance(chart, HeatMap):
-        return _heat_map(chart, title=title)
-    return _PanelDrawing(chart, styles, title=title).drawing()
-
-
-def _style_numbers(charts: Sequence[Panel | HeatMap]) -> dict[str, int]:
-    """Numbers of the styles by names, in the order of appearance."""
-    styles: dict[str, int] = {}
-    for one in _all_series(charts):
-        styles.setdefault(one.name, len(styles) if one.style is None else one.style)
-    return styles
-
-
-def _all_series(charts: Sequence[Panel | HeatMap]) -> Iterator[Series]:
-    for chart in charts:
-        if isinstance(chart, Panel):
-            yield from chart.series
-
-
 def _key(
-    charts: Sequence[Panel | HeatMap], styles: dict[str, int], edge: float, width: float
+    series: Sequence[Series], styles: dict[str, int], edge: float, width: float
 ) -> Iterator[str]:
     """The lines of a key."""
-    named = {one.name: one for one in reversed([*_all_series(charts)]) if one.name}
+    named = {one.name: one for one in reversed(series) if one.name}
     x, y, line = edge, edge, ""
     for name, number in styles.items():
         reach = 60 + text_width(name, _TEXT)

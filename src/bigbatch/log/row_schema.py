@@ -188,23 +188,26 @@ def require_step(place: str, row: Any, previous: Mapping[str, Any] | None) -> No
         raise RunError(f"{place} is no step of schema {SCHEMA}, but of {shortened(schema)}")
     require_names(place, row, STEP)
     require_kinds(place, row, STEP | OPTIONAL_STEP)
-    if row["micro_batches"] > row["batch_size"]:
-        raise RunError(
-            f"{place}: micro_batches is {row['micro_batches']}, and must be at most the batch_size "
-            f"{row['batch_size']}; restore the file from a copy"
-        )
     last = previous or {"step": 0, "epoch": 0, "samples": 0}
     steps, samples = row["step"] - last["step"], row["samples"] - last["samples"]
-    if steps < 1 or row["epoch"] < last["epoch"]:
-        raise RunError(
-            f"{place}: step {row['step']} of epoch {row['epoch']} follows step {last['step']} of "
-            f"epoch {last['epoch']}; restore the file from a copy"
+    size = row["batch_size"]
+    wrong = ""
+    if row["micro_batches"] > size:
+        wrong = (
+            f"micro_batches is {row['micro_batches']}, and must be at most the batch_size {size}"
         )
-    if samples < row["batch_size"] or (steps == 1 and samples != row["batch_size"]):
-        raise RunError(
-            f"{place}: samples is {row['samples']}, and must be {last['samples']} before the step "
-            f"and its batch_size {row['batch_size']}; restore the file from a copy"
+    elif steps < 1 or row["epoch"] < last["epoch"]:
+        wrong = (
+            f"step {row['step']} of epoch {row['epoch']} follows step {last['step']} of epoch "
+            f"{last['epoch']}"
         )
+    elif samples < size or (steps == 1 and samples != size):
+        wrong = (
+            f"samples is {row['samples']}, and must be {last['samples']} before the step and its "
+            f"batch_size {size}"
+        )
+    if wrong:
+        raise RunError(f"{place}: {wrong}; restore the file from a copy")
 
 
 def require_settings(place: str, settings: Any) -> None:
