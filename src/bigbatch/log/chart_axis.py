@@ -9,14 +9,9 @@ _LETTER = 0.6  # mean width of a letter, in heights of the text
 
 
 class Axis:
-    """Maps values to positions.
+    """Maps values from low to high to positions from start to end; low may equal high.
 
-    Args:
-        low: smallest value; positive if the axis is logarithmic.
-        high: largest value; equal to `low` for a single value.
-        start: position of the smallest value.
-        end: position of the largest value.
-        log_base: base of a logarithmic scale, 2 or 10; None for a linear one.
+    `log_base` is 2 or 10 for a logarithmic scale, whose values are positive; None for a linear one.
     """
 
     def __init__(

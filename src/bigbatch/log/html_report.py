@@ -2,23 +2,36 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from math import nan
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import write_atomically
-from bigbatch.log.chart import Panel
+from bigbatch.log.chart import HeatMap, Panel
 from bigbatch.log.chart_svg import svg, swatch
 from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, key_names, panels_of
 from bigbatch.log.history import History, Table, group_seeds, seeds_of, table_of
-from bigbatch.log.layer_heatmaps import heat_maps
 from bigbatch.log.paired_differences import Differences, differences_of
 from bigbatch.log.report_summary import ArmSummary, summaries_of
+from bigbatch.log.row_schema import Row
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.log.series_style import style_of
 from bigbatch.log.time_to_score import ScoreTargets
 from bigbatch.log.web_page import html_table, text_of, web_page
 
 _ENDINGS = (".html", ".svg")
+_COLUMNS = 80  # most columns of a heat map; a longer log is averaged
+# key of the row, title, index in the numbers of a layer, upper end (None: the largest), logarithmic
+_MAPS = (
+    ("gsnr", "mean r", 0, None, False),
+    ("gsnr", "share of weights at gamma", 1, 1.0, False),
+    ("gsnr", "share of weights at r_max", 2, 1.0, False),
+    ("gsnr", "effective learning-rate factor", 3, None, False),
+    ("layers", "noise scale, samples", 0, None, True),
+    ("layers", "similarity", 1, 1.0, False),
+)
 _MOST_SUMMARIES = 8  # sentences that are shown at once
 _HEAT_MAP_BYTES = 400_000  # after so many, no further map is drawn: the page stays small
 
@@ -38,15 +51,11 @@ def write_report(
     against: str | None = None,
     targets: ScoreTargets | None = None,
 ) -> None:
-    """Writes a report of runs side by side.
+    """Writes a report of runs side by side: a `.html` page, or the curves alone as `.svg`.
 
-    Args:
-        histories: one run or more.
-        out: a `.html` page, or the curves alone as `.svg`.
-        title: the title of the page.
-        against: arm from which to show differences; None for the first, also if there is none of
-            this name.
-        targets: scores for which to show the time to reach them.
+    It has differences from the arm `against`, the first where there is none of this name, and the
+    time to reach each of the `targets`.
+
     Raises:
         SettingError: another ending.
         RunError: no run has a step yet, or the file cannot be written.
@@ -108,17 +117,15 @@ def difference_section(differences: Differences | None) -> Iterator[str]:
 
 def summary_list(summaries: Sequence[ArmSummary], most: int) -> Iterator[str]:
     """Sentences, of which those after the first `most` are folded."""
-    shown, folded = summaries[:most], summaries[most:]
-    if shown:
-        yield _sentences(shown)
-    if folded:
-        words = f"a sentence on each of {len(folded)} {'more' if shown else 'settings'}"
-        yield f"<details><summary>{words}</summary>{_sentences(folded)}</details>"
-
-
-def _sentences(summaries: Sequence[ArmSummary]) -> str:
-    items = (f"<li><b>{escape(one.name)}</b>: {escape(one.text)}</li>\n" for one in summaries)
-    return f'<ul class="summary">\n{"".join(items)}</ul>'
+    items = [f"<li><b>{escape(one.name)}</b>: {escape(one.text)}</li>\n" for one in summaries]
+    shown, folded = (
+        f'<ul class="summary">\n{"".join(part)}</ul>' for part in (items[:most], items[most:])
+    )
+    if items[:most]:
+        yield shown
+    if items[most:]:
+        words = f"a sentence on each of {len(items[most:])} {'more' if most else 'settings'}"
+        yield f"<details><summary>{words}</summary>{folded}</details>"
 
 
 def table_sections(
@@ -209,3 +216,29 @@ def _heat_map_section(histories: list[History]) -> Iterator[str]:
             figures = "".join(f"<figure>{svg([one])}</figure>" for one in maps)
             size += len(figures)
             yield f'<h3>{escape(name)}</h3>\n<div class="panels">{figures}</div>'
+
+
+def heat_maps(history: History) -> list[HeatMap]:
+    """GSNR, noise scale and similarity: layers from top to bottom, samples from left to right.
+
+    None of what the log does not have.
+    """
+    maps = []
+    for key, title, index, high, is_log in _MAPS:
+        rows = [row for row in history.rows if row.get(key)]
+        names = list(dict.fromkeys(name for row in rows for name in row[key]))
+        size = max(1, -(-len(rows) // _COLUMNS))
+        bins = [rows[start : start + size] for start in range(0, len(rows), size)]
+        values = [[_mean(one, key, name, index) for one in bins] for name in names]
+        if rows:
+            ends = float(rows[0]["samples"]), float(rows[-1]["samples"])
+            shades: Any = {"low": None if is_log else 0.0, "high": high, "log": is_log}
+            maps.append(HeatMap(title, names, values, x_label="samples", x_range=ends, **shades))
+    return maps
+
+
+def _mean(rows: list[Row], key: str, layer: str, index: int) -> float:
+    """The mean over some steps of one number of a layer; nan where no step has it."""
+    values = [row[key][layer][index] for row in rows if layer in row[key]]
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else nan

@@ -149,12 +149,7 @@ def differences_between(
 
 
 def differences_of(histories: list[History], against: str | None = None) -> Differences | None:
-    """Differences of the main score between groups of seeds; None for one group.
-
-    Args:
-        histories: the runs; the main score is that of the reference.
-        against: name of the reference; None for the first group, also if no group has this name.
-    """
+    """Differences of the reference's main score between groups of seeds; None for one group."""
     groups = group_seeds(histories)
     if len(groups) < 2:
         return None

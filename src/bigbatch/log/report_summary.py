@@ -27,11 +27,8 @@ def summaries_of(histories: list[History], against: str | None = None) -> list[A
     """A sentence on each arm, the reference first: batch, steps and score, where they are known.
 
     Scores are those of runs that are finished and did not diverge. A mean is compared with the
-    range of the reference's runs where it has two or more.
-
-    Args:
-        histories: the runs.
-        against: name of the reference; None for the first group, also if no group has this name.
+    range of the reference's runs where it has two or more. `against` names the reference; it is the
+    first group where no group has this name.
     """
     groups = group_seeds(histories)
     if not groups:

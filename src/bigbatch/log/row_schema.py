@@ -179,10 +179,8 @@ def require_names(place: str, values: Mapping[str, Any], names: Iterable[str]) -
         raise RunError(f"{place}: {missing[0]} is missing; restore the file from a copy")
 
 
-def require_step(place: str, row: Any, previous: Mapping[str, Any] | None) -> None:
+def require_step(place: str, row: Row, previous: Mapping[str, Any] | None) -> None:
     """Raises RunError where a line of the log is no step, or does not follow the previous one."""
-    if not isinstance(row, dict):
-        raise RunError(f"{place} is {shortened(row)}, and must be a step; restore the file")
     schema = row.get("schema")
     if schema not in STEP["schema"]:
         raise RunError(f"{place} is no step of schema {SCHEMA}, but of {shortened(schema)}")

@@ -31,13 +31,8 @@ def time_to_score(
     """What a run had consumed at its first evaluation whose main score reaches the target.
 
     The time is known to one interval of `evaluate_every`. A later fall of the score is no matter.
+    None where no evaluation reaches it.
 
-    Args:
-        history: the log of the run.
-        target: the score to reach, in the unit of its name.
-        higher_is_better: whether a score at or above the target reaches it, else one at or below.
-    Returns:
-        None where no evaluation reaches it.
     Raises:
         SettingError: the target is not finite.
     """
@@ -64,10 +59,8 @@ def reaches(score: float | None, target: float, *, higher_is_better: bool) -> bo
 @checked
 @dataclass(frozen=True)
 class ScoreTargets:
-    """Targets of the main score, and the table of the times to reach them.
+    """One target of the main score or more, and the table of the times to reach them.
 
-    Args:
-        targets: one target or more.
     Raises:
         SettingError: a target is not finite.
     """
