@@ -43,9 +43,6 @@ def save_state(state: Any, file: BinaryIO) -> None:
 def load_state(file: BinaryIO, name: str) -> Any:
     """Loads a state from `save_state` to the CPU; checks the digest before it unpickles.
 
-    Args:
-        file: a seekable file.
-        name: name of the state in an error.
     Raises:
         StateError: the bytes have changed, or have no digest.
     """

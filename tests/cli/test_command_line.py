@@ -1,11 +1,9 @@
 """The command line before, around and after its commands: version, help, Ctrl-C."""
 
 import os
-import pty
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 
@@ -53,49 +51,6 @@ def test_the_version_is_said_without_torch():
 def test_an_interrupt_before_anything_has_begun_is_one_line():
     ended = command(AT.format(module="torch"), "compare", "runs")
     assert (130, "bigbatch: interrupted\n", "") == (ended.returncode, ended.stderr, ended.stdout)
-
-
-def on_terminal(*arguments):
-    """What a terminal of 80 columns shows of a process, and the bytes that it wrote."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(sys.executable, [sys.executable, *arguments])
-    written = b""
-    with suppress(OSError):  # Linux reports the end so
-        while new := os.read(terminal, 4096):
-            written += new
-    os.close(terminal)
-    os.waitpid(pid, 0)
-    lines = []
-    for line in written.decode().split("\n"):
-        shown = ""
-        for text in line.split("\r"):  # each is written over the one before
-            shown = text + shown[len(text) :]
-        lines.append(shown.rstrip())
-    return lines[:-1], written
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("advise", "nowhere.py"), "bigbatch advise: error: there is no script nowhere.py; "),
-        pytest.param(
-            ("compare", "nowhere"), "bigbatch: there is no run dir", marks=pytest.mark.thorough
-        ),
-    ],
-)
-def test_a_terminal_shows_a_line_while_torch_is_imported_and_not_after(arguments, line):
-    shown, written = on_terminal("-m", "bigbatch", *arguments)
-    assert written.startswith(b"loading torch ...\r")
-    assert shown[-1].startswith(line)
-    assert not [one for one in shown if "loading" in one]
-
-
-@pytest.mark.thorough
-def test_an_interrupt_on_a_terminal_replaces_the_line():
-    shown, written = on_terminal("-c", AT.format(module="torch"), "compare", "x")
-    assert ["bigbatch: interrupted"] == shown
-    assert written.startswith(b"loading torch ...\r")
 
 
 def test_an_interrupt_after_the_end_changes_nothing():

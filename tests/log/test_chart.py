@@ -128,11 +128,6 @@ def test_cells_of_a_heat_map_darken_with_their_value():
     assert darkest == "M2 0h1v1h-1zM0 1h1v1h-1z"
 
 
-def test_cells_of_a_heat_map_have_texts_if_asked():
-    chart = HeatMap("score", ["a"], [[96.25, 97.0]], columns=["1", "2"], text_of="{:.1f}".format)
-    assert [text.text for text in parts(drawn(chart), "cell")] == ["96.2", "97.0"]
-
-
 def test_a_file_of_its_own_has_the_style_and_both_themes():
     text = svg([Panel("loss", "samples", [Series("a", XS, XS)])], standalone=True)
     element = ElementTree.fromstring(text)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigbatch.log.divergence import divergence_of
+from bigbatch.log.history import divergence_of
 
 START = 2.3  # of ten classes
 

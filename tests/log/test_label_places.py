@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigbatch.log.chart_axis import Axis
-from bigbatch.log.label_places import Box, place_near_points, spread
+from bigbatch.log.chart_axis import Axis, spread
 from property_tests import property_test
 
 PLACES = st.floats(-50, 350)
@@ -46,30 +45,6 @@ def test_no_other_places_are_nearer_to_the_lines(wanted, gap):
         blocks[-1].append(other)
     for block in blocks:
         assert sum(places[i] - wanted[i] for i in block) == pytest.approx(0, abs=1e-6)
-
-
-POINTS = st.tuples(st.floats(0, 400), st.floats(0, 300), st.text("abc0.", min_size=1, max_size=14))
-
-
-@property_test(100)
-@given(st.lists(POINTS, max_size=30))
-def test_labels_of_points_overlap_neither_each_other_nor_a_point(points):
-    frame = Box(0, 0, 400, 300)
-    marks = [Box(x - 4, y - 4, x + 4, y + 4) for x, y, _ in points]
-    placed = [box for box in place_near_points(points, 11, frame, marks) if box is not None]
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(placed, 2))
-    assert not any(box.overlaps(mark) for box in placed for mark in marks)
-    assert all(frame.contains(box) for box in placed)
-
-
-def test_a_label_is_right_above_its_point_or_where_nothing_is():
-    frame = Box(0, 0, 400, 300)
-    (box,) = place_near_points([(200, 150, "0.3")], 10, frame, [])
-    assert box.left >= 200
-    assert box.bottom <= 150
-    (other,) = place_near_points([(200, 150, "0.3")], 10, frame, [box])
-    assert not other.overlaps(box)
-    assert [None] == place_near_points([(200, 150, "0.3")], 10, frame, [frame])
 
 
 @property_test(200)

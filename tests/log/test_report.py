@@ -11,7 +11,7 @@ import pytest
 from bigbatch.errors import RunError
 from bigbatch.log import html_report
 from bigbatch.log.history import Table, history_of, seeds_of, table_of
-from bigbatch.log.layer_heatmaps import heat_maps
+from bigbatch.log.html_report import heat_maps
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.log.text_table import text_table
 from log_rows import add_rows, row, write_log

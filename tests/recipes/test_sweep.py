@@ -312,7 +312,7 @@ def test_runs_that_diverged_are_counted_and_lose_to_all_that_did_not(tmp_path):
     write_sweep(sweep, tmp_path)
     runs = list(csv.DictReader((tmp_path / "sweep.csv").open()))
     assert 6 == sum(run["diverged"] == "True" for run in runs)
-    texts = [text for one in sweep_panel(sweep, (900, 440)).series for text in one.texts]
+    texts = [text for one in sweep_panel(sweep, (900, 440)).series for text in one.notes]
     assert 1 == sum("diverged" in text for text in texts)
 
 

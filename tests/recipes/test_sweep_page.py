@@ -91,8 +91,7 @@ def test_the_figure_has_a_point_with_its_error_bar_for_each_shown_point_and_the_
     front, group = sweep_panel(results, (400, 300)).series
     assert [point.average_batch for point in results.front] == front.x
     assert ("step", True) == (front.kind, front.dotted)
-    assert "every point (numbers: lr, target)" == group.name
-    assert {"0.1, 0.2", "0.2, 0.2", "0.1, 0.4", "0.2, 0.4"} == set(group.texts)
+    assert "every point" == group.name
     assert 4 == len(group.x) == len(group.low) == len(group.notes)
     write_sweep(results, tmp_path)
     figure = ElementTree.fromstring((tmp_path / "sweep.svg").read_text())

@@ -6,7 +6,6 @@ The first line of each docstring is listed by `bigbatch --help`.
 from importlib import import_module
 from typing import Any
 
-from bigbatch.cli.loading_line import loading_line
 from bigbatch.interrupts import exit_on_interrupt, handle_interrupts
 
 
@@ -26,7 +25,7 @@ def sweep(arguments: list[str]) -> int:
 
 
 def _run(name: str, module: str, function: str, arguments: list[str]) -> int:
-    with handle_interrupts(exit_on_interrupt), loading_line():
+    with handle_interrupts(exit_on_interrupt):
         run: Any = import_module("bigbatch_recipes.cli.launched_command").run
         command = getattr(import_module(f"bigbatch_recipes.cli.{module}"), function)
     status: int = run(name, command, arguments)

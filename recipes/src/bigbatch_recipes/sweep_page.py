@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from bigbatch.log.series_style import NEUTRAL, style_of
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults, value_text
 
 _RUN_COLUMNS = ("average_batch", "steps", "skipped", "elapsed_seconds", "diverged")
-_MAX_LABELS = 30  # points of a sweep whose points have labels
 _SIZES = {"wide": (900, 440), "narrow": (380, 400)}  # for windows of either kind
 _STYLE = (
     ".wide { max-width: 1000px; } .narrow { max-width: 520px; display: none; }\n"
@@ -91,7 +90,6 @@ def sweep_panel(sweep: SweepResults, size: tuple[int, int]) -> Panel:
     groups: dict[str, list[SweepPoint]] = {}
     for point in sweep.measured:
         groups.setdefault(_group_name(point, sweep), []).append(point)
-    has_labels = len(sweep.measured) <= _MAX_LABELS
     front = Series(
         "front: best score for at least this batch",
         [point.average_batch for point in sweep.front],
@@ -101,27 +99,17 @@ def sweep_panel(sweep: SweepResults, size: tuple[int, int]) -> Panel:
         style=NEUTRAL,
     )
     series = [
-        _group(name, points, sweep, number, has_labels=has_labels)
-        for number, (name, points) in enumerate(groups.items())
+        _group(name, points, sweep, number) for number, (name, points) in enumerate(groups.items())
     ]
     x_label = "average batch, samples a step"
     return Panel(sweep.score, x_label, [front, *series], x_log=2, end_labels=False, size=size)
 
 
-def _group(
-    name: str, points: list[SweepPoint], sweep: SweepResults, number: int, *, has_labels: bool
-) -> Series:
+def _group(name: str, points: list[SweepPoint], sweep: SweepResults, number: int) -> Series:
     """The points that share settings which are text; a line where one number alone varies."""
     numbers = [_numeric_values(point, sweep) for point in points]
     keys = dict.fromkeys(key for values in numbers for key in values)
     varied = [key for key in keys if len({values.get(key) for values in numbers}) > 1]
-    is_complete = all(key in values for values in numbers for key in varied)
-    texts = [
-        _label(point, values, varied, has_keys=not is_complete)
-        for point, values in zip(points, numbers, strict=True)
-    ]
-    if has_labels and varied and is_complete:
-        name += f" (numbers: {', '.join(varied)})"
     scores = [point.scores(sweep.score) for point in points]
     centers = [sweep.summary.center(one) for one in scores]
     bars = [sweep.summary.error_bars(one) for one in scores]
@@ -135,21 +123,12 @@ def _group(
         bars=True,
         markers=True,
         style=number,
-        texts=texts if has_labels else (),
         notes=[
             f"{point.name}: {sweep.summary.scores_text(one)} at {point.average_batch:,.0f}"
+            + ", diverged" * any(run.diverged for run in point.runs)
             for point, one in zip(points, scores, strict=True)
         ],
     )
-
-
-def _label(
-    point: SweepPoint, values: dict[str, Any], varied: Sequence[str], *, has_keys: bool
-) -> str:
-    """The values that vary within a group."""
-    texts = [f"{key} " * has_keys + value_text(values[key]) for key in varied if key in values]
-    texts += ["diverged"] * any(run.diverged for run in point.runs)
-    return ", ".join(texts)
 
 
 def _group_name(point: SweepPoint, sweep: SweepResults) -> str:

@@ -14,7 +14,6 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from bigbatch.cli.loading_line import loading_line
 from bigbatch.interrupts import exit_on_interrupt, handle_interrupts, ignore_interrupts
 
 if TYPE_CHECKING:
@@ -43,8 +42,7 @@ def main() -> None:
     """
     name, *arguments = sys.argv[1:] or [""]
     if name == "advise":
-        with loading_line():
-            from bigbatch.cli.advise_command import advise
+        from bigbatch.cli.advise_command import advise
 
         advise(arguments)
     with handle_interrupts(exit_on_interrupt):
@@ -56,8 +54,7 @@ def main() -> None:
         from bigbatch.cli.exit_status import run_command
 
         if name in COMMANDS:
-            with loading_line():
-                command = getattr(import_module("bigbatch.cli.log_commands"), name)
+            command = getattr(import_module("bigbatch.cli.log_commands"), name)
             sys.exit(run_command(command, arguments))
         sys.exit(run_command(partial(_run_other, name), arguments))
 

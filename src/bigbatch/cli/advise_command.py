@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -20,7 +20,54 @@ from bigbatch.advisor.run_program import require_program, run_program
 from bigbatch.advisor.training_observer import EndOfProgram, TrainingObserver
 from bigbatch.errors import SettingError
 
-_STEPS, _BUDGET, _GROUPS = 2000, "2min", 8
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+_Options = dict[str, dict[str, Any]]
+_LIMITS: _Options = {
+    "--steps": {"type": _count, "default": 2000, "help": "optimizer steps to observe [2000]"},
+    "--budget": {
+        "default": "2min",
+        "metavar": "TIME",
+        "help": "or at most so long, 90s or 5min, from the first step on [2min]",
+    },
+    "--go-on": {"action": "store_true", "help": "let the program continue; default: end it"},
+    "-o --out": {
+        "action": "append",
+        "default": [],
+        "metavar": "FILE",
+        "help": "also write a .html page, a .json or a .txt file; may be repeated",
+    },
+}
+_ASSUMPTIONS: _Options = {
+    "--groups": {
+        "type": _count,
+        "default": 8,
+        "help": "groups of samples of a backward that are compared [8]",
+    },
+    "--micro-batch": {
+        "type": _count,
+        "metavar": "N",
+        "help": "samples of a backward and rank [dimension 0 of the model's first tensor]",
+    },
+    "--bandwidth": {
+        "type": float,
+        "default": 12.5,
+        "metavar": "GB/s",
+        "help": "assumed for a device's network [12.5]",
+    },
+    "--latency": {
+        "type": float,
+        "default": 30,
+        "metavar": "US",
+        "help": "assumed for a message, in microseconds [30]",
+    },
+}
 
 
 def advise(arguments: Sequence[str]) -> NoReturn:
@@ -90,72 +137,12 @@ def argument_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module")
-    _add_limits(parser.add_argument_group("how long to observe, and what to write"))
-    _add_assumptions(parser.add_argument_group("assumptions"))
+    limits = parser.add_argument_group("how long to observe, and what to write")
+    for flags, options in _LIMITS.items():
+        limits.add_argument(*flags.split(), **options)
+    assumptions = parser.add_argument_group("assumptions")
+    for flags, options in _ASSUMPTIONS.items():
+        assumptions.add_argument(flags, **options)
     parser.add_argument("target", metavar="SCRIPT", help="your script, or module with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
     return parser
-
-
-def _add_limits(group: argparse._ArgumentGroup) -> None:
-    """How long to observe, and what happens then."""
-    group.add_argument(
-        "--steps",
-        type=_count,
-        default=_STEPS,
-        help=f"optimizer steps to observe (default: {_STEPS})",
-    )
-    group.add_argument(
-        "--budget",
-        default=_BUDGET,
-        metavar="TIME",
-        help=f"or at most so long, 90s or 5min, from the first step on (default: {_BUDGET})",
-    )
-    group.add_argument(
-        "--go-on", action="store_true", help="let the program continue; default: end it"
-    )
-    group.add_argument(
-        "-o",
-        "--out",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="also write a .html page, a .json or a .txt file; may be repeated",
-    )
-
-
-def _add_assumptions(group: argparse._ArgumentGroup) -> None:
-    """What cannot be seen, or is chosen."""
-    group.add_argument(
-        "--groups",
-        type=_count,
-        default=_GROUPS,
-        help=f"groups of samples of a backward that are compared (default: {_GROUPS})",
-    )
-    group.add_argument(
-        "--micro-batch",
-        type=_count,
-        metavar="N",
-        help="samples of a backward and rank (default: dimension 0 of the model's first tensor)",
-    )
-    group.add_argument(
-        "--bandwidth",
-        type=float,
-        default=12.5,
-        metavar="GB/s",
-        help="assumed for a device's network (default: 12.5)",
-    )
-    group.add_argument(
-        "--latency",
-        type=float,
-        default=30,
-        metavar="US",
-        help="assumed for a message, in microseconds (default: 30)",
-    )
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number

@@ -43,25 +43,25 @@ _CONTROLLER = {  # options of `replay`, with their help
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
-    def __init__(self, name: str, description: str, examples: str) -> None:
-        super().__init__(
-            f"bigbatch {name}",
-            description=description,
-            epilog=f"examples:\n{examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        self.add_argument(
-            "runs", nargs="+", metavar="RUN", type=Path, help="folder of a log, or of such folders"
-        )
-
     def error(self, message: str) -> NoReturn:
         raise SettingError(f"{message}; {self.prog} --help lists the options")
 
 
+def _parser(name: str, description: str, examples: str, out: str = "") -> _Parser:
+    """The parser of a command, with -o where it has an `out`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    texts: Any = {"description": description, "epilog": f"examples:\n{examples}"}
+    parser = _Parser(f"bigbatch {name}", formatter_class=raw, allow_abbrev=False, **texts)
+    runs = "folder of a log, or of such folders"
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help=runs)
+    if out:
+        parser.add_argument("-o", "--out", type=Path, help=f"{out}; replaces only bigbatch's own")
+    return parser
+
+
 def compare_parser() -> argparse.ArgumentParser:
     """The options of `compare`."""
-    parser = _Parser(
+    parser = _parser(
         "compare",
         "Shows the logs of runs in one table. Runs that differ in their seed are one row.",
         "  bigbatch compare runs/digits-1 runs/digits-2\n"
@@ -74,26 +74,27 @@ def compare_parser() -> argparse.ArgumentParser:
 
 def report_parser() -> argparse.ArgumentParser:
     """The options of `report`."""
-    parser = _Parser(
+    parser = _parser(
         "report",
         "Writes a page of runs side by side: tables, curves, layers.",
         "  bigbatch report runs/digits-1                  into the folder itself\n"
         "  bigbatch report runs/digits-1 -o curves.svg    the curves as a figure\n"
         "  bigbatch report runs/digits-1 runs/digits-2 -o both.html",
+        "a .html page, or a .svg figure of the curves",
     )
-    _add_out(parser, "a .html page, or a .svg figure of the curves")
     _add_comparison(parser)
     return parser
 
 
 def replay_parser() -> argparse.ArgumentParser:
     """The options of `replay`."""
-    parser = _Parser(
+    parser = _parser(
         "replay",
         "Shows batch sizes and cost of other policies in a run. Signal and noise are\n"
         "those of the log, whatever the batch size; see docs/policies.md.",
         "  bigbatch replay runs/digits-1/simigrad-seed0 --policy simigrad:target=0.5\n"
         '  bigbatch replay RUN --policy "schedule:32, x2 every 8K samples"',
+        "a .svg figure of batch sizes",
     )
     parser.add_argument(
         "--policy",
@@ -102,17 +103,10 @@ def replay_parser() -> argparse.ArgumentParser:
         metavar="NAME:KEY=VALUE,...",
         help=f"a policy, may be repeated: {', '.join(POLICIES)}",
     )
-    _add_out(parser, "a .svg figure of batch sizes")
     group = parser.add_argument_group("the controller of each policy")
     for name, text in _CONTROLLER.items():
         group.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=text)
     return parser
-
-
-def _add_out(parser: argparse.ArgumentParser, kinds: str) -> None:
-    parser.add_argument(
-        "-o", "--out", type=Path, help=f"{kinds}; replaces only what bigbatch wrote"
-    )
 
 
 def _add_comparison(parser: argparse.ArgumentParser) -> None:
@@ -181,8 +175,8 @@ def replay(arguments: Sequence[str]) -> None:
         require_own_file(options.out)
     histories = _histories(options.runs)
     measured = [history for history in histories if measured_rows(history.rows)]
-    for history in histories if measured else []:
-        if history not in measured:
+    for history in histories:
+        if measured and history not in measured:
             _print(f"{history.path.name}: nothing is measured yet; left out")
     replays = [replay_policies(one, policies, **given) for one in measured or histories]
     for one in replays:

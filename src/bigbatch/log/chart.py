@@ -1,52 +1,39 @@
 """What a chart shows: series on two axes, or a heat map; chart_svg draws it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 _MARGINS = 0.05, 0.04  # of the width around points; of the height
 _ROOM = 4.0  # most by which a band extends a logarithmic scale
+Ends = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line, steps or points. A value that is not finite leaves a gap.
+    """A line, steps or points. A value that is not finite leaves a gap."""
 
-    Args:
-        name: its name in the key.
-        x, y: its points.
-        low, high: ends of a band around a line, or of the error bars of points.
-        x_low, x_high: ends of horizontal error bars.
-        kind: "step" holds the value of a point back to the point before it.
-        bars: whether a line too has error bars in place of a band.
-        markers: whether a line too has markers.
-        dotted: a thin dotted line, as for the end of an interval.
-        hollow: the points whose marker is hollow.
-        style: number of its colour, dash and marker, or `NEUTRAL`; None for the number of its name
-            among those of the whole figure. Give all styles of a figure, or none.
-        label: text at the end of its line; None for the name of a line, "" for none.
-        texts: a text near each point; one that finds no free place is left out.
-        notes: a text that is shown while the pointer rests on each point.
-    """
-
-    name: str
+    name: str  # in the key
     x: Sequence[float]
     y: Sequence[float]
     _: KW_ONLY
-    low: Sequence[float] = ()
+    low: Sequence[float] = ()  # ends of a band around a line, or of the error bars of points
     high: Sequence[float] = ()
-    x_low: Sequence[float] = ()
+    x_low: Sequence[float] = ()  # ends of horizontal error bars
     x_high: Sequence[float] = ()
-    kind: Literal["line", "step", "points"] = "line"
-    bars: bool = False
-    markers: bool = False
-    dotted: bool = False
-    hollow: Sequence[bool] = ()
+    kind: Literal["line", "step", "points"] = (
+        "line"  # a step holds the value back to the one before
+    )
+    bars: bool = False  # a line too has error bars in place of a band
+    markers: bool = False  # a line too has markers
+    dotted: bool = False  # thin, as for the end of an interval
+    hollow: Sequence[bool] = ()  # the points whose marker is hollow
+    # number of its colour, dash and marker, or `NEUTRAL`; None for the number of its name among
+    # those of the whole figure: give all styles of a figure, or none
     style: int | None = None
-    label: str | None = None
-    texts: Sequence[str] = ()
-    notes: Sequence[str] = ()
+    label: str | None = None  # at the end of its line; None for the name of a line, "" for none
+    notes: Sequence[str] = ()  # shown while the pointer rests on each point
 
     @property
     def has_bars(self) -> bool:
@@ -73,49 +60,32 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """Series on two axes.
+    """Series on two axes."""
 
-    Args:
-        title: the quantity with its unit.
-        x_label: name of the x axis.
-        series: in the order of drawing.
-        y_label: name of the y axis, above it.
-        x_log, y_log: base of a logarithmic axis, 2 or 10; None for a linear one.
-        x_range, y_range: ends of an axis; None for the range of all series.
-        x_names, y_names: categories in place of numbers, from left to right and from top to bottom:
-            position 0, 1 and so on.
-        marks: what to compare the series with.
-        end_labels: whether lines have a label at their end; False where a key names them.
-        size: width and height; text is 11.5 high.
-    """
-
-    title: str
+    title: str  # the quantity with its unit
     x_label: str
-    series: Sequence[Series]
+    series: Sequence[Series]  # in the order of drawing
     _: KW_ONLY
-    y_label: str = ""
-    x_log: int | None = None
+    y_label: str = ""  # above the axis
+    x_log: int | None = None  # base of a logarithmic axis, 2 or 10
     y_log: int | None = None
-    x_range: tuple[float, float] | None = None
-    y_range: tuple[float, float] | None = None
-    x_names: Sequence[str] = ()
-    y_names: Sequence[str] = ()
-    marks: Sequence[Mark] = ()
-    end_labels: bool = True
-    size: tuple[int, int] = (400, 250)
+    x_range: Ends | None = None  # None for the range of all series
+    y_range: Ends | None = None
+    y_names: Sequence[str] = ()  # categories from top to bottom, at 0, 1 and so on
+    marks: Sequence[Mark] = ()  # what to compare the series with
+    end_labels: bool = True  # False where a key names the lines
+    size: tuple[int, int] = (400, 250)  # text is 11.5 high
 
     @property
-    def x_ends(self) -> tuple[float, float]:
+    def x_ends(self) -> Ends:
         """Ends of the x axis."""
-        if self.x_names or self.x_range:
-            return self.x_range or (-0.5, len(self.x_names) - 0.5)
         values = [x for one in self.series for x in (*one.x, *one.x_low, *one.x_high)]
         values += [mark.x for mark in self.marks if mark.x is not None]
         margin = any(one.kind == "points" for one in self.series) and _MARGINS[0]
-        return _ends(values, [], self.x_log, margin)
+        return self.x_range or _ends(values, [], self.x_log, margin)
 
     @property
-    def y_ends(self) -> tuple[float, float]:
+    def y_ends(self) -> Ends:
         """Ends of the y axis: of a logarithmic one, bands and dotted lines only near others."""
         if self.y_names or self.y_range:
             return self.y_range or (-0.5, len(self.y_names) - 0.5)
@@ -128,40 +98,24 @@ class Panel:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Values as shades of one colour.
-
-    Args:
-        title: the quantity.
-        rows: names of the rows, from top to bottom.
-        values: for each row, its values from left to right; one that is not finite is blank.
-        columns: names of the columns; none for an axis of numbers.
-        x_range: ends of that axis.
-        x_label, y_label: names of the axes.
-        low, high: ends of the shades; None for the least and the largest value.
-        log: whether shades are logarithmic.
-        text_of: the text in a cell; None for no text.
-        width, row_height: the size; text is 11.5 high.
-    """
+    """Values as shades of one colour; one that is not finite is blank."""
 
     title: str
-    rows: Sequence[str]
-    values: Sequence[Sequence[float]]
+    rows: Sequence[str]  # names from top to bottom
+    values: Sequence[Sequence[float]]  # for each row, from left to right
     _: KW_ONLY
-    columns: Sequence[str] = ()
-    x_range: tuple[float, float] = (0.0, 1.0)
+    x_range: Ends = (0.0, 1.0)
     x_label: str = ""
-    y_label: str = ""
-    low: float | None = None
+    low: float | None = None  # ends of the shades; None for the least and the largest value
     high: float | None = None
-    log: bool = False
-    text_of: Callable[[float], str] | None = None
-    width: int = 400
+    log: bool = False  # whether shades are logarithmic
+    width: int = 400  # text is 11.5 high
     row_height: int = 14
 
 
 def _ends(
     values: Sequence[float], bands: Sequence[float], log_base: int | None, margin: float
-) -> tuple[float, float]:
+) -> Ends:
     """Ends of an axis that shows all values with a margin, and bands."""
     values = [value for value in values if is_shown(value, log_base)]
     if not values:

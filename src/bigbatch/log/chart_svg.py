@@ -15,8 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from bigbatch.log.atomic_files import GENERATOR
 from bigbatch.log.chart import HeatMap, Panel, Series, is_shown
-from bigbatch.log.chart_axis import Axis, number_text
-from bigbatch.log.label_places import Box, place_near_points, spread, text_width
+from bigbatch.log.chart_axis import Axis, number_text, spread, text_width
 from bigbatch.log.series_style import style_of
 
 Line = Sequence[tuple[float, float]]
@@ -28,9 +27,8 @@ _LEADER = 12  # width of the lines from the ends of series to their labels
 _LABEL_GAP = 1.15 * _TEXT
 _KEY_LINE = 19
 _TICK_PITCH = 55, 34  # least distance of ticks of the x and the y axis
-_MARK = 5.0  # half the width of a marker
 _GAP = 14  # between charts
-_LEVELS, _PALEST, _DARKEST, _DARKEST_BEHIND_TEXT = 12, 0.04, 0.9, 0.5  # opacities of a heat map
+_LEVELS, _PALEST, _DARKEST = 12, 0.04, 0.9  # opacities of a heat map
 
 
 def svg(
@@ -52,14 +50,22 @@ def svg(
         titles: whether the charts' titles are drawn.
         standalone: whether it is a file of its own, which has the style sheet and a background.
     """
-    styles = _style_numbers(charts)
-    drawings = [_drawing(chart, styles, title=titles) for chart in charts]
+    series = [one for chart in charts if isinstance(chart, Panel) for one in chart.series]
+    styles: dict[str, int] = {}  # numbers by names, in the order of appearance
+    for line in series:
+        styles.setdefault(line.name, len(styles) if line.style is None else line.style)
+    drawings = [
+        _heat_map(chart, title=titles)
+        if isinstance(chart, HeatMap)
+        else _PanelDrawing(chart, styles, title=titles).drawing()
+        for chart in charts
+    ]
     if len(drawings) == 1 and not key and not standalone:
         return drawings[0].element()
     edge: float = _EDGE if standalone else 0
     pitch = max(one.width for one in drawings) + _GAP
     width = 2 * edge + columns * pitch - _GAP
-    parts = list(_key(charts, styles, edge, width)) if key else []
+    parts = list(_key(series, styles, edge, width)) if key else []
     top = edge + _KEY_LINE * len(parts)
     for start in range(0, len(drawings), columns):
         row = drawings[start : start + columns]
@@ -109,31 +115,11 @@ class _Drawing(NamedTuple):
         return f'<svg {place}viewBox="0 0 {size}" {self.attributes}>{body}</svg>'
 
 
-def _drawing(chart: Panel | HeatMap, styles: dict[str, int], *, title: bool) -> _Drawing:
-    if isinstance(chart, HeatMap):
-        return _heat_map(chart, title=title)
-    return _PanelDrawing(chart, styles, title=title).drawing()
-
-
-def _style_numbers(charts: Sequence[Panel | HeatMap]) -> dict[str, int]:
-    """Numbers of the styles by names, in the order of appearance."""
-    styles: dict[str, int] = {}
-    for one in _all_series(charts):
-        styles.setdefault(one.name, len(styles) if one.style is None else one.style)
-    return styles
-
-
-def _all_series(charts: Sequence[Panel | HeatMap]) -> Iterator[Series]:
-    for chart in charts:
-        if isinstance(chart, Panel):
-            yield from chart.series
-
-
 def _key(
-    charts: Sequence[Panel | HeatMap], styles: dict[str, int], edge: float, width: float
+    series: Sequence[Series], styles: dict[str, int], edge: float, width: float
 ) -> Iterator[str]:
     """The lines of a key."""
-    named = {one.name: one for one in reversed([*_all_series(charts)]) if one.name}
+    named = {one.name: one for one in reversed(series) if one.name}
     x, y, line = edge, edge, ""
     for name, number in styles.items():
         reach = 60 + text_width(name, _TEXT)
@@ -177,7 +163,7 @@ class _PanelDrawing:
         longest = max((text_width(name, _TEXT) for name in names), default=0)
         right = width - (_LEADER + longest + 2 if longest else _EDGE)
         self.across = Axis(*panel.x_ends, left, right, log_base=panel.x_log)
-        self._frame = Box(left, top, right, bottom)
+        self._frame = (left, top, right, bottom)
 
     def drawing(self) -> _Drawing:
         """All parts, and the scales from which the script of a page reads values."""
@@ -188,7 +174,6 @@ class _PanelDrawing:
             *self._marks(),
             *(self._series(one) for one in panel.series),
             *self._end_labels(),
-            *self._texts(),
             '<circle class="dot" r="3.5"/>',
         ]
         attributes = (
@@ -208,7 +193,7 @@ class _PanelDrawing:
             y = self.up(value)
             yield _line("grid", left, y, right, y)
             yield _text(left - 5, y + 0.35 * _TEXT, text, "end")
-        for value, text in _ticks(self.across, panel.x_names, (right - left) / _TICK_PITCH[0]):
+        for value, text in _ticks(self.across, (), (right - left) / _TICK_PITCH[0]):
             yield _text(_within(self.across(value), text, panel.size[0]), bottom + 14, text)
         yield _line("axis", left, bottom, right, bottom)
         if panel.x_label:
@@ -304,28 +289,6 @@ class _PanelDrawing:
                 f"{_text(right + _LEADER, place + 0.35 * _TEXT, text, 'start')}</g>"
             )
 
-    def _texts(self) -> Iterator[str]:
-        """Texts near points, which cover neither a marker nor another text."""
-        wanted, colors, markers = [], [], []
-        for one in self.panel.series:
-            texts = one.texts or [""] * len(one.x)
-            for point, text in zip(zip(one.x, one.y, strict=True), texts, strict=True):
-                if self._is_shown(point):
-                    x, y = self._inside(*point)
-                    markers.append(Box(x - _MARK, y - _MARK, x + _MARK, y + _MARK))
-                    wanted += [(x, y, text)] * bool(text)
-                    colors += [style_of(self._number(one)).color] * bool(text)
-        boxes = place_near_points(wanted, _TEXT, self._frame, markers)
-        for (x, y, text), color, box in zip(wanted, colors, boxes, strict=True):
-            if box is not None:
-                near_x, near_y = _clamp(x, box.left, box.right), _clamp(y, box.top, box.bottom)
-                middle, height = (box.left + box.right) / 2, (box.top + box.bottom) / 2
-                yield (
-                    f'<g class="{color}"><path class="leader" d="M{x:.1f} {y:.1f}'
-                    f'L{near_x:.1f} {near_y:.1f}"/>'
-                    f"{_text(middle, height + 0.35 * _TEXT, text, css='near')}</g>"
-                )
-
     def _number(self, one: Series) -> int:
         return self._styles[one.name] if one.style is None else one.style
 
@@ -345,34 +308,22 @@ class _PanelDrawing:
 def _heat_map(chart: HeatMap, *, title: bool) -> _Drawing:
     """Cells of one shade are one path, in units of cells."""
     across = max((len(row) for row in chart.values), default=1)
-    top = _EDGE + title * _TITLE + bool(chart.y_label) * _AXIS_LABEL
+    top = _EDGE + title * _TITLE
     left = 10 + max((text_width(name, 0.95 * _TEXT) for name in chart.rows), default=0)
     right, bottom = chart.width - _EDGE, top + len(chart.rows) * chart.row_height
     cell = (right - left) / across
     parts = [_text(2, _EDGE + 6, chart.title, "start", "title")] if title else []
-    if chart.y_label:
-        parts.append(_text(2, top - 7, chart.y_label, "start"))
     for place, name in enumerate(chart.rows):
         middle = top + (place + 0.5) * chart.row_height
         parts.append(_text(left - 5, middle + 0.35 * _TEXT, name, "end"))
-    if chart.columns:
-        ticks = [(left + (i + 0.5) * cell, name) for i, name in enumerate(chart.columns)]
-    else:
-        axis = Axis(*chart.x_range, left, right)
-        ticks = [
-            (axis(value), text) for value, text in _ticks(axis, (), (right - left) / _TICK_PITCH[0])
-        ]
-    parts += (_text(_within(x, name, chart.width), bottom + 14, name) for x, name in ticks)
+    axis = Axis(*chart.x_range, left, right)
+    ticks = _ticks(axis, (), (right - left) / _TICK_PITCH[0])
+    parts += (_text(_within(axis(x), name, chart.width), bottom + 14, name) for x, name in ticks)
     shades = _Shades(chart)
     parts.append(
         f'<g transform="translate({left:.1f} {top}) scale({cell:.4f} {chart.row_height})">'
     )
     parts += [*shades.paths(), "</g>"]
-    for row, values in enumerate(chart.values):
-        for column, value in enumerate(values):
-            if chart.text_of and math.isfinite(value):
-                x, y = left + (column + 0.5) * cell, top + (row + 0.5) * chart.row_height
-                parts.append(_text(x, y + 0.35 * _TEXT, chart.text_of(value), css="cell"))
     parts += shades.key(right, bottom + 21)
     if chart.x_label:
         parts.append(_text(left, bottom + 29, chart.x_label, "start"))
@@ -390,8 +341,7 @@ class _Shades:
         low = min(known, default=1.0) if chart.low is None else chart.low
         high = max(known, default=low) if chart.high is None else chart.high
         self._scale = Axis(low, high, 0, _LEVELS - 1, log_base=base)
-        darkest = _DARKEST_BEHIND_TEXT if chart.text_of else _DARKEST
-        step = (darkest - _PALEST) / (_LEVELS - 1)
+        step = (_DARKEST - _PALEST) / (_LEVELS - 1)
         self._opacities = [f"{_PALEST + step * level:.2f}" for level in range(_LEVELS)]
 
     def paths(self) -> Iterator[str]:

@@ -42,24 +42,15 @@ class _Point(NamedTuple):
 
 @dataclass(frozen=True)
 class _Quantity:
-    """What a panel shows.
+    """What a panel shows."""
 
-    Args:
-        title: its title; "" for the name of the score.
-        rows_of: the rows of a run that have it.
-        value_of: its value over some rows.
-        log_base: base of a logarithmic scale; None for a linear one.
-        is_noise: whether signal and noise are averaged, over the runs too, before the value is
-            computed from them.
-        interval: name of the row's confidence interval.
-    """
-
-    title: str
-    rows_of: Callable[[History], list[Row]]
-    value_of: Callable[[Rows], float]
-    log_base: int | None = None
+    title: str  # "" for the name of the score
+    rows_of: Callable[[History], list[Row]]  # the rows of a run that have it
+    value_of: Callable[[Rows], float]  # its value over some rows
+    log_base: int | None = None  # of a logarithmic scale
+    # whether signal and noise are averaged, over the runs too, before the value is computed
     is_noise: bool = False
-    interval: str = ""
+    interval: str = ""  # name of the row's confidence interval
 
 
 def panels_of(histories: list[History], x: str) -> list[Panel]:
@@ -138,16 +129,7 @@ def _series(
     summary: SeedSummary,
     arm: tuple[int, str, str],
 ) -> Iterator[Series]:
-    """The line of an arm with its band, and the ends of its confidence interval.
-
-    Args:
-        quantity: what the panel shows.
-        runs: the runs of the arm.
-        x: one of `AXES`.
-        most: most points.
-        summary: of the runs.
-        arm: number of the arm, its name and its label.
-    """
+    """The line of an arm (number, name and label) with its band, and the ends of its interval."""
     rows = [of_run for of_run in map(quantity.rows_of, runs) if of_run]
     count = _bin_count(runs, rows, most, is_noise=quantity.is_noise)
     samples = max((run.rows[-1]["samples"] for run in runs if run.rows), default=1)
@@ -165,9 +147,8 @@ def _series(
     lows, highs = (lows, highs) if len(runs) > 1 else ([], [])
     centers = [point.center for point in points]
     yield Series(name, xs, centers, low=lows, high=highs, style=style, label=label)
-    ends = _interval_points(quantity.interval, binned, x, count)
-    for values in ([end.low for end in ends], [end.high for end in ends]):
-        if values:
+    if ends := _interval_points(quantity.interval, binned, x, count):
+        for values in ([end.low for end in ends], [end.high for end in ends]):
             yield Series(name, [end.x for end in ends], values, dotted=True, style=style)
 
 
@@ -237,14 +218,10 @@ def _interval_points(name: str, binned: list[Bins], x: str, count: int) -> list[
     for number in range(count):
         rows = [row for bins in binned for row in bins.get(number, []) if row.get(name)]
         if rows:
-            low, high = (median(_end(row[name][side]) for row in rows) for side in (0, 1))
+            ends = [[math.inf if end is None else end for end in row[name]] for row in rows]
+            low, high = map(median, zip(*ends, strict=True))  # None is an infinite end
             points.append(_Point(fmean(row[x] for row in rows), low, low, high))
     return points
-
-
-def _end(value: float | None) -> float:
-    """The end of an interval; a log has None for one that is infinite."""
-    return math.inf if value is None else value
 
 
 def _loss_of(rows: Rows) -> float:
@@ -280,37 +257,37 @@ def _bounded(value: float) -> float:
     return max(-_LARGEST, min(float(value), _LARGEST))
 
 
-def _rows_with_loss(history: History) -> list[Row]:
-    return [row for row in history.rows if row["loss"] is not None]
-
-
-def _chosen_rows(history: History) -> list[Row]:
-    return chosen_rows(history.rows)
-
-
-def _measured_rows(history: History) -> list[Row]:
-    return measured_rows(history.rows)
-
-
 _SIMILARITY = "gradient similarity"
 _QUANTITIES = (
-    _Quantity("training loss", _rows_with_loss, _loss_of, 10),
+    _Quantity(
+        "training loss",
+        lambda run: [row for row in run.rows if row["loss"] is not None],
+        _loss_of,
+        10,
+    ),
     _Quantity("", _scored_rows, _mean_of(itemgetter("score"))),
-    _Quantity("batch size, samples", _chosen_rows, _mean_of(itemgetter("batch_size")), 2),
+    _Quantity(
+        "batch size, samples",
+        lambda run: chosen_rows(run.rows),
+        _mean_of(itemgetter("batch_size")),
+        2,
+    ),
     _Quantity(
         _SIMILARITY,
-        _measured_rows,
+        lambda run: measured_rows(run.rows),
         lambda rows: _statistics_of(rows).similarity,
         is_noise=True,
         interval="similarity_interval",
     ),
     _Quantity(
         "noise scale, samples",
-        _measured_rows,
+        lambda run: measured_rows(run.rows),
         lambda rows: _statistics_of(rows).noise_scale,
         10,
         is_noise=True,
         interval="noise_scale_interval",
     ),
-    _Quantity("learning rate", _chosen_rows, _mean_of(lambda row: row["lr"][0])),
+    _Quantity(
+        "learning rate", lambda run: chosen_rows(run.rows), _mean_of(lambda row: row["lr"][0])
+    ),
 )

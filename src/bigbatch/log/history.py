@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shortened
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from bigbatch.errors import RunError
-from bigbatch.log.divergence import divergence_of
 from bigbatch.log.row_schema import (
     METRICS,
     SCHEMA,
@@ -25,6 +24,9 @@ from bigbatch.log.row_schema import (
 from bigbatch.log.seed_summary import SeedSummary
 
 _COLUMNS = ("steps", "average batch", "samples", "wall time")
+_MIN_LAST_STEPS = 3  # last steps of a short training
+_HARMLESS_LOSS = 0.5  # a final loss below it is no sign of divergence
+_END_FACTOR, _PEAK_FACTOR, _OFFSET = 2.0, 3.0, 1.0  # loss > factor * first loss + offset
 
 
 def measured_rows(rows: list[Row]) -> list[Row]:
@@ -34,19 +36,43 @@ def measured_rows(rows: list[Row]) -> list[Row]:
     ]
 
 
+def divergence_of(rows: Sequence[Row]) -> str:
+    """How a training diverged, in words; "" where it did not.
+
+    `first` is the loss of the initial weights, `end` the median loss of the last tenth of all
+    steps. A training has diverged where
+
+        half of the last tenth was skipped or has no finite loss, or
+        end > 2 first + 1, or
+        any loss > 3 first + 1, and end >= first: it blew up and did not recover
+
+    A training that learns nothing, or forgets a little of its initial weights, has not diverged:
+    its loss stays near the first, or small.
+    """
+    if not rows:
+        return ""
+    last_rows = rows[-max(_MIN_LAST_STEPS, len(rows) // 10) :]
+    finite = [row["loss"] for row in last_rows if row["loss"] is not None and not row["skipped"]]
+    if 2 * len(finite) <= len(last_rows):
+        not_finite, steps = len(last_rows) - len(finite), len(last_rows)
+        return f"{not_finite} of its last {steps} steps had no finite gradient"
+    first, end = rows[0]["loss"], median(finite)
+    if first is None:
+        return ""
+    peak = max(row["loss"] for row in rows if row["loss"] is not None)
+    blew_up = peak > _PEAK_FACTOR * first + _OFFSET and end >= max(first, _HARMLESS_LOSS)
+    if first > 0 and (end > _END_FACTOR * first + _OFFSET or blew_up):
+        return f"its loss began at {first:.3g}, rose to {peak:.3g} and ended at {end:.3g}"
+    return ""
+
+
 @dataclass(frozen=True)
 class History:
-    """The log and the settings of one run.
+    """The log and the settings of one run."""
 
-    Args:
-        path: directory of the run.
-        settings: settings of the run.
-        rows: rows of its log, one per step.
-    """
-
-    path: Path
+    path: Path  # directory of the run
     settings: dict[str, Any]
-    rows: list[Row]
+    rows: list[Row]  # one per step
 
     @property
     def label(self) -> str:
@@ -69,13 +95,8 @@ class History:
     def settings_without_seed(self) -> str:
         """The settings as text, equal for runs that differ only in their seed."""
         suffix = f"-seed{self.settings.get('seed')}"  # of the name of another run
-        return repr(
-            {
-                name: value.removesuffix(suffix) if isinstance(value, str) else value
-                for name, value in self.settings.items()
-                if name != "seed"
-            }
-        )
+        items = [item for item in self.settings.items() if item[0] != "seed"]
+        return repr([(n, x.removesuffix(suffix) if isinstance(x, str) else x) for n, x in items])
 
     @property
     def finished(self) -> bool:
@@ -180,9 +201,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def _require_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise RunError(
-            f"there is no run directory {folder}; `ls {folder.parent}` shows what there is"
-        )
+        look = f"`ls {folder.parent}` shows what there is"
+        raise RunError(f"there is no run directory {folder}; {look}")
 
 
 def _read_rows(metrics: Path) -> list[Row]:
@@ -199,24 +219,19 @@ def _read_rows(metrics: Path) -> list[Row]:
             row = parse_line(line)
         except ValueError:
             raise RunError(f"{place} is damaged; restore the file, or train again") from None
-        _add_row(rows, row, place)
+        if row.keys() != SCORES.keys():
+            require_step(place, row, rows[-1] if rows else None)
+            rows.append(row)
+            continue
+        require_kinds(place, row, SCORES)
+        last: Row = rows[-1] if rows else {"step": 0}
+        if row["step"] != last["step"] or row["metrics"] is None:
+            raise RunError(
+                f"{place} has scores of step {row['step']} after step {last['step']}; restore the "
+                "file from a copy"
+            )
+        last["metrics"] = {**(last["metrics"] or {}), **row["metrics"]}
     return rows
-
-
-def _add_row(rows: list[Row], row: Row, place: str) -> None:
-    """Adds a step, or to the last step its scores."""
-    if row.keys() != SCORES.keys():
-        require_step(place, row, rows[-1] if rows else None)
-        rows.append(row)
-        return
-    require_kinds(place, row, SCORES)
-    last: Row = rows[-1] if rows else {"step": 0}
-    if row["step"] != last["step"] or row["metrics"] is None:
-        raise RunError(
-            f"{place} has scores of step {row['step']} after step {last['step']}; restore the file "
-            "from a copy"
-        )
-    last["metrics"] = {**(last["metrics"] or {}), **row["metrics"]}
 
 
 def group_seeds(histories: list[History]) -> dict[str, list[History]]:

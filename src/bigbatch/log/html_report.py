@@ -2,23 +2,36 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from math import nan
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import write_atomically
-from bigbatch.log.chart import Panel
+from bigbatch.log.chart import HeatMap, Panel
 from bigbatch.log.chart_svg import svg, swatch
 from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, key_names, panels_of
 from bigbatch.log.history import History, Table, group_seeds, seeds_of, table_of
-from bigbatch.log.layer_heatmaps import heat_maps
 from bigbatch.log.paired_differences import Differences, differences_of
 from bigbatch.log.report_summary import ArmSummary, summaries_of
+from bigbatch.log.row_schema import Row
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.log.series_style import style_of
 from bigbatch.log.time_to_score import ScoreTargets
 from bigbatch.log.web_page import html_table, text_of, web_page
 
 _ENDINGS = (".html", ".svg")
+_COLUMNS = 80  # most columns of a heat map; a longer log is averaged
+# key of the row, title, index in the numbers of a layer, upper end (None: the largest), logarithmic
+_MAPS = (
+    ("gsnr", "mean r", 0, None, False),
+    ("gsnr", "share of weights at gamma", 1, 1.0, False),
+    ("gsnr", "share of weights at r_max", 2, 1.0, False),
+    ("gsnr", "effective learning-rate factor", 3, None, False),
+    ("layers", "noise scale, samples", 0, None, True),
+    ("layers", "similarity", 1, 1.0, False),
+)
 _MOST_SUMMARIES = 8  # sentences that are shown at once
 _HEAT_MAP_BYTES = 400_000  # after so many, no further map is drawn: the page stays small
 
@@ -38,15 +51,11 @@ def write_report(
     against: str | None = None,
     targets: ScoreTargets | None = None,
 ) -> None:
-    """Writes a report of runs side by side.
+    """Writes a report of runs side by side: a `.html` page, or the curves alone as `.svg`.
 
-    Args:
-        histories: one run or more.
-        out: a `.html` page, or the curves alone as `.svg`.
-        title: the title of the page.
-        against: arm from which to show differences; None for the first, also if there is none of
-            this name.
-        targets: scores for which to show the time to reach them.
+    It has differences from the arm `against`, the first where there is none of this name, and the
+    time to reach each of the `targets`.
+
     Raises:
         SettingError: another ending.
         RunError: no run has a step yet, or the file cannot be written.
@@ -67,13 +76,8 @@ def write_report(
 
 
 def write_page(out: Path, title: str, parts: Iterable[str], extra_style: str = "") -> None:
-    """Writes a page with the style and the script of reports.
+    """Writes a page of these parts, as HTML, with the style and the script of reports.
 
-    Args:
-        out: the file.
-        title: the title of the page.
-        parts: its parts below the title, as HTML.
-        extra_style: CSS that only this page has.
     Raises:
         RunError: it cannot be written.
     """
@@ -113,17 +117,15 @@ def difference_section(differences: Differences | None) -> Iterator[str]:
 
 def summary_list(summaries: Sequence[ArmSummary], most: int) -> Iterator[str]:
     """Sentences, of which those after the first `most` are folded."""
-    shown, folded = summaries[:most], summaries[most:]
-    if shown:
-        yield _sentences(shown)
-    if folded:
-        words = f"a sentence on each of {len(folded)} {'more' if shown else 'settings'}"
-        yield f"<details><summary>{words}</summary>{_sentences(folded)}</details>"
-
-
-def _sentences(summaries: Sequence[ArmSummary]) -> str:
-    items = (f"<li><b>{escape(one.name)}</b>: {escape(one.text)}</li>\n" for one in summaries)
-    return f'<ul class="summary">\n{"".join(items)}</ul>'
+    items = [f"<li><b>{escape(one.name)}</b>: {escape(one.text)}</li>\n" for one in summaries]
+    shown, folded = (
+        f'<ul class="summary">\n{"".join(part)}</ul>' for part in (items[:most], items[most:])
+    )
+    if items[:most]:
+        yield shown
+    if items[most:]:
+        words = f"a sentence on each of {len(items[most:])} {'more' if most else 'settings'}"
+        yield f"<details><summary>{words}</summary>{folded}</details>"
 
 
 def table_sections(
@@ -152,16 +154,22 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
     """The curves of the runs that have a step, their heat maps, and the settings of all."""
     started = [history for history in histories if history.rows]
     panels = {label: panels_of(started, x) for x, label in AXES.items()}
-    yield '<h2>Curves</h2>\n<div class="arms">'
-    yield _buttons(key_names(list(group_seeds(started))))
-    yield '<div class="tabs">'
+    yield '<h2>Curves</h2>\n<div class="arms"><div class="keys" role="group" aria-label="arms">'
+    for arm, name in enumerate(key_names(list(group_seeds(started)))):
+        yield (  # a click keeps the arm in view
+            f'<button type="button" class="key {style_of(arm).color}" data-series="{arm}" '
+            f'aria-pressed="false">{swatch(arm)}{escape(name)}</button>'
+        )
+    yield '</div>\n<div class="tabs">'
     for number, label in enumerate(panels, start=1):
         checked = " checked" * (number == 1)
         yield f'<input type="radio" name="axis" id="tab{number}"{checked}>'
         yield f'<label for="tab{number}">against {label}</label>'
     for number, of_axis in enumerate(panels.values(), start=1):
         yield f'<section class="panels" id="panel{number}">'
-        yield from map(_figure, of_axis)
+        for panel in of_axis:
+            caption = f"<figcaption>{escape(panel.title)}<output></output></figcaption>"
+            yield f"<figure>{caption}{svg([panel], titles=False)}</figure>"
         yield "</section>"
     yield "</div>\n</div>"
     yield note(_explanation(started, [panel for of_axis in panels.values() for panel in of_axis]))
@@ -173,21 +181,6 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
             f"<details><summary>{escape(history.path.name)}</summary><pre>{escape(lines)}</pre>"
             "</details>"
         )
-
-
-def _buttons(names: list[str]) -> str:
-    """The key of all arms: a click on one keeps it in view."""
-    buttons = (
-        f'<button type="button" class="key {style_of(arm).color}" data-series="{arm}" '
-        f'aria-pressed="false">{swatch(arm)}{escape(name)}</button>'
-        for arm, name in enumerate(names)
-    )
-    return f'<div class="keys" role="group" aria-label="arms">{"".join(buttons)}</div>'
-
-
-def _figure(panel: Panel) -> str:
-    caption = f"<figcaption>{escape(panel.title)}<output></output></figcaption>"
-    return f"<figure>{caption}{svg([panel], titles=False)}</figure>"
 
 
 def _explanation(histories: list[History], panels: Sequence[Panel]) -> str:
@@ -223,3 +216,29 @@ def _heat_map_section(histories: list[History]) -> Iterator[str]:
             figures = "".join(f"<figure>{svg([one])}</figure>" for one in maps)
             size += len(figures)
             yield f'<h3>{escape(name)}</h3>\n<div class="panels">{figures}</div>'
+
+
+def heat_maps(history: History) -> list[HeatMap]:
+    """GSNR, noise scale and similarity: layers from top to bottom, samples from left to right.
+
+    None of what the log does not have.
+    """
+    maps = []
+    for key, title, index, high, is_log in _MAPS:
+        rows = [row for row in history.rows if row.get(key)]
+        names = list(dict.fromkeys(name for row in rows for name in row[key]))
+        size = max(1, -(-len(rows) // _COLUMNS))
+        bins = [rows[start : start + size] for start in range(0, len(rows), size)]
+        values = [[_mean(one, key, name, index) for one in bins] for name in names]
+        if rows:
+            ends = float(rows[0]["samples"]), float(rows[-1]["samples"])
+            shades: Any = {"low": None if is_log else 0.0, "high": high, "log": is_log}
+            maps.append(HeatMap(title, names, values, x_label="samples", x_range=ends, **shades))
+    return maps
+
+
+def _mean(rows: list[Row], key: str, layer: str, index: int) -> float:
+    """The mean over some steps of one number of a layer; nan where no step has it."""
+    values = [row[key][layer][index] for row in rows if layer in row[key]]
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else nan

@@ -56,16 +56,14 @@ class PairedDifference:
     def interval(self) -> tuple[float, float] | None:
         """(low, high); None with fewer than two pairs, or if all differences are equal."""
         count, center = len(self.by_seed), self.center
-        if center is None or count < 2 or self._all_equal:
+        if center is None or count < 2:
             return None
-        deviation = stdev(self.by_seed.values())
+        values = self.by_seed.values()
+        if max(values) - min(values) <= _ROUNDING * self.scale:
+            return None
+        deviation = stdev(values)
         half_width = student_t(self.level, count - 1) * deviation / math.sqrt(count)
         return center - half_width, center + half_width
-
-    @property
-    def _all_equal(self) -> bool:
-        values = self.by_seed.values()
-        return max(values) - min(values) <= _ROUNDING * self.scale
 
     @property
     def result(self) -> str:
@@ -118,28 +116,19 @@ def paired_difference(
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences of every other arm from a reference arm.
+    """Differences of every other arm from a reference arm."""
 
-    Args:
-        reference: name of the reference.
-        score: name of the score.
-        arms: differences by the names of the other arms.
-        tuned: settings whose best value was chosen for each arm, by the same scores.
-    """
-
-    reference: str
+    reference: str  # its name
     score: str
-    arms: Mapping[str, PairedDifference]
-    tuned: tuple[str, ...] = ()
+    arms: Mapping[str, PairedDifference]  # by the names of the other arms
+    tuned: tuple[str, ...] = ()  # settings whose best value was chosen by these scores
 
     @property
     def title(self) -> str:
         """The title of the table."""
-        title = f"difference from {self.reference}, paired by seed, {LEVEL:.0%} interval"
-        title = title.replace("%", " %")
-        return title + f"; it leaves out the choice of {' and '.join(self.tuned)}" * bool(
-            self.tuned
-        )
+        title = f"difference from {self.reference}, paired by seed, {100 * LEVEL:.0f} % interval"
+        choice = f"; it leaves out the choice of {' and '.join(self.tuned)}"
+        return title + choice * bool(self.tuned)
 
     def table(self) -> Table:
         """One row per arm: mean difference, interval, number of pairs, result."""
@@ -150,14 +139,7 @@ class Differences:
 def differences_between(
     scores: Mapping[str, SeedScores], score: str, reference: str, tuned: tuple[str, ...] = ()
 ) -> Differences | None:
-    """Differences of all other arms from the reference; None where there is no other.
-
-    Args:
-        scores: scores by seed, by the names of the arms.
-        score: name of the score.
-        reference: name of the reference.
-        tuned: settings whose best value was chosen for each arm.
-    """
+    """Differences of all other arms from the reference; None where there is no other."""
     arms = {
         name: paired_difference(of_arm, scores[reference])
         for name, of_arm in scores.items()
@@ -167,20 +149,23 @@ def differences_between(
 
 
 def differences_of(histories: list[History], against: str | None = None) -> Differences | None:
-    """Differences of the main score between groups of seeds; None for one group.
-
-    Args:
-        histories: the runs; the main score is that of the reference.
-        against: name of the reference; None for the first group, also if no group has this name.
-    """
+    """Differences of the reference's main score between groups of seeds; None for one group."""
     groups = group_seeds(histories)
     if len(groups) < 2:
         return None
-    reference = against if against in groups else next(iter(groups))
-    names = (run.score for run in [*groups[reference], *histories])
-    score = next(filter(None, names), "score")
+    reference, score = reference_of(groups, against)
+    score = score or "score"
     scores = {name: _scores_by_seed(runs, score) for name, runs in groups.items()}
     return differences_between(scores, score, reference)
+
+
+def reference_of(
+    groups: Mapping[str, list[History]], against: str | None
+) -> tuple[str, str | None]:
+    """The arm with this name, else the first; and its main score, else that of another arm."""
+    reference = against if against is not None and against in groups else next(iter(groups))
+    runs = [*groups[reference], *(run for each in groups.values() for run in each)]
+    return reference, next(filter(None, (run.score for run in runs)), None)
 
 
 def _scores_by_seed(runs: list[History], score: str) -> SeedScores:

@@ -27,8 +27,8 @@ from bigbatch.setting_types import Count, Kind
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 _LOGGED = "the run itself"
-_COLUMNS = ("policy", "steps", "average batch", "seconds", "progress")
-_EQUAL_COLUMNS = ("steps at equal progress", "samples at equal progress")
+_EQUAL = ("steps at equal progress", "samples at equal progress")
+_COLUMNS = ("policy", "steps", "average batch", "seconds", "progress", *_EQUAL)
 _SCALINGS: dict[str, Scaling] = {"sqrt": square_root, "linear": linear, "none": unscaled}
 _BINS = 40  # bins of a run; progress in a bin is computed with the bin's mean noise scale
 
@@ -97,8 +97,7 @@ def time_steps(rows: list[Row]) -> tuple[TimedSize, ...]:
 
 def fit_time(rows: list[Row], times: tuple[TimedSize, ...]) -> StepTime:
     """The time of a step; all of it counts as per sample if the batch sizes are nearly equal."""
-    time = StepTime.fit(times)
-    if time is not None:
+    if (time := StepTime.fit(times)) is not None:
         return time
     samples = rows[-1]["samples"]
     mean = samples / len(rows)
@@ -107,16 +106,10 @@ def fit_time(rows: list[Row], times: tuple[TimedSize, ...]) -> StepTime:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The steps of one training over the samples of the log.
+    """The steps of one training over the samples of the log."""
 
-    Args:
-        name: name of the policy that chose the batch sizes.
-        ends: samples seen after each step.
-        batch_sizes: samples of each step.
-    """
-
-    name: str
-    ends: list[int]
+    name: str  # of the policy that chose the batch sizes
+    ends: list[int]  # samples seen after each step
     batch_sizes: list[int]
 
     def progress(self, trace: Trace) -> float:
@@ -247,16 +240,11 @@ def table_of_replay(replay: Replay) -> Table:
     for trajectory in (replay.logged, *replay.replayed):
         progress, steps = trajectory.progress(replay.trace), len(trajectory.ends)
         factor = logged_progress / progress if progress > 0 else None
-        cells = (
-            trajectory.name,
-            f"{steps:,.0f}",
-            f"{samples / steps:,.0f}",
-            f"{replay.time.seconds(trajectory.batch_sizes):,.1f}",
-            f"{progress:,.1f}",
-            *("-" if factor is None else f"{factor * n:,.0f}" for n in (steps, samples)),
-        )
-        rows.append(cells)
-    return Table(_COLUMNS + _EQUAL_COLUMNS, rows)
+        seconds = replay.time.seconds(trajectory.batch_sizes)
+        numbers = f"{steps:,.0f}", f"{samples / steps:,.0f}", f"{seconds:,.1f}", f"{progress:,.1f}"
+        equal = ("-" if factor is None else f"{factor * n:,.0f}" for n in (steps, samples))
+        rows.append((trajectory.name, *numbers, *equal))
+    return Table(_COLUMNS, rows)
 
 
 def time_in_words(replay: Replay) -> str:
@@ -275,7 +263,13 @@ def chart_of_replays(replays: list[Replay]) -> str:
     """The batch sizes of each policy as SVG, one panel per run."""
     panels = []
     for replay in replays:
-        drawn = [_chosen(replay.trace), *map(_uncut, replay.replayed)]
+        # neither steps at ends of epochs, nor last steps of policies, which end with the log
+        rows = chosen_rows(replay.trace.rows)
+        ends, sizes = [row["samples"] for row in rows], [row["batch_size"] for row in rows]
+        drawn = [Trajectory(_LOGGED, ends, sizes)]
+        for one in replay.replayed:
+            last = max(1, len(one.ends) - 1)
+            drawn.append(Trajectory(one.name, one.ends[:last], one.batch_sizes[:last]))
         names = [one.name for one in drawn]
         series = [
             Series(name, one.ends, one.batch_sizes, kind="step", style=number, label=label)
@@ -286,17 +280,3 @@ def chart_of_replays(replays: list[Replay]) -> str:
         title = f"{replay.history.label}: batch size, samples"
         panels.append(Panel(title, "samples", series, y_log=2, size=(640, 300)))
     return svg(panels, key=True, standalone=True)
-
-
-def _chosen(trace: Trace) -> Trajectory:
-    """The logged steps without those at ends of epochs, which a replay does not have."""
-    rows = chosen_rows(trace.rows)
-    return Trajectory(
-        _LOGGED, [row["samples"] for row in rows], [row["batch_size"] for row in rows]
-    )
-
-
-def _uncut(trajectory: Trajectory) -> Trajectory:
-    """The trajectory without its last step, which ends with the samples of the log."""
-    last = max(1, len(trajectory.ends) - 1)
-    return Trajectory(trajectory.name, trajectory.ends[:last], trajectory.batch_sizes[:last])

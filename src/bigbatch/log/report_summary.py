@@ -1,11 +1,11 @@
 """What happened in a study, one sentence per arm."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 from bigbatch.log.curve_series import chosen_rows
 from bigbatch.log.history import History, group_seeds
+from bigbatch.log.paired_differences import reference_of
 from bigbatch.log.row_schema import Row
 from bigbatch.log.seed_summary import SeedSummary
 
@@ -16,8 +16,7 @@ _EQUAL_SAMPLES = 0.01
 _TIMES = 2.0  # ratio of steps from which it is given in place of percent
 
 
-@dataclass(frozen=True)
-class ArmSummary:
+class ArmSummary(NamedTuple):
     """The sentence on one arm: `name`, then `text`."""
 
     name: str
@@ -28,18 +27,13 @@ def summaries_of(histories: list[History], against: str | None = None) -> list[A
     """A sentence on each arm, the reference first: batch, steps and score, where they are known.
 
     Scores are those of runs that are finished and did not diverge. A mean is compared with the
-    range of the reference's runs where it has two or more.
-
-    Args:
-        histories: the runs.
-        against: name of the reference; None for the first group, also if no group has this name.
+    range of the reference's runs where it has two or more. `against` names the reference; it is the
+    first group where no group has this name.
     """
     groups = group_seeds(histories)
     if not groups:
         return []
-    reference = against if against in groups else next(iter(groups))
-    names = (run.score for run in [*groups[reference], *histories])
-    score = next(filter(None, names), None)
+    reference, score = reference_of(groups, against)
     summary = SeedSummary.of(history.settings for history in histories)
     arms = {
         name: _Arm(name, runs, score, summary)
@@ -97,9 +91,8 @@ class _Arm:
         if reference is None or not reference._finished:
             return f"{steps:,.0f} steps"
         base = fmean(run.steps for run in reference.runs)
-        text = (
-            f"{_compared(steps, base, 'steps')} {reference.name}" if base else f"{steps:,.0f} steps"
-        )
+        compared = base and f"{_compared(steps, base, 'steps')} {reference.name}"
+        text = compared or f"{steps:,.0f} steps"
         samples, base_samples = self._samples, reference._samples
         if abs(samples / base_samples - 1) > _EQUAL_SAMPLES:
             text += f", {_compared(samples, base_samples, 'samples')} it"
@@ -109,11 +102,14 @@ class _Arm:
         if not self.scores:
             return f"no final {self.score}" if self.score else "no score yet"
         center = self.summary.center(self.scores)
-        number = _number_of(center)
-        text = f"{self._center_word}{self.score}: {number(center)}"
+        number = f"{{:,.{2 if abs(center) >= 10 else 4}f}}".format  # as in the tables
+        word = f"{self.summary.center_word} " * (len(self.scores) > 1)
+        text = f"{word}{self.score}: {number(center)}"
         others = reference.scores if reference else []
         if reference is None:
-            return text + self._range(number)
+            low, high = min(self.scores), max(self.scores)
+            over = f" ({number(low)} to {number(high)} over {len(self.scores)} runs)"
+            return text + over * (len(self.scores) > 1)
         if len(others) < 2:
             return text + (f" ({reference.name}: {number(others[0])})" if others else "")
         low, high = min(others), max(others)
@@ -121,12 +117,6 @@ class _Arm:
         if low <= center <= high:
             return f"{text}, within the range of the {runs}"
         return f"{text}, {'below' if center < low else 'above'} all {runs}"
-
-    def _range(self, number: Callable[[float], str]) -> str:
-        if len(self.scores) < 2:
-            return ""
-        low, high = min(self.scores), max(self.scores)
-        return f" ({number(low)} to {number(high)} over {len(self.scores)} runs)"
 
     def _failures(self) -> list[str]:
         counts = {
@@ -147,10 +137,6 @@ class _Arm:
     def _samples(self) -> float:
         return fmean(run.rows[-1]["samples"] for run in self.started)
 
-    @property
-    def _center_word(self) -> str:
-        return "" if len(self.scores) == 1 else f"{self.summary.center_word} "
-
 
 def _last_batch(rows: list[Row]) -> float:
     start = (1 - _LAST_SHARE) * rows[-1]["samples"]
@@ -165,9 +151,3 @@ def _compared(value: float, base: float, unit: str) -> str:
     if value >= _TIMES * base:
         return f"{value / base:.3g} times the {unit} of"
     return f"{100 * abs(change):.0f} % {'fewer' if change < 0 else 'more'} {unit} than"
-
-
-def _number_of(center: float) -> Callable[[float], str]:
-    """Two digits from 10 on, else four, as in the tables."""
-    digits = 2 if abs(center) >= 10 else 4
-    return lambda value: f"{value:,.{digits}f}"

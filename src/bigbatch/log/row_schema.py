@@ -37,6 +37,9 @@ _LayerNumbers = tuple[_OptionalNumber, _OptionalNumber, _OptionalNumber, _Option
 _Scalar = Number | str | bool | None
 _Seconds = Annotated[float, In("[0, 1e12]")]
 
+_RECORDED = ("step", "epoch", "samples", "batch_size", "target_batch_size", "micro_batches", "loss")
+_MEASURED = ("grad_sqnorm", "grad_variance", "similarity", "noise_scale")
+
 STEP = {  # values of every line of metrics.jsonl that are read
     "schema": Kind(Annotated[int, In(f"[{SCHEMA}, {SCHEMA}]")]),
     "step": Kind(_Count),
@@ -88,13 +91,7 @@ def row_of(record: StepRecord) -> Row:
     """The row of a step of `AdaptiveBatch`, from which a policy can be replayed."""
     row: Row = {
         "schema": SCHEMA,
-        "step": record.step,
-        "epoch": record.epoch,
-        "samples": record.samples,
-        "batch_size": record.batch_size,
-        "target_batch_size": record.target_batch_size,
-        "micro_batches": record.micro_batches,
-        "loss": record.loss,
+        **{name: getattr(record, name) for name in _RECORDED},
         "lr": list(record.lr),
         **statistics_of(record.statistics),
         "skipped": record.skipped,
@@ -112,19 +109,14 @@ def row_of(record: StepRecord) -> Row:
 
 def statistics_of(statistics: GradientStatistics | None) -> Row:
     """The part of a row that was measured; null where nothing was."""
+    row: Row = {name: getattr(statistics, name, None) for name in _MEASURED}
     if statistics is None:
-        return dict.fromkeys(("grad_sqnorm", "grad_variance", "similarity", "noise_scale"))
-    row: Row = {
-        "grad_sqnorm": statistics.grad_sqnorm,
-        "grad_variance": statistics.grad_variance,
-        "similarity": statistics.similarity,
-        "noise_scale": statistics.noise_scale,
-    }
+        return row
     if statistics.half_batch_cosine is not None:
         row["half_batch_cosine"] = statistics.half_batch_cosine
     if statistics.interval is not None:
-        row["similarity_interval"] = _ends(statistics.similarity_interval)
-        row["noise_scale_interval"] = _ends(statistics.noise_scale_interval)
+        row["similarity_interval"] = [*map(_round, statistics.similarity_interval or ())]
+        row["noise_scale_interval"] = [*map(_round, statistics.noise_scale_interval or ())]
     if statistics.layers:
         row["layers"] = _rounded(
             {name: (one.noise_scale, one.similarity) for name, one in statistics.layers.items()}
@@ -144,16 +136,16 @@ def finite(value: Any) -> Any:
 
 def _rounded(by_layer: Mapping[str, Iterable[float]]) -> dict[str, list[float | None]]:
     """The numbers of each layer with four digits."""
-    return {name: [_round(number) for number in numbers] for name, numbers in by_layer.items()}
-
-
-def _ends(interval: tuple[float, float] | None) -> list[float | None]:
-    return [_round(end) for end in interval or ()]
+    return {name: [*map(_round, numbers)] for name, numbers in by_layer.items()}
 
 
 def _round(number: float) -> float | None:
     """The number with four digits, which keeps rows short; None where it is not finite."""
     return float(f"{number:.4g}") if math.isfinite(number) else None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
 
 
 def parse_line(line: bytes) -> Row:
@@ -171,18 +163,8 @@ def parse_line(line: bytes) -> Row:
     return row
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(name)
-
-
 def require_kinds(place: str, values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
-    """Raises RunError for the first value that is not of its kind; values may be missing.
-
-    Args:
-        place: the file and the line of the values.
-        values: the values by name.
-        kinds: kinds of some or all of the values, by name.
-    """
+    """Raises RunError for the first value that is not of its kind; values may be missing."""
     for name, value in values.items():
         if name in kinds and value not in kinds[name]:
             raise RunError(
@@ -197,32 +179,33 @@ def require_names(place: str, values: Mapping[str, Any], names: Iterable[str]) -
         raise RunError(f"{place}: {missing[0]} is missing; restore the file from a copy")
 
 
-def require_step(place: str, row: Any, previous: Mapping[str, Any] | None) -> None:
+def require_step(place: str, row: Row, previous: Mapping[str, Any] | None) -> None:
     """Raises RunError where a line of the log is no step, or does not follow the previous one."""
-    if not isinstance(row, dict):
-        raise RunError(f"{place} is {shortened(row)}, and must be a step; restore the file")
     schema = row.get("schema")
     if schema not in STEP["schema"]:
         raise RunError(f"{place} is no step of schema {SCHEMA}, but of {shortened(schema)}")
     require_names(place, row, STEP)
     require_kinds(place, row, STEP | OPTIONAL_STEP)
-    if row["micro_batches"] > row["batch_size"]:
-        raise RunError(
-            f"{place}: micro_batches is {row['micro_batches']}, and must be at most the batch_size "
-            f"{row['batch_size']}; restore the file from a copy"
-        )
     last = previous or {"step": 0, "epoch": 0, "samples": 0}
     steps, samples = row["step"] - last["step"], row["samples"] - last["samples"]
-    if steps < 1 or row["epoch"] < last["epoch"]:
-        raise RunError(
-            f"{place}: step {row['step']} of epoch {row['epoch']} follows step {last['step']} of "
-            f"epoch {last['epoch']}; restore the file from a copy"
+    size = row["batch_size"]
+    wrong = ""
+    if row["micro_batches"] > size:
+        wrong = (
+            f"micro_batches is {row['micro_batches']}, and must be at most the batch_size {size}"
         )
-    if samples < row["batch_size"] or (steps == 1 and samples != row["batch_size"]):
-        raise RunError(
-            f"{place}: samples is {row['samples']}, and must be {last['samples']} before the step "
-            f"and its batch_size {row['batch_size']}; restore the file from a copy"
+    elif steps < 1 or row["epoch"] < last["epoch"]:
+        wrong = (
+            f"step {row['step']} of epoch {row['epoch']} follows step {last['step']} of epoch "
+            f"{last['epoch']}"
         )
+    elif samples < size or (steps == 1 and samples != size):
+        wrong = (
+            f"samples is {row['samples']}, and must be {last['samples']} before the step and its "
+            f"batch_size {size}"
+        )
+    if wrong:
+        raise RunError(f"{place}: {wrong}; restore the file from a copy")
 
 
 def require_settings(place: str, settings: Any) -> None:

@@ -44,12 +44,14 @@ from bigbatch.log.row_schema import (
     statistics_of,
 )
 from bigbatch.log.step_record import StepRecord
-from bigbatch.log.tensorboard import TensorBoardWriter
 from bigbatch.optional_packages import import_optional
 from bigbatch.setting_types import Count, Whole, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 Value = float | Tensor
+
+_FLUSH = 2  # seconds; after an interrupt, TensorBoard's thread may sleep for as long
+_SCALARS = ("loss", "batch_size", "similarity", "noise_scale")  # of TensorBoard, with lr and scores
 
 
 class RunLog:
@@ -86,6 +88,7 @@ class RunLog:
         tensorboard: bool = False,
     ) -> None:
         self.path = Path(path)
+        self.metrics = self.path / METRICS  # the file of the rows
         if self.path.exists() and not self.path.is_dir():
             raise SettingError(f"log={str(path)!r} is a file; name a folder")
         given = {**(settings or {}), "higher_is_better": higher_is_better}
@@ -99,7 +102,8 @@ class RunLog:
         self.rank: int | None = None  # None to ask torch.distributed
         self.write_errors: dict[str, Exception] = {}  # by file or folder; missing after a success
         self._tensorboard = tensorboard
-        self._events: TensorBoardWriter | None = None
+        self._events: Any = None  # TensorBoard's SummaryWriter
+        self._close_events: Callable[[], object] = list
         self._unlock: Callable[[], object] | None = None  # while the folder is open
         self._unwritten: deque[bytes] = deque()
         self._length = 0  # bytes of the rows in the file
@@ -108,11 +112,6 @@ class RunLog:
         self._sizes: tuple[int, int] | None = None  # batch size and micro-batches of the last step
         self._earlier_seconds, self._started = 0.0, time.perf_counter()
         self._continues = False  # whether the folder may have rows up to this step
-
-    @property
-    def metrics(self) -> Path:
-        """The file of the rows."""
-        return self.path / METRICS
 
     @property
     def writes(self) -> bool:
@@ -243,9 +242,8 @@ class RunLog:
             self.flush()
             self._release()
             self._continues = True
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        self._close_events()
+        self._events = None
 
     def _release(self) -> None:
         if self._unlock is not None:
@@ -332,8 +330,17 @@ class RunLog:
             return
         try:
             if self._events is None:
-                self._events = TensorBoardWriter(self.path / "events", row["step"])
-            self._events.add(row)
+                from torch.utils.tensorboard.writer import SummaryWriter
+
+                # hides events of an earlier training from this step on
+                options: dict[str, Any] = {"purge_step": row["step"], "flush_secs": _FLUSH}
+                self._events = SummaryWriter(str(self.path / "events"), **options)
+                self._close_events = weakref.finalize(self, self._events.close)
+            values = {name: row.get(name) for name in _SCALARS} | (row["metrics"] or {})
+            values["lr"] = row["lr"][0] if "lr" in row else None
+            for name, value in values.items():
+                if value is not None:
+                    self._events.add_scalar(name, value, row["step"])
         except Exception as error:
             self._tensorboard = False
             self.warn_not_written("events", "TensorBoard events are not being written", error)

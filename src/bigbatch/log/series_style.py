@@ -19,17 +19,11 @@ _MARKERS = (  # paths after their centre
 
 
 class SeriesStyle(NamedTuple):
-    """The style of one series: 42 differ.
+    """The style of one series: 42 differ."""
 
-    Args:
-        color: CSS class of its colour, which sets `--own`.
-        dash: CSS class of its dashes.
-        marker: path of its marker, after the centre.
-    """
-
-    color: str
-    dash: str
-    marker: str
+    color: str  # CSS class, which sets `--own`
+    dash: str  # CSS class
+    marker: str  # path after the centre
 
 
 def style_of(number: int) -> SeriesStyle:

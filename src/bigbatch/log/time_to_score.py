@@ -15,16 +15,12 @@ _NEVER = "never"
 class TimeToScore:
     """What a run had consumed at an evaluation.
 
-    Args:
-        steps: updates of the weights; skipped steps are not counted.
-        samples: samples, those of skipped steps included.
-        seconds: `elapsed_seconds` of the evaluated step: seconds since the loop was built, over all
-            resumptions. They include earlier evaluations and checkpoints, which the log does not
-            separate, and not this evaluation.
+    The seconds are the `elapsed_seconds` of the evaluated step: since the loop was built, over all
+    resumptions. They include earlier evaluations and checkpoints, and not this evaluation.
     """
 
-    steps: int
-    samples: int
+    steps: int  # updates of the weights, without skipped steps
+    samples: int  # those of skipped steps included
     seconds: float
 
 
@@ -35,20 +31,14 @@ def time_to_score(
     """What a run had consumed at its first evaluation whose main score reaches the target.
 
     The time is known to one interval of `evaluate_every`. A later fall of the score is no matter.
+    None where no evaluation reaches it.
 
-    Args:
-        history: the log of the run.
-        target: the score to reach, in the unit of its name.
-        higher_is_better: whether a score at or above the target reaches it, else one at or below.
-    Returns:
-        None where no evaluation reaches it.
     Raises:
         SettingError: the target is not finite.
     """
-    for time, score in evaluations(history):
-        if reaches(score, target, higher_is_better=higher_is_better):
-            return time
-    return None
+    times = evaluations(history)
+    better = higher_is_better
+    return next((time for time, y in times if reaches(y, target, higher_is_better=better)), None)
 
 
 def evaluations(history: History) -> Iterator[tuple[TimeToScore, float | None]]:
@@ -69,10 +59,8 @@ def reaches(score: float | None, target: float, *, higher_is_better: bool) -> bo
 @checked
 @dataclass(frozen=True)
 class ScoreTargets:
-    """Targets of the main score, and the table of the times to reach them.
+    """One target of the main score or more, and the table of the times to reach them.
 
-    Args:
-        targets: one target or more.
     Raises:
         SettingError: a target is not finite.
     """
@@ -92,30 +80,26 @@ class ScoreTargets:
 
         A run that does not reach it counts as infinite in median and most.
         """
-        rows = [
-            (_name(name, runs), *self._cells(runs, target))
-            for name, runs in group_seeds(histories).items()
-            for target in self.targets
-        ]
+        rows = []
+        for name, runs in group_seeds(histories).items():
+            unfinished = sum(not run.finished for run in runs)
+            name += f" ({unfinished} of {len(runs)} unfinished)" * bool(unfinished)
+            rows += [(name, *_cells(runs, target)) for target in self.targets]
         return Table(("run", "target", "reached", "steps", "samples", "seconds"), rows)
 
-    def _cells(self, runs: list[History], target: float) -> tuple[str, ...]:
-        is_higher = runs[0].higher_is_better
-        times = [time_to_score(run, target, higher_is_better=is_higher) for run in runs]
-        reached = [time for time in times if time is not None]
-        never = [math.inf] * (len(times) - len(reached))
-        return (
-            f"at {'least' if is_higher else 'most'} {target:g}",
-            f"{len(reached)} of {len(runs)}",
-            _text([*(time.steps for time in reached), *never], 0),
-            _text([*(time.samples for time in reached), *never], 0),
-            _text([*(time.seconds for time in reached), *never], 1),
-        )
 
-
-def _name(name: str, runs: list[History]) -> str:
-    unfinished = sum(not run.finished for run in runs)
-    return name + f" ({unfinished} of {len(runs)} unfinished)" * bool(unfinished)
+def _cells(runs: list[History], target: float) -> tuple[str, ...]:
+    is_higher = runs[0].higher_is_better
+    times = [time_to_score(run, target, higher_is_better=is_higher) for run in runs]
+    reached = [time for time in times if time is not None]
+    never = [math.inf] * (len(times) - len(reached))
+    return (
+        f"at {'least' if is_higher else 'most'} {target:g}",
+        f"{len(reached)} of {len(runs)}",
+        _text([*(time.steps for time in reached), *never], 0),
+        _text([*(time.samples for time in reached), *never], 0),
+        _text([*(time.seconds for time in reached), *never], 1),
+    )
 
 
 def _text(values: Sequence[float], digits: int) -> str:

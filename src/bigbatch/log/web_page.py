@@ -9,14 +9,7 @@ from bigbatch.log.chart_svg import stylesheet
 
 
 def web_page(title: str, body: str, *, style: str = "", script: str = "") -> str:
-    """The page.
-
-    Args:
-        title: its title, as text.
-        body: HTML.
-        style: CSS that only this page has.
-        script: JavaScript, which the content must not need.
-    """
+    """The page: a title as text, a body as HTML, CSS of its own, a script that it may lack."""
     css = stylesheet() + text_of("web_page.css") + style
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
