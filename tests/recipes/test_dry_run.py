@@ -154,7 +154,6 @@ def test_what_an_arm_changes_says_whose_it_is():
         ({"lr_scaling": "sqrt", **SCHEDULED, "batch_schedule": "32, then decay"}, "decay"),
         ({"optimizer": "vr-sgd", "gamma": 0.0}, "gamma=0"),
         ({"precision": "bfloat16"}, "precision=bfloat16 has no effect on a model in float64"),
-        ({"engine": "deepspeed"}, "engine=deepspeed converts parameters to float32"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_as_by_a_training(changes, said):
@@ -198,18 +197,6 @@ def test_training_study_sweep_and_dry_run_refuse_in_the_same_line(
         lines.add(str(raised.value))
     assert 1 == len(lines)
     assert [] == list(tmp_path.iterdir())
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["bert-pretrain", "squad", "glue"])
-def test_float16_at_full_scale_is_for_ddp_and_bfloat16_for_deepspeed(bigbatch, name):
-    on_deepspeed = ("train", name, "--dry-run", "--paper-scale", "--set", "engine=deepspeed")
-    status, out, err = bigbatch(*on_deepspeed)
-    assert (2, "") == (status, out)
-    assert "engine=deepspeed with precision=float16" in err
-    assert "set precision=bfloat16" in err
-    status, _, err = bigbatch(*on_deepspeed, "--set", "precision=bfloat16")
-    assert (0, "") == (status, err)
 
 
 def test_the_command_shows_both_scales_and_writes_nothing(bigbatch, tmp_path, monkeypatch):

@@ -29,8 +29,7 @@ def build_loop(
     model: nn.Module,
     optimizer: Optimizer,
     controller: Controller,
-    virtual_ranks: int,
-    scaler: GradScaler | None = None,
+    scaler: GradScaler | None,
 ) -> AdaptiveBatch:
     """The loop of the settings over a data set.
 
@@ -40,7 +39,11 @@ def build_loop(
     return AdaptiveBatch(
         model,
         optimizer,
-        batches_of(data, settings, virtual_ranks),
+        Batches(
+            _loader(data, settings),
+            remainder=settings.remainder,
+            virtual_ranks=_virtual_ranks(settings),
+        ),
         policy=controller,
         micro_batch=settings.micro_batch,
         fixed_micro_batch=settings.fixed_micro_batch,
@@ -48,7 +51,7 @@ def build_loop(
         groups=settings.groups,
         lr_scaling=lr_scaling_of(settings),
         transport=settings.transport,
-        **interval_of(settings),
+        **({"budget": settings.budget} if settings.every is None else {"every": settings.every}),
         meter=GradientMeter(
             model,
             confidence=None if settings.smoothing else settings.confidence,
@@ -64,18 +67,6 @@ def lr_scaling_of(settings: Settings) -> LRScaling:
     return None if settings.lr_scaling == "none" else settings.lr_scaling
 
 
-def interval_of(settings: Settings) -> dict[str, Any]:
-    """How often steps are measured: `every`, or what `budget` allows."""
-    return {"budget": settings.budget} if settings.every is None else {"every": settings.every}
-
-
-def batches_of(data: Data, settings: Settings, virtual_ranks: int) -> Batches:
-    """This rank's share of the data, in the order of the seed."""
-    return Batches(
-        _loader(data, settings), remainder=settings.remainder, virtual_ranks=virtual_ranks
-    )
-
-
 def _loader(data: Data, settings: Settings) -> DataLoader[Any]:
     dataset, samples = data.train, len(data.train)  # type: ignore[arg-type]
     if 0 < settings.samples < samples:
@@ -89,7 +80,7 @@ def _loader(data: Data, settings: Settings) -> DataLoader[Any]:
     )
 
 
-def virtual_ranks_of(settings: Settings) -> int:
+def _virtual_ranks(settings: Settings) -> int:
     """`virtual_ranks`, or its smallest multiple that the number of ranks divides."""
     needed = math.lcm(settings.virtual_ranks, world_size())
     if needed != settings.virtual_ranks:

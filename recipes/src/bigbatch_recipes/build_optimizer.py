@@ -119,7 +119,7 @@ def _vr_options(settings: Settings, base: Optimizer) -> VROptions:
         r_max=settings.r_max,
         beta3=beta3 or None,  # with 0, r needs no memory for an average
         factor=settings.factor,
-        watch=settings.engine == "ddp",  # DeepSpeed flattens weights into shards without names
+        watch=True,
     )
 
 

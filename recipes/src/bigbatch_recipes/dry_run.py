@@ -27,7 +27,7 @@ from bigbatch_recipes.validate import count_parameters, require_trainable
 MOMENTS = ("start", "warmed up", "middle", "end")  # of a training, at which lr is listed
 NOT_TIMED = "How long a training of the paper's scale takes was not measured."
 
-_FEWEST_BACKWARDS = 4  # of a step; a VR optimizer compares 8, on DeepSpeed 8 of each rank
+_FEWEST_BACKWARDS = 4  # of a step; a VR optimizer compares 8
 _SCHEDULE_POINTS = 1_000  # at which a schedule's smallest and largest batch are searched
 _WIDTH = 80  # letters of a line
 _SCALES = {False: "small", True: "paper"}
@@ -97,11 +97,7 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
     samples = min(settings.samples or recipe.paper_samples, recipe.paper_samples)
     constraints = _constraints(settings, ranks)
     controller = controller_of(
-        build_controller(settings),
-        constraints,
-        batch_size=None,
-        base_batch=None,
-        samples=samples,
+        build_controller(settings), constraints, batch_size=None, base_batch=None, samples=samples
     )
     bounds = controller.min_batch, controller.max_batch
     plans = {}
@@ -116,9 +112,7 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
 
 def _constraints(settings: Settings, ranks: int) -> PlanConstraints:
     """The constraints of a loop over so many ranks."""
-    fewest = _FEWEST_BACKWARDS
-    if settings.optimizer.startswith("vr-"):
-        fewest = 8 * ranks if settings.engine == "deepspeed" else 8
+    fewest = 8 if settings.optimizer.startswith("vr-") else _FEWEST_BACKWARDS
     return PlanConstraints(
         math.lcm(settings.virtual_ranks, ranks),
         settings.micro_batch,

@@ -3,7 +3,6 @@
     settings.json    the settings, and the versions that ran
     metrics.jsonl    the log, which `bigbatch.RunLog` writes
     checkpoint.pt    the latest checkpoint, with its digest
-    deepspeed/       DeepSpeed's part of the checkpoint, with engine=deepspeed
     events/          the metrics for TensorBoard
     report.html      the report
     launch.txt       the launch of torchrun that began it
@@ -77,26 +76,21 @@ class RunDirectory:
             self._text_digests[name] = file_digest(self.path / name)
 
     def save_checkpoint(self, state: dict[str, Any]) -> bool:
-        """Replaces the checkpoint, which also has the position of the log.
-
-        Returns:
-            Whether the log and the checkpoint were written.
-        """
+        """Replaces the checkpoint, which also has the position of the log; False if it cannot."""
         if not self.log.flush():
-            self.warn_checkpoint_not_written(self.log.write_errors["metrics"])
+            self._warn_not_written(self.log.write_errors["metrics"])
             return False
         content = {"log": self.log.state_dict(), "kept": self._text_digests, "state": state}
         try:
             with open_atomically(self.path / "checkpoint.pt") as file:
                 save_state(content, file)
         except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
-            self.warn_checkpoint_not_written(error)
+            self._warn_not_written(error)
             return False
         self.log.write_errors.pop("checkpoint", None)
         return True
 
-    def warn_checkpoint_not_written(self, error: Exception) -> None:
-        """Warns once that the checkpoint could not be written."""
+    def _warn_not_written(self, error: Exception) -> None:
         self.log.warn_not_written("checkpoint", "the checkpoint could not be written", error)
 
     def require_all_written(self) -> None:

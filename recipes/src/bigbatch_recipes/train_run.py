@@ -3,6 +3,7 @@
 import random
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,25 +11,32 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
 from bigbatch.errors import RankError, RunError
 from bigbatch.gradients import is_of_network
 from bigbatch.log.history import history_of
 from bigbatch.log.html_report import write_report
+from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.amounts import Amount
 from bigbatch.policies.parse import target_of
+from bigbatch.training.distributed_state import DistributedState
 from bigbatch.training.oom_hints import is_out_of_memory
+from bigbatch_recipes.build_loop import build_loop
 from bigbatch_recipes.build_optimizer import base_of, build_controller, build_optimizer
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.distributed_eval import device_of, finite_scores, to_device
 from bigbatch_recipes.earlier_runs import init_from, mean_factor
-from bigbatch_recipes.engines.ddp_engine import DDP
-from bigbatch_recipes.engines.deepspeed_engine import DeepSpeed
-from bigbatch_recipes.engines.engine import Engine
 from bigbatch_recipes.hold_out import hold_out
 from bigbatch_recipes.lr_schedule import LRSchedule
-from bigbatch_recipes.process_group import broadcast_tensors, is_rank_zero, rank, run_on_rank_zero
+from bigbatch_recipes.process_group import (
+    broadcast_tensors,
+    is_rank_zero,
+    rank,
+    run_on_rank_zero,
+    wrap_ddp,
+)
 from bigbatch_recipes.recipe import Batch, Data, Recipe
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings
@@ -110,11 +118,18 @@ class Training:
         if not is_rank_zero():
             # for other dropout and augmentation on each rank
             _seed((settings.seed + rank() * _SEED_STEP) % 2**32)
-        engine = DeepSpeed if settings.engine == "deepspeed" else DDP
-        controller = build_controller(settings)
-        self.engine: Engine = engine(self.model, self.optimizer, self.data, settings, controller)
-        self.train, self.wrapped_model = self.engine.train, self.engine.wrapped_model
+        self.wrapped_model = wrap_ddp(self.model)
+        self._scaler = GradScaler(settings.device) if settings.precision == "float16" else None
+        self.train = build_loop(
+            self.data,
+            settings,
+            self.wrapped_model,
+            self.optimizer,
+            build_controller(settings),
+            self._scaler,
+        )
         self.train.scheduler = self._scheduler()
+        self._states = DistributedState(self.train)
 
     def _scheduler(self) -> LambdaLR | None:
         """A scheduler with one step per base batch, which reads the schedule at its middle."""
@@ -143,7 +158,7 @@ class Training:
         target = target_of(settings.policy, settings.target)
         progress = view.training(label, total, train.samples, target)
         for _ in train.epochs(settings.epochs):
-            for record in self.engine.steps(self.loss):
+            for record in self.steps():
                 position = record.step, train.samples, record.batch_size, epoch_samples
                 evaluates = train.samples == total or evaluation.ends_in_step(*position)
                 scores = self.scores() if evaluates else {}
@@ -151,12 +166,30 @@ class Training:
                     run.log.record(record, **scores)
                     progress.step(record, scores)
                 if end is not None and time.time() >= end and train.samples < total:
-                    self.engine.save(run)
+                    self._save(run)
                     return False
                 if checkpoint.ends_in_step(*position):
-                    self.engine.save(run)
-        self.engine.save(run)
+                    self._save(run)
+        self._save(run)
         return True
+
+    def steps(self) -> Iterator[StepRecord]:
+        """Trains for one epoch, or the rest of it; yields one record per step."""
+        for step in self.train:
+            for batch in step:
+                try:
+                    step.backward(self.loss(batch))
+                except Exception as error:
+                    step.advise(error)
+                    raise
+            if self.settings.clip:
+                step.clip_grad_norm_(self.settings.clip)
+            yield step.update()
+
+    def _save(self, run: RunDirectory) -> None:
+        state = self.state_dict()
+        if is_rank_zero():
+            run.save_checkpoint(state)
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean over a micro-batch's samples."""
@@ -176,8 +209,13 @@ class Training:
         return autocast(self.device.type, self.settings.precision)
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's state for checkpoint.pt; of all ranks on rank 0. Collective."""
-        return self.engine.state_dict()
+        """The state for checkpoint.pt; of all ranks on rank 0. Collective."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self._scaler and self._scaler.state_dict(),
+            "train": self._states.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
         """Restores the state of the checkpoint in `path`.
@@ -186,7 +224,11 @@ class Training:
             RunError: the checkpoint does not fit the recipe.
         """
         try:
-            self.engine.load_state_dict(state, path)
+            self.model.load_state_dict(state["model"])
+            if self._scaler is not None:
+                self._scaler.load_state_dict(state["scaler"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self._states.load_state_dict(state["train"])  # collective; may find that a rank is lost
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, RunError | RankError):
                 raise
