@@ -37,51 +37,31 @@ Rows = dict[str, str]
 
 @dataclass(frozen=True)
 class SourcedValue:
-    """A setting and the source of its value.
+    """A setting and the source of its value."""
 
-    Args:
-        value: the value of the setting.
-        source: the paper or code it is from, or what changed the paper's value.
-    """
-
-    value: Value
-    source: str
+    value: Value  # the value of the setting
+    source: str  # the paper or code it is from, or what changed the paper's value
 
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """A training at one batch size.
+    """A training at one batch size."""
 
-    Args:
-        plan: plan of a step over the virtual ranks.
-        accumulation: backwards of a rank in a step.
-        steps: approximate number of steps of all epochs.
-        lr: learning rates at `MOMENTS`.
-    """
-
-    plan: BatchPlan
-    accumulation: int
-    steps: int
-    lr: tuple[float, ...]
+    plan: BatchPlan  # plan of a step over the virtual ranks
+    accumulation: int  # backwards of a rank in a step
+    steps: int  # approximate number of steps of all epochs
+    lr: tuple[float, ...]  # learning rates at `MOMENTS`
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Estimates of one training.
+    """Estimates of one training."""
 
-    Args:
-        settings: settings of the training.
-        ranks: number of ranks.
-        samples: samples of an epoch, over all ranks.
-        parameters: number of weights; shared ones count once.
-        plans: estimates at the batch sizes "start", "least" and "largest".
-    """
-
-    settings: Settings
-    ranks: int
-    samples: int
-    parameters: int
-    plans: Mapping[str, PlanEstimate]
+    settings: Settings  # settings of the training
+    ranks: int  # number of ranks
+    samples: int  # samples of an epoch, over all ranks
+    parameters: int  # number of weights; shared ones count once
+    plans: Mapping[str, PlanEstimate]  # estimates at the batch sizes "start", "least" and "largest"
 
 
 def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:

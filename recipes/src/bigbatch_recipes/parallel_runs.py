@@ -41,17 +41,11 @@ Trainings = Mapping[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """What became of a run."""
 
-    Args:
-        name: name of the run.
-        result: its scores and seconds as text; "" where it did not finish.
-        error: why it failed; "" where it did not.
-    """
-
-    name: str
-    result: str = ""
-    error: str = ""
+    name: str  # name of the run
+    result: str = ""  # its scores and seconds as text; "" where it did not finish
+    error: str = ""  # why it failed; "" where it did not
 
 
 def train_sweep(

@@ -20,17 +20,11 @@ _MAX_LENGTH = 40  # of a value in a file name, which may have 255 bytes
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of a sweep's values.
+    """One combination of a sweep's values."""
 
-    Args:
-        name: the values as a file name.
-        values: values of the settings that vary.
-        settings: settings of its training with seed 0.
-    """
-
-    name: str
-    values: Mapping[str, Value]
-    settings: Settings
+    name: str  # the values as a file name
+    values: Mapping[str, Value]  # values of the settings that vary
+    settings: Settings  # settings of its training with seed 0
 
 
 def sweep_of(

@@ -18,21 +18,13 @@ _PLAIN = {"0": 0, "1": 1}
 
 @dataclass(frozen=True)
 class Task:
-    """The layout of a task's file.
+    """The layout of a task's file."""
 
-    Args:
-        columns: number of columns.
-        texts: columns of the text, or of the two texts.
-        label: column of the class.
-        classes: number of each class, by its name in the file.
-        has_header: whether the first line names the columns.
-    """
-
-    columns: int
-    texts: tuple[int, ...]
-    label: int
-    classes: dict[str, int]
-    has_header: bool = True
+    columns: int  # number of columns
+    texts: tuple[int, ...]  # columns of the text, or of the two texts
+    label: int  # column of the class
+    classes: dict[str, int]  # number of each class, by its name in the file
+    has_header: bool = True  # whether the first line names the columns
 
 
 TASKS = {

@@ -38,19 +38,13 @@ _ATTEMPTS = 10  # draws of a crop that lies inside the image
 
 @dataclass(frozen=True)
 class Split:
-    """Images and their classes.
+    """Images and their classes."""
 
-    Args:
-        root: the folder, or the tar.
-        names: CLASS/NAME of each image, as bytes in one array: one object, not millions.
-        labels: number of each image's class.
-        spans: offset and size of each image in the tar; None in a folder.
-    """
-
-    root: Path
+    root: Path  # the folder, or the tar
+    # CLASS/NAME of each image, as bytes in one array: one object, not millions
     names: NDArray[numpy.bytes_]
-    labels: list[int]
-    spans: NDArray[numpy.int64] | None
+    labels: list[int]  # number of each image's class
+    spans: NDArray[numpy.int64] | None  # offset and size of each image in the tar; None in a folder
 
     def name(self, index: int) -> str:
         """Where an image is, for messages."""

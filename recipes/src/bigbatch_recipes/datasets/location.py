@@ -11,25 +11,16 @@ DEFAULT_FOLDER = Path("data")  # searched without --data
 
 @dataclass(frozen=True)
 class DatasetLocation:
-    """A data set in its published layout.
+    """A data set in its published layout."""
 
-    Args:
-        name: its name.
-        folders: names of its folder, which may be in the folder that is searched.
-        files: patterns, one of which its folder must match; () if it needs no files.
-        source: publisher and web page.
-        size: its size in words.
-        otherwise: the data that are used without a folder; "" for none.
-        other_files: other files that are needed.
-    """
-
-    name: str
-    folders: Sequence[str] = ()
+    name: str  # its name
+    folders: Sequence[str] = ()  # names of its folder, which may be in the folder that is searched
+    # patterns, one of which its folder must match; () if it needs no files
     files: Sequence[str] = ()
-    source: str = ""
-    size: str = ""
-    otherwise: str = ""
-    other_files: Sequence[str] = ()
+    source: str = ""  # publisher and web page
+    size: str = ""  # its size in words
+    otherwise: str = ""  # the data that are used without a folder; "" for none
+    other_files: Sequence[str] = ()  # other files that are needed
 
     def find(self, given: Path | None) -> Path | None:
         """The folder with the files: the given one, or `data`, or a subfolder of it.

@@ -29,14 +29,10 @@ _MIN_SHARE = 0.25  # of a row that each segment has
 
 @dataclass(frozen=True)
 class Book:
-    """Concatenated documents.
+    """Concatenated documents."""
 
-    Args:
-        tokens: tokens of all documents.
-        starts: index of each document's first token, then the number of all tokens.
-    """
-
-    tokens: Numbers
+    tokens: Numbers  # tokens of all documents
+    # index of each document's first token, then the number of all tokens
     starts: NDArray[numpy.int64]
 
     @classmethod
@@ -82,17 +78,13 @@ class Book:
 class Masking:
     """BERT's rule: of the chosen 15 %, 80 % become [MASK], 10 % a random token, 10 % stay.
 
-    Args:
-        mask: number of [MASK].
-        ordinary: numbers of the tokens from which a random one is drawn.
-        max_predictions: maximum number of predictions of a row; rows with fewer are padded with
-            `IGNORED`.
     Source:
         J. Devlin et al., BERT, 2018, 3.1 and A.1.
     """
 
-    mask: int
-    ordinary: NDArray[numpy.integer]
+    mask: int  # number of [MASK]
+    ordinary: NDArray[numpy.integer]  # numbers of the tokens from which a random one is drawn
+    # maximum number of predictions of a row; rows with fewer are padded with `IGNORED`
     max_predictions: int
 
     def mask_tokens(

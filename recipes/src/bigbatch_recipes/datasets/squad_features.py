@@ -23,21 +23,17 @@ _CONTEXT_PER_TOKEN = 0.01  # of the window's length, in the context of a token
 
 @dataclass(frozen=True)
 class SquadFeatures:
-    """Rows [CLS] question [SEP] window [SEP], one or more a question.
+    """Rows [CLS] question [SEP] window [SEP], one or more a question."""
 
-    Args:
-        rows: columns (tokens, segments, is_token, first, last); first and last are the positions
-            of the answer, 0 if it is not in the window.
-        question: index of each row's question.
-        offsets: where in the paragraph each position of a row begins and ends, (rows, length, 2);
-            -1 outside the window.
-        may_begin: whether an answer may begin at a position, (rows, length): at the tokens of the
-            paragraph that have most context in this window.
-    """
-
+    # columns (tokens, segments, is_token, first, last); first and last are the positions of the
+    # answer, 0 if it is not in the window
     rows: InMemoryDataset
-    question: NDArray[numpy.int64]
+    question: NDArray[numpy.int64]  # index of each row's question
+    # where in the paragraph each position of a row begins and ends, (rows, length, 2); -1 outside
+    # the window
     offsets: Offsets
+    # whether an answer may begin at a position, (rows, length): at the tokens of the paragraph that
+    # have most context in this window
     may_begin: NDArray[numpy.bool_]
 
 

@@ -31,19 +31,12 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class Question:
-    """One question about one paragraph.
+    """One question about one paragraph."""
 
-    Args:
-        text: the question.
-        context: the paragraph.
-        answers: the golden answers, one or more.
-        begin: index of the first answer's first character in the paragraph.
-    """
-
-    text: str
-    context: str
-    answers: tuple[str, ...]
-    begin: int
+    text: str  # the question
+    context: str  # the paragraph
+    answers: tuple[str, ...]  # the golden answers, one or more
+    begin: int  # index of the first answer's first character in the paragraph
 
 
 def train_file(folder: Path) -> tuple[Path, str]:

@@ -23,15 +23,10 @@ _ZIPF = 1.1
 
 @dataclass(frozen=True)
 class SyntheticClicks:
-    """Packed rows, and the true probability of each click.
+    """Packed rows, and the true probability of each click."""
 
-    Args:
-        rows: rows in Criteo's packed form.
-        truth: probabilities, (rows,).
-    """
-
-    rows: Packed
-    truth: NDArray[numpy.float64]
+    rows: Packed  # rows in Criteo's packed form
+    truth: NDArray[numpy.float64]  # probabilities, (rows,)
 
 
 def click_log(rows: int) -> SyntheticClicks:

@@ -30,18 +30,13 @@ ORIGIN = DatasetLocation(
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to train on, and documents to evaluate on.
+    """Documents to train on, and documents to evaluate on."""
 
-    Args:
-        name: name of the corpus in the names of scores.
-        train, held_out: return all documents on each call, one at a time.
-        rule: rule that selects the documents held out, for messages.
-    """
-
-    name: str
+    name: str  # name of the corpus in the names of scores
+    # train, held_out: return all documents on each call, one at a time
     train: Callable[[], Iterable[str]]
     held_out: Callable[[], Iterable[str]]
-    rule: str
+    rule: str  # rule that selects the documents held out, for messages
 
 
 def corpus_of(folder: Path | None) -> Corpus:
