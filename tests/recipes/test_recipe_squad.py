@@ -20,8 +20,7 @@ from bigbatch_recipes.datasets.squad_questions import (
     train_file,
 )
 from bigbatch_recipes.models.hf_bert.wordpiece import SPECIAL, WordPieceTokenizer
-from bigbatch_recipes.squad import SQUAD
-from bigbatch_recipes.squad_metrics import scores_of
+from bigbatch_recipes.squad import SQUAD, scores_of
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.datasets.location import DatasetLocation
 from bigbatch_recipes.image_classification import (
     ImageBatch,
     accuracies,

@@ -7,14 +7,17 @@ A demonstration, of no paper.
 Source of the data: H. Xiao, K. Rasul and R. Vollgraf, Fashion-MNIST, arXiv 1708.07747.
 """
 
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-from bigbatch_recipes.datasets import idx_files
+from bigbatch.errors import RunError
+from bigbatch_recipes.datasets.files import DatasetLocation, readable
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.datasets.location import DatasetLocation
 from bigbatch_recipes.datasets.subset import scored_indices
 from bigbatch_recipes.image_classification import (
     OfBytes,
@@ -27,6 +30,67 @@ from bigbatch_recipes.models.resnet import resnet_of_three_stages
 from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep
 from bigbatch_recipes.settings import Settings, require_choice
 from bigbatch_recipes.vrgd_paper import CLIPS
+
+_BYTE_TYPE = 8  # in the header
+
+
+def read_images(folder: Path, origin: DatasetLocation) -> tuple[InMemoryDataset, InMemoryDataset]:
+    """Training and test set of a folder with MNIST's files: images (N, 1, H, W) and labels.
+
+    Args:
+        folder: a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, and the same of
+            t10k, with or without .gz.
+        origin: source of the files, for messages.
+    Raises:
+        RunError: a file is missing or is no IDX, or the numbers of images and labels differ.
+    """
+    return _set(folder, origin, "train"), _set(folder, origin, "t10k")
+
+
+def _set(folder: Path, origin: DatasetLocation, split: str) -> InMemoryDataset:
+    images = read_idx(_file(folder, origin, f"{split}-images-idx3-ubyte"), dimensions=3)
+    labels = read_idx(_file(folder, origin, f"{split}-labels-idx1-ubyte"), dimensions=1)
+    if len(images) != len(labels):
+        raise RunError(
+            f"{folder} has {len(images)} images and {len(labels)} labels of {split}; take both "
+            "files from one place"
+        )
+    return InMemoryDataset(images[:, None], labels.long())
+
+
+def _file(folder: Path, origin: DatasetLocation, name: str) -> Path:
+    for file in (folder / f"{name}.gz", folder / name):
+        if file.exists():
+            return file
+    raise origin.missing_file(folder / f"{name}.gz")
+
+
+def read_idx(file: Path, dimensions: int) -> Tensor:
+    """The bytes of one file, in the shape of its header.
+
+    The header is two zeros, 8 for bytes, the number of dimensions, then each of them as four bytes,
+    big-endian.
+
+    Args:
+        file: a file, gzip or plain.
+        dimensions: required number of dimensions.
+    Raises:
+        RunError: the file is no IDX file of bytes.
+    """
+    with readable(file):
+        raw = file.read_bytes()
+        content = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    start = 4 + 4 * dimensions
+    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
+    size = int(np.prod(shape))
+    if content[:4] != bytes((0, 0, _BYTE_TYPE, dimensions)) or len(content) != start + size:
+        raise RunError(
+            f"{file} is no IDX of bytes in {dimensions} dimensions (it begins with "
+            f"{content[:4].hex()}, and has {len(content):,} bytes); fetch it again"
+        )
+    values = np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    return torch.from_numpy(values.copy())
+
 
 _ORIGIN = DatasetLocation(
     name="Fashion-MNIST",
@@ -69,7 +133,7 @@ def _mlp(settings: Settings) -> nn.Module:
 
 
 def _data(settings: Settings) -> Data:
-    train, test = idx_files.read_images(Path(settings.data), _ORIGIN)
+    train, test = read_images(Path(settings.data), _ORIGIN)
     scored = scored_indices(len(train), settings.samples, len(test))
     gap = settings.task.get("gap")  # earlier runs lack it
     gap_images = InMemoryDataset(*train.__getitems__(scored)) if gap else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from bigbatch.errors import SettingError
+from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.image_files import (
     FILES,
     ImageFiles,
@@ -17,7 +18,6 @@ from bigbatch_recipes.datasets.image_files import (
     resize_and_center_crop,
     splits_of,
 )
-from bigbatch_recipes.datasets.location import DatasetLocation
 from bigbatch_recipes.datasets.subset import Subset, scored_indices
 from bigbatch_recipes.image_classification import (
     ImageBatch,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from bigbatch_recipes.datasets.location import DatasetLocation
+from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.settings import Settings, Value, require_choice
 
 Batch = Any

@@ -14,11 +14,10 @@ from bigbatch.log.html_report import write_report
 from bigbatch.log.paired_differences import differences_of
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.output_directory import LAUNCH, create_directory_atomically
 from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.run_config import read_trainings, study_yaml, trainings_as_dict
-from bigbatch_recipes.run_directory import RunDirectory
+from bigbatch_recipes.run_directory import LAUNCH, RunDirectory, create_directory_atomically
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.sweep_page import write_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results

@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from bigbatch.errors import RankError
+from bigbatch.cli.exit_status import line_of
+from bigbatch.errors import BigbatchError, RankError
 from bigbatch.gradients import is_of_network
 from bigbatch.interrupts import INTERRUPTED, ignore_interrupts
 from bigbatch_recipes import process_group
-from bigbatch_recipes.output_directory import has_begun, launch_of, release, require_free
+from bigbatch_recipes.run_directory import has_begun, launch_of, release, require_free
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # of torchrun's variables
 _NO_ID = "none"  # the id of a launch without --rdzv-id
@@ -194,3 +195,44 @@ def _rendezvous_failure(error: Exception) -> str:
         f"the ranks did not meet at {address} ({reason}); check that all of them are started and "
         "that no other process uses this port of rank 0, or start them by torchrun"
     )
+
+
+Command = Callable[[list[str], Launch], int | None]
+
+
+def run(name: str, function: Command, arguments: list[str]) -> NoReturn:
+    """Runs a command on all ranks, and exits."""
+    if not process_group.is_rank_zero():
+        warnings.showwarning = _ignore_warning
+    launch = Launch()
+    try:
+        try:
+            launch = Launch.join(trains=name == "train")
+            with stdout_of_rank_zero():
+                status = function(arguments, launch) or 0
+        finally:
+            ignore_interrupts()
+    except (BigbatchError, OSError) as error:
+        launch.report_error(_line_of(error))
+        status = 2
+    except KeyboardInterrupt:
+        launch.report_error("interrupted")
+        status = INTERRUPTED
+    except Exception as error:
+        launch.report_failure(error)
+        status = 1
+    except SystemExit as ending:
+        launch.end(ending.code)
+    launch.end(status)
+
+
+def _line_of(error: Exception) -> str:
+    """The message of an error, without the traceback that torch adds in a DataLoader worker."""
+    text, name = line_of(error), type(error).__name__
+    if f"Caught {name} in DataLoader worker process" in text:
+        return text.rpartition(f"{name}: ")[2]
+    return text
+
+
+def _ignore_warning(*_: Any, **__: Any) -> None:
+    """Rank 0 says it."""

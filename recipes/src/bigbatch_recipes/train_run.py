@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
-from bigbatch.errors import RankError, RunError
+from bigbatch.errors import RankError, RunError, SettingError
 from bigbatch.gradients import is_of_network
 from bigbatch.log.history import history_of
 from bigbatch.log.html_report import write_report
@@ -26,9 +26,9 @@ from bigbatch.training.oom_hints import is_out_of_memory
 from bigbatch_recipes.build_loop import build_loop
 from bigbatch_recipes.build_optimizer import base_of, build_controller, build_optimizer
 from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.datasets.subset import Subset, chosen_indices
 from bigbatch_recipes.distributed_eval import device_of, finite_scores, to_device
 from bigbatch_recipes.earlier_runs import init_from, mean_factor
-from bigbatch_recipes.hold_out import hold_out
 from bigbatch_recipes.lr_schedule import LRSchedule
 from bigbatch_recipes.process_group import (
     broadcast_tensors,
@@ -41,6 +41,34 @@ from bigbatch_recipes.recipe import Batch, Data, Recipe
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.validate import CAST, require_trainable
+
+
+def hold_out(data: Data, settings: Settings) -> Data:
+    """The data without `held_out` random training samples, the same for all seeds; scores of those.
+
+    Raises:
+        SettingError: they are all training samples or more, or the recipe cannot score them.
+    """
+    if not settings.held_out:
+        return data
+    samples = len(data.train)  # type: ignore[arg-type]
+    if settings.held_out >= samples:
+        raise SettingError(
+            f"held_out={settings.held_out} leaves none of the {samples} training samples; lower it"
+        )
+    if data.scores_on is None:
+        raise SettingError(
+            f"recipe {settings.recipe!r} cannot score samples of its training data; leave held_out "
+            "out"
+        )
+    held_out = chosen_indices(samples, settings.held_out)
+    trained = sorted(set(range(samples)) - set(held_out))
+    return Data(
+        Subset(data.train, trained),
+        data.scores_on(Subset(data.train, held_out)),
+        run_files=data.run_files,
+    )
+
 
 _SEED_STEP = 1_000_003  # between the seeds of two ranks
 

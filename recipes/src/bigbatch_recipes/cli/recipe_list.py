@@ -7,7 +7,7 @@ from bigbatch.errors import MissingPackageError, RunError
 from bigbatch_recipes import EXPERIMENTS, RECIPES, get_recipe
 from bigbatch_recipes.cli.options import CommandParser
 from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.datasets.location import DEFAULT_FOLDER, DatasetLocation
+from bigbatch_recipes.datasets.files import DEFAULT_FOLDER, DatasetLocation
 from bigbatch_recipes.recipe import Changes, Recipe, Result
 from bigbatch_recipes.sweep import points_of
 from bigbatch_recipes.torchrun import Launch

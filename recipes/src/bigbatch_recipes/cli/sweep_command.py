@@ -11,9 +11,9 @@ from bigbatch_recipes.cli import options
 from bigbatch_recipes.cli.options import CommandParser, refuse_options
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.dry_run import NOT_TIMED, about_minutes
-from bigbatch_recipes.output_directory import reserve
 from bigbatch_recipes.parallel_runs import default_jobs, train_sweep
 from bigbatch_recipes.recipe import Recipe, Sweep
+from bigbatch_recipes.run_directory import reserve
 from bigbatch_recipes.study import report_study
 from bigbatch_recipes.sweep import Point, points_of, start_sweep, sweep_of
 from bigbatch_recipes.sweep_results import combinations_of

@@ -10,9 +10,9 @@ from bigbatch_recipes.cli import options
 from bigbatch_recipes.cli.options import CommandParser, refuse_options
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.dry_run import show_dry_run
-from bigbatch_recipes.output_directory import release, reserve
 from bigbatch_recipes.process_group import run_on_rank_zero, world_size
 from bigbatch_recipes.recipe import SEEDS, Recipe
+from bigbatch_recipes.run_directory import release, reserve
 from bigbatch_recipes.settings import Settings, policy_name
 from bigbatch_recipes.study import build_training, create_run, start_study, train_one, train_study
 from bigbatch_recipes.study import resume as resume_at

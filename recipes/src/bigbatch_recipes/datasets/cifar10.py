@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from bigbatch.errors import RunError
+from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.datasets.location import DatasetLocation
 
 ORIGIN = DatasetLocation(
     name="CIFAR-10",

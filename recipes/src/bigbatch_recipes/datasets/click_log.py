@@ -8,6 +8,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from bigbatch.errors import RunError
 from bigbatch.log.atomic_files import open_atomically
+from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.in_memory import BatchDataset
-from bigbatch_recipes.datasets.location import DatasetLocation
 
 NUMBERS, CATEGORIES = 13, 26
 CLICK = numpy.dtype(
@@ -258,3 +259,55 @@ def _codes_of(column: Any) -> NDArray[numpy.uint32]:
     numbers = [int(word or "0", 16) for word in words]
     codes: NDArray[numpy.uint32] = numpy.array(numbers, dtype=numpy.uint32)[indices]
     return codes
+
+
+_SEED = 0  # one log for every seed and arm
+_FACTORS = 4
+_SPREAD = 1.6  # standard deviation of the logit
+_MEAN = -1.5  # of the logit: about a quarter of the rows is clicked
+_SHARES = (0.4, 0.4, 0.2)  # of its variance: numbers, categories, pairs of categories
+_MIN_CATEGORIES, _MAX_CATEGORIES = 4, 1_000  # of a column
+_ZIPF = 1.1
+
+
+@dataclass(frozen=True)
+class SyntheticClicks:
+    """Packed rows, and the true probability of each click."""
+
+    rows: Packed  # rows in Criteo's packed form
+    truth: NDArray[numpy.float64]  # probabilities, (rows,)
+
+
+def click_log(rows: int) -> SyntheticClicks:
+    """Draws so many rows: the same ones in every call, but not the first rows of a longer log.
+
+    Example:
+        >>> log = click_log(1000)
+        >>> bool(0.15 < log.rows["label"].mean() < 0.35)
+        True
+    """
+    rng = numpy.random.default_rng(_SEED)
+    log = numpy.empty(rows, CLICK)
+    log["numbers"] = numpy.log1p(rng.poisson(rng.lognormal(1.0, 1.0, (rows, NUMBERS))))
+    effect_of_one = numpy.zeros(rows)
+    total, squares = numpy.zeros((rows, _FACTORS)), numpy.zeros(rows)
+    for column, count in enumerate(
+        numpy.geomspace(_MIN_CATEGORIES, _MAX_CATEGORIES, CATEGORIES).astype(int)
+    ):
+        frequencies = 1.0 / numpy.arange(1, count + 1) ** _ZIPF
+        codes = rng.choice(count, rows, p=frequencies / frequencies.sum())
+        log["codes"][:, column] = codes
+        effect_of_one += rng.normal(size=count)[codes]
+        factors = rng.normal(size=(count, _FACTORS))[codes]
+        total += factors
+        squares += (factors**2).sum(1)
+    pairs = ((total**2).sum(1) - squares) / 2  # sum of products of factors over pairs of columns
+    numbers = log["numbers"].astype(numpy.float64) @ rng.normal(size=NUMBERS)
+    effects = (numbers, effect_of_one, pairs)
+    logit = _MEAN + _SPREAD * sum(
+        share**0.5 * (effect - effect.mean()) / effect.std()
+        for share, effect in zip(_SHARES, effects, strict=True)
+    )
+    truth = 1 / (1 + numpy.exp(-logit))
+    log["label"] = rng.random(rows) < truth
+    return SyntheticClicks(log, truth)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunError
-from bigbatch_recipes.datasets.files import text_of
-from bigbatch_recipes.datasets.location import DatasetLocation
+from bigbatch_recipes.datasets.files import DatasetLocation, text_of
 
 _TRAIN = "train-v1.1.json"
 _SUBSET = "train-subset-tokenized.json"  # 5 % of the questions, tokenised
