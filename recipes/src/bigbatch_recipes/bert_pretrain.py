@@ -59,14 +59,7 @@ def loss_of(model: nn.Module, batch: Pairs) -> Tensor:
 def scores_of(
     model: nn.Module, held_out: Dataset[Pairs], settings: Settings, suffix: str
 ) -> dict[str, float]:
-    """Accuracy on masked tokens and on pairs, and the loss of masked tokens. Collective.
-
-    Args:
-        model: the model to evaluate.
-        held_out: rows with masked tokens.
-        settings: settings of the training.
-        suffix: end of the scores' names.
-    """
+    """Accuracy on masked tokens and on pairs, and the loss of masked tokens. Collective."""
     sums = torch.zeros(5, dtype=torch.float64, device=device_of(settings))
     for batch in local_batches(held_out, settings):
         loss, right, _, right_pairs = _predictions(model, batch)

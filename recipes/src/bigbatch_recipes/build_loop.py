@@ -31,11 +31,7 @@ def build_loop(
     controller: Controller,
     scaler: GradScaler | None,
 ) -> AdaptiveBatch:
-    """The loop of the settings over a data set.
-
-    Raises:
-        SettingError: a setting is invalid.
-    """
+    """The loop of the settings over a data set."""
     return AdaptiveBatch(
         model,
         optimizer,

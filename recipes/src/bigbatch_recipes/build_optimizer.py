@@ -22,11 +22,7 @@ Named = tuple[str, Tensor]
 
 
 def build_controller(settings: Settings) -> Controller:
-    """The controller with the policy of the settings.
-
-    Raises:
-        SettingError: a value is out of range, or a schedule has no text.
-    """
+    """The controller with the policy of the settings."""
     policy = _build_policy(settings)
     batch_size = needs_of(policy).batch_size or settings.batch_size
     return Controller(
@@ -72,14 +68,6 @@ def build_optimizer(
 
     LARS and LAMB apply no decay and no trust ratio to biases and norms (one dimension at most); the
     others decay them if `decay_all`.
-
-    Args:
-        settings: name and options of the optimizer.
-        parameters: parameters with their names.
-        without_vr: names of the parameters that a VR optimizer steps as its base does.
-        lr_factor: factor of lr for all other parameters.
-    Raises:
-        SettingError: the name is unknown, or a value is out of range.
     """
     require_optimizer(settings)
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}

@@ -31,11 +31,6 @@ from bigbatch_recipes.vrgd_paper import CLIPS
 class CharTransformer(nn.Module):
     """Causal transformer over character codes: norm first, learned positions, GELU.
 
-    Args:
-        characters: number of character codes.
-        length: maximum number of characters of an input.
-        width, depth, heads: size of the network.
-        dropout: dropout of each layer.
     Source:
         Radford et al. 2019, GPT-2, with its initial weights, normal with standard deviation 0.02.
     Example:
@@ -98,9 +93,6 @@ def windows_of(codes: Tensor, length: int) -> InMemoryDataset:
 
     An incomplete window at the end is dropped.
 
-    Args:
-        codes: codes of a text, (characters,).
-        length: number of predicted characters of a window.
     Raises:
         SettingError: the text is shorter than a window.
     Example:

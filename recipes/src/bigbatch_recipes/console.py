@@ -15,11 +15,7 @@ _WINDOWS = 50  # similarity and noise scale are averaged over total samples / _W
 
 
 class LiveView:
-    """Prints the progress and the results of trainings.
-
-    Args:
-        quiet: whether to print results alone, without progress.
-    """
+    """Prints the progress and the results of trainings."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet

@@ -104,12 +104,6 @@ def click_scores(
     """Area under the ROC curve and mean loss over the rows of all ranks. Collective.
 
     The area is nan if a logit is not finite, for example after divergence.
-
-    Args:
-        model: returns logits.
-        test: test rows.
-        settings: their micro-batch and device are used.
-        dataset: name of the data, for the names of the scores.
     """
     metrics: Any = import_module("sklearn.metrics")  # its import takes two seconds
     rank_rows = [

@@ -68,9 +68,6 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
     """Estimates one training on so many ranks.
 
     An epoch has the samples of the settings, else those of the paper's data.
-
-    Raises:
-        SettingError: the settings are invalid, as a training would report.
     """
     check_setting("ranks", ranks, Count)
     require_trainable(recipe, settings)
@@ -159,14 +156,7 @@ def _values(settings: Settings) -> dict[str, Value]:
 def show_dry_run(
     recipe: Recipe, settings: Mapping[bool, Settings], ranks: int | None, view: LiveView
 ) -> None:
-    """Prints settings with their sources, sizes, plans and rates.
-
-    Args:
-        recipe: the recipe.
-        settings: settings by scale; True is the paper's.
-        ranks: number of ranks; None for 1 at the small scale, and the paper's at the paper's.
-        view: prints them.
-    """
+    """Prints settings with their sources, sizes, plans and rates."""
     runs = {
         paper_scale: dry_run(recipe, each, ranks or (recipe.paper_ranks if paper_scale else 1))
         for paper_scale, each in settings.items()

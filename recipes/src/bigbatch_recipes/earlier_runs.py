@@ -57,13 +57,6 @@ def mean_factor(path: Path, sizes: Mapping[str, int]) -> float:
 
     The base optimizer at this multiple of lr has the mean rate of the weights that r scaled. The
     run's own steps are longer, as r is larger where the gradient is. Collective.
-
-    Args:
-        path: directory of the run.
-        sizes: number of weights of each of its network's layers, by name.
-    Raises:
-        RunError: the run does not exist or is not finished, its optimizer has no r, or its network
-            is another one.
     """
     return run_on_rank_zero(lambda: _mean(path, sizes))
 
@@ -98,11 +91,6 @@ class Replay(Schedule):
 
     in 50 parts of equal width: the harmonic mean of the batch sizes, which gives the mean number of
     steps.
-
-    Args:
-        runs: directories of finished runs over the same number of samples.
-    Raises:
-        RunError: a run is unfinished or cannot be read, or their numbers of samples differ.
     """
 
     def __init__(self, *runs: Path | str) -> None:

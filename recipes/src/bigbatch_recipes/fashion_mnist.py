@@ -41,8 +41,6 @@ def read_images(folder: Path, origin: DatasetLocation) -> tuple[InMemoryDataset,
         folder: a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, and the same of
             t10k, with or without .gz.
         origin: source of the files, for messages.
-    Raises:
-        RunError: a file is missing or is no IDX, or the numbers of images and labels differ.
     """
     return _set(folder, origin, "train"), _set(folder, origin, "t10k")
 
@@ -71,9 +69,6 @@ def read_idx(file: Path, dimensions: int) -> Tensor:
     The header is two zeros, 8 for bytes, the number of dimensions, then each of them as four bytes,
     big-endian.
 
-    Args:
-        file: a file, gzip or plain.
-        dimensions: required number of dimensions.
     Raises:
         RunError: the file is no IDX file of bytes.
     """

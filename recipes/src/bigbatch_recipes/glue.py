@@ -79,9 +79,6 @@ def read_task(folder: Path, name: str, split: str) -> Rows:
         folder: a folder with a folder of each task, or with glue.tar.gz, whose glue/ has these.
         name: a name of `TASKS`.
         split: "train" or "dev".
-    Raises:
-        SettingError: the task is unknown.
-        RunError: a file is missing or damaged.
     """
     require_choice("GLUE task", name, TASKS)
     task, file = TASKS[name], f"{name}/{split}.tsv"

@@ -140,12 +140,7 @@ class Trace:
 
 
 class Draws:
-    """The batches of each seed, one after another; equal seeds give equal draws.
-
-    Args:
-        inputs: the input distribution.
-        seeds: number of seeds: 0 .. seeds - 1.
-    """
+    """The batches of each seed, one after another; equal seeds give equal draws."""
 
     def __init__(self, inputs: InputDistribution, seeds: int) -> None:
         self._inputs = inputs
@@ -205,14 +200,7 @@ def losses_of(weights: Tensor, test: Tensor) -> Tensor:
 def train(
     inputs: InputDistribution, arms: Iterable[Arm], seeds: int, steps: int = STEPS
 ) -> dict[Arm, Trace]:
-    """Trains every arm on the same batches.
-
-    Args:
-        inputs: the input distribution.
-        arms: the arms to compare.
-        seeds: runs of each arm.
-        steps: number of steps of each run.
-    """
+    """Trains every arm on the same batches."""
     draws = Draws(inputs, seeds)
     test = moments(draws.test, 1).squeeze(1)
     arm_groups = [list(group) for _, group in groupby(sorted(set(arms)), key=lambda arm: arm.rule)]
@@ -305,13 +293,7 @@ def arms_along(parameter: str, clip: str, lr: float) -> dict[float, Arm]:
 
 
 def study(inputs: InputDistribution, seeds: int, steps: int = STEPS) -> Findings:
-    """Trains all arms of an input distribution, then SGD at each VR arm's lr x mean(r).
-
-    Args:
-        inputs: the input distribution.
-        seeds: runs of each arm.
-        steps: number of steps of each run.
-    """
+    """Trains all arms of an input distribution, then SGD at each VR arm's lr x mean(r)."""
     arms = {make(lr) for make in METHODS.values() for lr in (*inputs.lrs, *lr_grid(inputs))}
     for lr in inputs.lrs:
         for clip in CLIPS:
@@ -328,13 +310,8 @@ def study(inputs: InputDistribution, seeds: int, steps: int = STEPS) -> Findings
 def run(path: Path, seeds: int) -> str:
     """Trains all arms, and writes table.md, figure1.svg and figure3.svg to a new directory.
 
-    Args:
-        path: the directory; must not exist.
-        seeds: runs of each arm.
     Returns:
         The table.
-    Raises:
-        RunError: something is at `path` already.
     """
     torch.set_num_threads(1)  # tensors this small gain nothing from more
     with create_directory_atomically(path) as folder:

@@ -43,8 +43,6 @@ class LRSchedule:
         every       factor^(samples / amount)
         warm-up     (samples / amount)^power    power 1 by default
 
-    Args:
-        text: a schedule in this grammar.
     Raises:
         SettingError: the text is invalid.
     Example:

@@ -112,21 +112,13 @@ class Recipe:
         return paper if paper_scale else paper.with_changes(self.small_scale)
 
     def arm(self, name: str, settings: Settings, *, paper_scale: bool = False) -> Settings:
-        """The settings of one arm of the study, at the scale of `settings`.
-
-        Raises:
-            SettingError: the arm is unknown.
-        """
+        """The settings of one arm of the study, at the scale of `settings`."""
         arms = self.arms_at(paper_scale=paper_scale)
         require_choice("arm", name, arms)
         return settings.with_changes({**arms[name], "arm": name})
 
     def for_result(self, result: str) -> "Recipe":
-        """The recipe with the settings and arms of one table or figure, also in its sweep.
-
-        Raises:
-            SettingError: the result is unknown.
-        """
+        """The recipe with the settings and arms of one table or figure, also in its sweep."""
         require_choice("result", result, self.results)
         one, arms = self.results[result], self.paper_arms or self.arms
         if not one.arms:

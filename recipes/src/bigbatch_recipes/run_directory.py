@@ -99,9 +99,6 @@ def require_free(path: Path) -> None:
 class RunDirectory:
     """The files of one training.
 
-    Args:
-        path: the directory.
-        settings: the settings of the training.
     Attributes:
         name: name of the directory.
         log: writes the rows; the first one locks the directory.
@@ -120,11 +117,7 @@ class RunDirectory:
     def create(
         cls, path: Path, settings: dict[str, Any], launch: str | None = None
     ) -> "RunDirectory":
-        """Creates a run directory atomically, with the launch of torchrun that begins it.
-
-        Raises:
-            RunError: there is something at `path` already.
-        """
+        """Creates a run directory atomically, with the launch of torchrun that begins it."""
         run = cls(path, settings)
         with create_directory_atomically(path) as directory:
             write_atomically(directory / "settings.json", settings_json(run.log.settings))
@@ -134,11 +127,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """Opens an existing run directory.
-
-        Raises:
-            RunError: there is none, or bigbatch did not write it.
-        """
+        """Opens an existing run directory."""
         return cls(path, read_settings(path))
 
     def save_texts(self, texts: Mapping[str, str]) -> None:
@@ -182,11 +171,7 @@ class RunDirectory:
         )
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The latest checkpoint, None before the first; the log continues after its step.
-
-        Raises:
-            RunError: the directory is in use by another process, or a file is damaged.
-        """
+        """The latest checkpoint, None before the first; the log continues after its step."""
         position, state = self._read_checkpoint() or ({"step": 0, "samples": 0}, None)
         self.log.load_state_dict(position)
         self.log.open()

@@ -245,9 +245,6 @@ class Settings:
         """Parses the value of a setting that all recipes have.
 
         Paths of runs and of a file with a policy are relative to the working directory.
-
-        Raises:
-            SettingError: the value has another type.
         """
         is_path = name in (*PREREQUISITES, "replay_from")
         if is_path or (name == "policy" and text.partition(":")[0].endswith(".py")):
@@ -261,11 +258,7 @@ class Settings:
         return {name: run for name in PREREQUISITES if (run := getattr(self, name))}
 
     def count(self, name: str) -> int:
-        """A setting of `task` that must be an integer of at least 1.
-
-        Raises:
-            SettingError: it is less.
-        """
+        """A setting of `task` that must be an integer of at least 1."""
         check_setting(name, self.task[name], Count)
         return int(self.task[name])
 

@@ -47,15 +47,7 @@ def scores_of(
     settings: Settings,
     suffix: str,
 ) -> dict[str, float]:
-    """Scores of the likeliest span in all windows of each question. Collective.
-
-    Args:
-        model: the model to evaluate.
-        windows: windows of the questions.
-        questions: the questions with their golden answers.
-        settings: settings of the training.
-        suffix: end of the scores' names.
-    """
+    """Scores of the likeliest span in all windows of each question. Collective."""
     row_numbers = torch.arange(len(windows.question))
     in_window = torch.from_numpy(windows.offsets[:, :, 0] >= 0)
     may_begin = torch.from_numpy(windows.may_begin)

@@ -104,9 +104,6 @@ def trainings_of(
     path of a run that it needs from elsewhere, `{seed}` is replaced with its own seed. Of
     trainings whose settings hold samples out to tune on, those with seeds that are shown hold none
     out.
-
-    Raises:
-        SettingError: the other arm is not in the sweep.
     """
     own: dict[int, dict[str, Value]] = {seed: {} for seed in tuning_seeds(tune_seeds)}
     own |= {seed: {"held_out": 0} if tune_seeds else {} for seed in range(seeds)}

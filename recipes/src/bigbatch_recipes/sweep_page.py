@@ -35,11 +35,7 @@ _STYLE = (
 
 
 def write_sweep(sweep: SweepResults, folder: Path) -> None:
-    """Writes sweep.svg, sweep.csv with one row per run, and report.html.
-
-    Raises:
-        RunError: a file cannot be written.
-    """
+    """Writes sweep.svg, sweep.csv with one row per run, and report.html."""
     figure = svg([sweep_panel(sweep, _SIZES["wide"])], key=True, standalone=True)
     write_text(folder / "sweep.svg", figure)
     write_text(folder / "sweep.csv", as_csv(sweep))

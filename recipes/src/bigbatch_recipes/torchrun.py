@@ -30,9 +30,6 @@ class Launch:
     They share a store. Normally torchrun hosts it, and it outlives the workers; with
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or without torchrun, rank 0 hosts it, and it ends with
     rank 0. So a run and a study also name on disk the launch that began them, for restarts.
-
-    Args:
-        store: store of the ranks; None for a single process.
     """
 
     def __init__(self, store: Any = None) -> None:
@@ -114,9 +111,6 @@ class Launch:
         """The directory to train in, and whether workers before a restart began it. On rank 0.
 
         It is in the store; if that is gone, the run or study names the launch that began it.
-
-        Raises:
-            RunError: another launch began the directory.
         """
         stored = self._store is not None and self._store.check([_DIRECTORY_KEY])
         path = Path(self._store.get(_DIRECTORY_KEY).decode()) if stored else choose()

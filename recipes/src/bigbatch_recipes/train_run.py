@@ -86,9 +86,6 @@ def train_run(
         end: value of `time.time()` at which a checkpoint is written, and the training stops.
     Returns:
         Whether it is finished.
-    Raises:
-        RunError: another process trains in it, its checkpoint is damaged, or a file could not be
-            written.
     """
     with closing(run.log):
         checkpoint = run_on_rank_zero(run.load_checkpoint)
@@ -117,9 +114,6 @@ def _finish(run: RunDirectory, *, trained: bool) -> None:
 class Training:
     """Model, optimizer and loop of one run: everything that a checkpoint restores.
 
-    Args:
-        recipe: the experiment to train.
-        settings: its settings.
     Raises:
         SettingError: the settings cannot work.
     """

@@ -22,13 +22,7 @@ _NOT_BY_SET = {
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The options of a command; its errors are one line.
-
-    Args:
-        name: name of the command.
-        description: what it does.
-        examples: lines with examples.
-    """
+    """The options of a command; its errors are one line."""
 
     def __init__(self, name: str, description: str, examples: str) -> None:
         super().__init__(
@@ -105,11 +99,7 @@ def _metavar(kind: Any) -> str:
 
 
 def parse_settings(given: Mapping[str, Any], *without: str) -> dict[str, Value]:
-    """The values of the settings that were given as options, but for some.
-
-    Raises:
-        SettingError: a text has another type than its setting.
-    """
+    """The values of the settings that were given as options, but for some."""
     names = [name for name in given if name in SETTING_TYPES and name not in without]
     return {name: Settings.parse_value(name, given[name]) for name in names}
 

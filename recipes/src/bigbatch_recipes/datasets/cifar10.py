@@ -30,13 +30,7 @@ _TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 
 
 def read(folder: Path) -> tuple[InMemoryDataset, InMemoryDataset]:
-    """Training and test set: images (N, 3, 32, 32) of bytes, and labels.
-
-    Args:
-        folder: a folder with data_batch_1 to data_batch_5 and test_batch.
-    Raises:
-        RunError: a file is missing or damaged.
-    """
+    """Training and test set: images (N, 3, 32, 32) of bytes, and labels."""
     return _read([folder / name for name in _TRAIN]), _read([folder / "test_batch"])
 
 

@@ -52,10 +52,6 @@ Rows = tuple[NDArray[numpy.uint8], NDArray[numpy.float32], NDArray[numpy.uint32]
 class Clicks(BatchDataset):
     """Rows of packed clicks; a batch is numbers, rows of the tables, and labels.
 
-    Args:
-        parts: packed rows, one after another.
-        table_rows: rows of a table; a category's row is its code modulo this number.
-        indices: the rows to use; None for all.
     Example:
         >>> data = Clicks([numpy.zeros(4, CLICK)], table_rows=10)
         >>> [tuple(column.shape) for column in data.__getitems__([0, 3])]
@@ -96,9 +92,6 @@ def read_criteo(folder: Path, table_rows: int) -> tuple[Clicks, Clicks]:
     The last of several days is the test set. Of one file a tenth of the rows is drawn as test set.
     A file that exists both compressed and not is read once.
 
-    Args:
-        folder: a folder with files of `CRITEO`.
-        table_rows: rows of a table, see `Clicks`.
     Raises:
         RunError: no such file exists, or one is no click log.
     """
@@ -132,9 +125,6 @@ def read_packed(file: Path) -> Packed:
     They are written into the user's cache folder once, and mapped into memory. The copy's name has
     the path, size and date of the file: after a change the rows are written again. Without a cache
     folder each process keeps the rows in memory, with a note.
-
-    Raises:
-        RunError: the file is no click log, or its rows do not fit into the cache folder.
     """
     try:
         copy = _copy_of(file)
@@ -205,9 +195,6 @@ def _packed_rows(file: Path) -> Iterator[Packed]:
 def read_clicks(file: Path, rows: int = _CHUNK_ROWS) -> Iterator[Rows]:
     """The rows of one file, in chunks.
 
-    Args:
-        file: text, compressed if its name ends so: `train.txt`, `day_0`, `day_0.gz`.
-        rows: rows of a chunk.
     Yields:
         Labels (rows,); integers (rows, 13), nan where one is missing; categories (rows, 26), the
         eight hexadecimal digits as a number, 0 where one is missing. Columns that a line lacks

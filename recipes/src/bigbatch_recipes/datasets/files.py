@@ -78,21 +78,13 @@ def readable(file: Path) -> Iterator[None]:
 
 @contextmanager
 def open_text(file: Path) -> Iterator[TextIO]:
-    """Opens a text file, with gzip if its name ends in .gz.
-
-    Raises:
-        RunError: as `readable` raises it.
-    """
+    """Opens a text file, with gzip if its name ends in .gz."""
     open_as = gzip.open if file.suffix == ".gz" else open
     with readable(file), open_as(file, "rt", encoding=UTF_8) as text:
         yield text
 
 
 def text_of(file: Path) -> str:
-    """The contents of a text file.
-
-    Raises:
-        RunError: as `readable` raises it.
-    """
+    """The contents of a text file."""
     with open_text(file) as text:
         return text.read()

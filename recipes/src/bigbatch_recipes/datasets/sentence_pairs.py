@@ -39,9 +39,6 @@ class Book:
     def of(cls, documents: Iterable[Numbers], name: str) -> "Book":
         """Drops documents that are too short for two segments.
 
-        Args:
-            documents: tokens of each document.
-            name: name of the text, for messages.
         Raises:
             RunError: fewer than two documents are long enough.
         """
@@ -124,13 +121,6 @@ class SentencePairs(BatchDataset):
     row's number alone: the same after an interruption and on any rank. Each row occurs `draws`
     times, each time with other draws.
 
-    Args:
-        book: the documents.
-        frame: encodes a row.
-        masking: masks its tokens.
-        special: numbers of tokens that are never predicted.
-        draws: occurrences of each row in one pass over the data.
-        seed: seed of all draws.
     Source:
         J. Devlin et al., BERT, 2018, A.1 and A.2. A row is split at any token.
     """

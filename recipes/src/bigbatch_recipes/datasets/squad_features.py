@@ -46,12 +46,6 @@ def windows_of(
 ) -> SquadFeatures:
     """Windows of all questions; each begins `stride` tokens after the one before it.
 
-    Args:
-        questions: the questions.
-        texts: tokens of each question.
-        contexts: tokens and offsets of each question's paragraph.
-        frame: encodes a row.
-        stride: number of tokens.
     Raises:
         SettingError: the stride is less than 1, or a question fills a row.
     """
@@ -88,8 +82,6 @@ def most_context(spans: Sequence[tuple[int, int]]) -> NDArray[numpy.bool_]:
     The context of a token is the smaller number of tokens before and after it in the window, plus a
     hundredth of the window's length; the first window wins a tie.
 
-    Args:
-        spans: begin and end of each window.
     Source:
         `token_is_max_context` of BERT's run_squad.py.
     Example:

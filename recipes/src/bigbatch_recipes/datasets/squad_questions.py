@@ -39,22 +39,14 @@ class Question:
 
 
 def train_file(folder: Path) -> tuple[Path, str]:
-    """The official training questions, or the subset of them; and a note for the scores' names.
-
-    Raises:
-        RunError: neither exists.
-    """
+    """The official training questions, or the subset of them; and a note for the scores' names."""
     if _path_of(folder, _SUBSET) and not _path_of(folder, _TRAIN):
         return _require_file(folder, _SUBSET), "; trained on a tokenised 5 % of the questions"
     return _require_file(folder, _TRAIN), ""
 
 
 def dev_file(folder: Path) -> Path:
-    """The official development questions.
-
-    Raises:
-        RunError: they do not exist.
-    """
+    """The official development questions."""
     return _require_file(folder, _DEV)
 
 

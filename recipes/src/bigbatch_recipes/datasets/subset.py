@@ -24,9 +24,6 @@ def chosen_indices(size: int, samples: int) -> Sequence[int]:
     A smaller subset is part of a larger one. An index takes 4 bytes, 8 from 2^32 samples on; during
     the draw, each sample of the data set takes 8 bytes more.
 
-    Args:
-        size: number of samples in the data set.
-        samples: number of samples in the subset; 0 for all.
     Example:
         >>> chosen_indices(3, 0), sorted(chosen_indices(3, 3))
         (range(0, 3), [0, 1, 2])

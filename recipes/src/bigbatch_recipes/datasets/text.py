@@ -27,8 +27,6 @@ def stdlib_text() -> list[str]:
     empty lines separate its paragraphs. Nothing is imported. The documents are in the order of
     their names; another release of Python has other documents.
 
-    Raises:
-        RunError: the library's sources are not installed.
     Example:
         >>> any(document.startswith("Heap queue algorithm") for document in stdlib_text())
         True

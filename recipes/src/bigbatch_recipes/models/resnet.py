@@ -28,8 +28,6 @@ def resnet_of_basic_blocks(
         width: channels of the first stage; each stage has twice those of the one before.
         classes: number of logits.
         channels: channels of an image.
-    Raises:
-        SettingError: the depth is another one.
     Source:
         He et al. 2015 (arXiv 1512.03385), as github.com/kuangliu/pytorch-cifar builds it.
     Example:
@@ -82,8 +80,6 @@ def resnet_of_bottlenecks(
             and its blocks give four times their width.
         classes: number of logits.
         channels: channels of an image.
-    Raises:
-        SettingError: the depth is another one.
     Source:
         He et al. 2015 (arXiv 1512.03385), with the stride where NVIDIA's ResNet50 v1.5 has it.
     Example:
