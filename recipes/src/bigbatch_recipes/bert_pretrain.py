@@ -31,7 +31,7 @@ from bigbatch_recipes.models.bert import (
     load_tokenizer,
     vocabulary_file,
 )
-from bigbatch_recipes.recipe import OURS, Arm, Data, Recipe, Result, Sweep
+from bigbatch_recipes.recipe import OURS, Arm, Data, Recipe, Result, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import (
     BY_MEDIAN,
@@ -134,21 +134,13 @@ BERT_PRETRAIN = Recipe(
     paper_scale={
         "epochs": (1, OURS),
         "samples": (400_000_000, SIMIGRAD),  # at which its rate is 0
-        "policy": ("simigrad", SIMIGRAD),
-        "target": (0.8, SIMIGRAD),
+        **sourced(SIMIGRAD, policy="simigrad", target=0.8),
         "min_batch": (128, OURS),
-        "max_batch": (262_144, SIMIGRAD),
-        "batch_size": (128, SIMIGRAD),
-        "base_batch": (128, SIMIGRAD),
-        "micro_batch": (64, OURS),
-        "virtual_ranks": (16, OURS),
-        "optimizer": ("lamb", SIMIGRAD),
-        "lr": (0.0006, SIMIGRAD),
-        "lr_schedule": ("polynomial 1 over 400M samples", SIMIGRAD),
-        "lr_scaling": ("sqrt", SIMIGRAD),
-        "weight_decay": (0.01, SIMIGRAD),
-        "decay_all": (False, SIMIGRAD),
-        "clip": (1.0, SIMIGRAD),
+        **sourced(SIMIGRAD, max_batch=262_144, batch_size=128, base_batch=128),
+        **sourced(OURS, micro_batch=64, virtual_ranks=16),
+        **sourced(SIMIGRAD, optimizer="lamb", lr=0.0006),
+        **sourced(SIMIGRAD, lr_schedule="polynomial 1 over 400M samples", lr_scaling="sqrt"),
+        **sourced(SIMIGRAD, weight_decay=0.01, decay_all=False, clip=1.0),
         **CLIPS,
         **BY_MEDIAN,
         "seed": (42, SIMIGRAD),
@@ -156,13 +148,9 @@ BERT_PRETRAIN = Recipe(
         "precision": ("float16", SIMIGRAD),
         "workers": (4, OURS),
         "size": ("large", SIMIGRAD),
-        "vocabulary": (30_522, OURS),
-        "vocab": ("", OURS),
-        "dropout": (0.1, SIMIGRAD),
-        "length": (128, SIMIGRAD),
-        "predictions": (20, OURS),
-        "draws": (16, OURS),
-        "judged": (0, OURS),
+        **sourced(OURS, vocabulary=30_522, vocab=""),
+        **sourced(SIMIGRAD, dropout=0.1, length=128),
+        **sourced(OURS, predictions=20, draws=16, judged=0),
     },
     small={
         "epochs": 1,

@@ -23,7 +23,7 @@ from bigbatch_recipes.datasets.files import DatasetLocation, text_of
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.text import stdlib_text
 from bigbatch_recipes.distributed_eval import all_reduce_sum, device_of, local_batches
-from bigbatch_recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
+from bigbatch_recipes.recipe import OURS, Data, LossOf, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import CLIPS
 
@@ -177,28 +177,16 @@ CHAR_LM = Recipe(
     summary="small causal transformer over characters: Shakespeare, or Python's own texts",
     paper="a demonstration, of no paper",
     paper_scale={
-        "length": (256, NANOGPT),
-        "depth": (6, NANOGPT),
-        "heads": (6, NANOGPT),
-        "width": (384, NANOGPT),
-        "dropout": (0.2, NANOGPT),
+        **sourced(NANOGPT, length=256, depth=6, heads=6, width=384, dropout=0.2),
         "epochs": (82, NANOGPT),  # 5,000 steps of 64 windows
-        "batch_size": (64, NANOGPT),
-        "base_batch": (64, NANOGPT),
-        "optimizer": ("adam", NANOGPT),
-        "lr": (1e-3, NANOGPT),
+        **sourced(NANOGPT, batch_size=64, base_batch=64, optimizer="adam", lr=1e-3),
         "lr_schedule": ("warm-up 6400 samples; cosine", NANOGPT),  # there to a tenth, here to 0
-        "weight_decay": (0.1, NANOGPT),
-        "decay_all": (False, NANOGPT),
-        "clip": (1.0, NANOGPT),
+        **sourced(NANOGPT, weight_decay=0.1, decay_all=False, clip=1.0),
         **CLIPS,
         "device": ("cuda", OURS),
         "precision": ("bfloat16", NANOGPT),
-        "target": (0.3, OURS),
-        "min_batch": (32, OURS),
-        "max_batch": (1024, OURS),
-        "micro_batch": (64, OURS),
-        "virtual_ranks": (2, OURS),
+        **sourced(OURS, target=0.3, min_batch=32, max_batch=1024, micro_batch=64),
+        **sourced(OURS, virtual_ranks=2),
     },
     small={
         "length": 64,

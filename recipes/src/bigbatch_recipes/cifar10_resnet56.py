@@ -22,7 +22,18 @@ from bigbatch_recipes.image_classification import (
     random_shift_and_flip,
 )
 from bigbatch_recipes.models.resnet import resnet_of_three_stages
-from bigbatch_recipes.recipe import OURS, Arm, Arms, Data, Grid, Recipe, Result, Rows, Sweep
+from bigbatch_recipes.recipe import (
+    OURS,
+    Arm,
+    Arms,
+    Data,
+    Grid,
+    Recipe,
+    Result,
+    Rows,
+    Sweep,
+    sourced,
+)
 from bigbatch_recipes.settings import Settings, Value
 from bigbatch_recipes.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
 
@@ -92,22 +103,18 @@ CIFAR10_RESNET56 = Recipe(
     paper_scale={
         "epochs": (182, _TENSORFLOW),
         "policy": ("fixed", VRGD),
-        "min_batch": (256, _TABLE),
-        "max_batch": (8192, _TABLE),
-        "batch_size": (8192, _TABLE),
+        **sourced(_TABLE, min_batch=256, max_batch=8192, batch_size=8192),
         "base_batch": (128, _TENSORFLOW),
         "micro_batch": (1024, "VRGD: at least 8 devices"),
         "virtual_ranks": (8, "VRGD: at least 8 devices"),
         "optimizer": ("momentum", _TABLE),
         "lr": (0.1, OURS),
         "momentum": (0.9, VRGD),
-        "weight_decay": (2e-4, _TENSORFLOW),
-        "decay_all": (True, _TENSORFLOW),
+        **sourced(_TENSORFLOW, weight_decay=2e-4, decay_all=True),
         **CLIPS,
         "lr_scaling": ("sqrt", VRGD),
         "lr_schedule": ("warm-up 5 epochs; cosine", f"{_TABLE}; the warm-up's length is ours"),
-        "precision": ("float32", OURS),
-        "device": ("cuda", OURS),
+        **sourced(OURS, precision="float32", device="cuda"),
         "label_smoothing": (0.1, f"{_TABLE}; the amount is ours"),
         "depth": (56, VRGD),
         "width": (16, "He et al. 2015"),

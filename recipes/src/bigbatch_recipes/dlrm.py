@@ -27,7 +27,7 @@ from bigbatch_recipes.datasets.click_log import (
     split,
 )
 from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
-from bigbatch_recipes.recipe import OURS, Arms, Data, Grid, Recipe, Sweep
+from bigbatch_recipes.recipe import OURS, Arms, Data, Grid, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
 
@@ -185,12 +185,8 @@ DLRM_CRITEO = Recipe(
     summary="DLRM on Criteo's click logs: SGD and VR-SGD, with VR in the tables and without",
     paper="VRGD",
     paper_scale={
-        "epochs": (1, VRGD),
-        "policy": ("fixed", VRGD),
-        "batch_size": (32_768, VRGD),
-        "min_batch": (32_768, VRGD),
-        "max_batch": (524_288, VRGD),
-        "base_batch": (32_768, VRGD),
+        **sourced(VRGD, epochs=1, policy="fixed", batch_size=32_768, min_batch=32_768),
+        **sourced(VRGD, max_batch=524_288, base_batch=32_768),
         "micro_batch": (4_096, OURS),  # 8 groups of the smallest batch, 128 of the largest
         "virtual_ranks": (8, OURS),
         "optimizer": ("sgd", VRGD),
@@ -198,14 +194,10 @@ DLRM_CRITEO = Recipe(
         "lr": (0.4, f"{CODE}: 0.1 at 2,048, by the square root"),
         "lr_scaling": ("sqrt", VRGD),
         "lr_schedule": ("warm-up 0.043 epochs; polynomial 2", "VRGD's shape; its numbers ours"),
-        "bottom": ("512-256-64", CODE),
-        "top": ("512-512-256-1", CODE),
+        **sourced(CODE, bottom="512-256-64", top="512-512-256-1"),
         "table_rows": (100_000, OURS),  # the code has at most 10M, by sparse gradients
-        "vr_tables": (False, OURS),
-        "log_rows": (2_000_000, OURS),
-        "device": ("cuda", OURS),
-        "workers": (8, OURS),
-        "checkpoint_every": ("1000 steps", OURS),
+        **sourced(OURS, vr_tables=False, log_rows=2_000_000, device="cuda", workers=8),
+        **sourced(OURS, checkpoint_every="1000 steps"),
     },
     small={
         "samples": 90_000,

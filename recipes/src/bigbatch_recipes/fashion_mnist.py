@@ -27,7 +27,7 @@ from bigbatch_recipes.image_classification import (
     held_out_accuracy,
 )
 from bigbatch_recipes.models.resnet import resnet_of_three_stages
-from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep
+from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings, require_choice
 from bigbatch_recipes.vrgd_paper import CLIPS
 
@@ -151,24 +151,12 @@ FASHION_MNIST = Recipe(
     summary="small ResNet or MLP on Fashion-MNIST: fixed and measured batches",
     paper="a demonstration, of no paper",
     paper_scale={
-        "epochs": (30, OURS),
-        "target": (0.3, OURS),
-        "min_batch": (32, OURS),
-        "max_batch": (4096, OURS),
-        "batch_size": (64, OURS),
-        "base_batch": (64, OURS),
-        "micro_batch": (256, OURS),
-        "virtual_ranks": (4, OURS),
-        "lr": (0.1, OURS),
-        "weight_decay": (5e-4, OURS),
+        **sourced(OURS, epochs=30, target=0.3, min_batch=32, max_batch=4096, batch_size=64),
+        **sourced(OURS, base_batch=64, micro_batch=256, virtual_ranks=4, lr=0.1),
+        **sourced(OURS, weight_decay=5e-4),
         **CLIPS,
-        "lr_schedule": ("warm-up 1 epoch; cosine", OURS),
-        "device": ("cuda", OURS),
-        "network": ("resnet", OURS),
-        "depth": (20, OURS),
-        "width": (16, OURS),
-        "hidden": (128, OURS),
-        "gap": (False, OURS),
+        **sourced(OURS, lr_schedule="warm-up 1 epoch; cosine", device="cuda", network="resnet"),
+        **sourced(OURS, depth=20, width=16, hidden=128, gap=False),
     },
     small={
         "samples": 20_000,

@@ -34,7 +34,7 @@ from bigbatch_recipes.models.bert import (
     load_tokenizer,
     vocabulary_file,
 )
-from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep
+from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings, require_choice
 from bigbatch_recipes.vrgd_paper import CLIPS
 
@@ -174,28 +174,15 @@ GLUE = Recipe(
     summary="one of four GLUE tasks, fine-tuned from a BERT of bert-pretrain: Adam against VR-Adam",
     paper="a check of ours, of neither paper",
     paper_scale={
-        "epochs": (3, OURS),
-        "policy": ("fixed", OURS),
-        "min_batch": (32, OURS),
-        "max_batch": (32, OURS),
-        "batch_size": (32, OURS),
-        "base_batch": (32, OURS),
+        **sourced(OURS, epochs=3, policy="fixed", min_batch=32, max_batch=32, batch_size=32),
+        **sourced(OURS, base_batch=32),
         "micro_batch": (4, OURS),  # eight groups, which variance reduction needs
-        "optimizer": ("adam", OURS),
-        "lr": (2e-5, OURS),
-        "lr_schedule": ("warm-up 0.3 epochs; polynomial 1", OURS),
-        "weight_decay": (0.01, OURS),
-        "decay_all": (False, OURS),
-        "clip": (1.0, OURS),
+        **sourced(OURS, optimizer="adam", lr=2e-5),
+        **sourced(OURS, lr_schedule="warm-up 0.3 epochs; polynomial 1", weight_decay=0.01),
+        **sourced(OURS, decay_all=False, clip=1.0),
         **CLIPS,
-        "device": ("cuda", OURS),
-        "precision": ("float16", OURS),
-        "size": ("large", OURS),
-        "vocabulary": (30_522, OURS),
-        "vocab": ("", OURS),
-        "dropout": (0.1, OURS),
-        "length": (128, OURS),
-        "glue_task": ("SST-2", OURS),
+        **sourced(OURS, device="cuda", precision="float16", size="large", vocabulary=30_522),
+        **sourced(OURS, vocab="", dropout=0.1, length=128, glue_task="SST-2"),
     },
     small={"epochs": 1, "samples": 8_000, "lr": 1e-3, **TINY, "length": 48},
     paper_samples=67_349,

@@ -27,7 +27,7 @@ from bigbatch_recipes.image_classification import (
     examples,
 )
 from bigbatch_recipes.models.resnet import resnet_of_bottlenecks
-from bigbatch_recipes.recipe import OURS, Arm, Data, Grid, Recipe, Result, Sweep
+from bigbatch_recipes.recipe import OURS, Arm, Data, Grid, Recipe, Result, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
 
@@ -83,25 +83,16 @@ IMAGENET_RESNET50 = Recipe(
         "target": (0.1, _JABAS),
         "min_batch": (2048, _SIMIGRAD),
         "max_batch": (32768, _JABAS),
-        "batch_size": (2048, _SIMIGRAD),
-        "base_batch": (2048, _SIMIGRAD),
-        "micro_batch": (64, _SIMIGRAD),
+        **sourced(_SIMIGRAD, batch_size=2048, base_batch=2048, micro_batch=64),
         "virtual_ranks": (16, "SimiGrad's code: 2048 samples are 16 ranks with 128"),
-        "optimizer": ("momentum", _SIMIGRAD),
-        "lr": (2.048, _SIMIGRAD),
-        "momentum": (0.875, _SIMIGRAD),
-        "weight_decay": (2**-15, _SIMIGRAD),
-        "decay_all": (False, _SIMIGRAD),
+        **sourced(_SIMIGRAD, optimizer="momentum", lr=2.048, momentum=0.875),
+        **sourced(_SIMIGRAD, weight_decay=2**-15, decay_all=False),
         **CLIPS,
         "lr_scaling": ("sqrt", "both papers"),
-        "lr_schedule": ("warm-up 8 epochs; cosine", _SIMIGRAD),
-        "label_smoothing": (0.1, _SIMIGRAD),
-        "classes": (1000, _SIMIGRAD),
-        "size": (224, _SIMIGRAD),
-        "resize": (256, _SIMIGRAD),
+        **sourced(_SIMIGRAD, lr_schedule="warm-up 8 epochs; cosine", label_smoothing=0.1),
+        **sourced(_SIMIGRAD, classes=1000, size=224, resize=256),
         "smallest_part": (0.08, "Szegedy et al. 2014, as SimiGrad's code"),
-        "depth": (50, _SIMIGRAD),
-        "width": (64, _SIMIGRAD),
+        **sourced(_SIMIGRAD, depth=50, width=64),
         "device": ("cuda", OURS),
         "precision": ("bfloat16", OURS),  # SimiGrad's scripts: float32
         "workers": (12, OURS),

@@ -23,6 +23,11 @@ SEEDS = 3  # of a study at the small scale
 _CPU: Changes = {"device": "cpu", "precision": "float32", "workers": 0}  # at the small scale
 
 
+def sourced(source: str, **values: Value) -> Rows:
+    """Rows of settings that have one source."""
+    return {name: (value, source) for name, value in values.items()}
+
+
 @dataclass(frozen=True)
 class Data:
     """Training data and evaluation."""

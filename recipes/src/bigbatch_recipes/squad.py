@@ -35,7 +35,7 @@ from bigbatch_recipes.models.bert import (
     load_tokenizer,
     vocabulary_file,
 )
-from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep
+from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import BY_MEDIAN, CLIPS, MEDIAN
 
@@ -125,27 +125,18 @@ SQUAD = Recipe(
     summary="SQuAD 1.1 answered by a BERT of bert-pretrain: Adam against VR-Adam",
     paper="SimiGrad and VRGD",
     paper_scale={
-        "epochs": (2, SIMIGRAD),
-        "policy": ("fixed", SIMIGRAD),
-        "min_batch": (24, SIMIGRAD),
-        "max_batch": (24, SIMIGRAD),
-        "batch_size": (24, SIMIGRAD),
-        "base_batch": (24, SIMIGRAD),
+        **sourced(SIMIGRAD, epochs=2, policy="fixed", min_batch=24, max_batch=24),
+        **sourced(SIMIGRAD, batch_size=24, base_batch=24),
         "micro_batch": (3, OURS),  # eight groups, which variance reduction needs
-        "optimizer": ("adam", SIMIGRAD),
-        "lr": (3e-5, SIMIGRAD),
+        **sourced(SIMIGRAD, optimizer="adam", lr=3e-5),
         "lr_schedule": ("warm-up 0.2 epochs; polynomial 1", OURS),
         "clip": (1.0, SIMIGRAD),
         **CLIPS,
         **BY_MEDIAN,
         "device": ("cuda", OURS),
-        "precision": ("float16", SIMIGRAD),
-        "size": ("large", SIMIGRAD),
-        "vocabulary": (30_522, OURS),
-        "vocab": ("", OURS),
-        "dropout": (0.1, OURS),
-        "length": (384, SIMIGRAD),
-        "stride": (128, SIMIGRAD),
+        **sourced(SIMIGRAD, precision="float16", size="large"),
+        **sourced(OURS, vocabulary=30_522, vocab="", dropout=0.1),
+        **sourced(SIMIGRAD, length=384, stride=128),
         "judged": (0, OURS),
     },
     small={
