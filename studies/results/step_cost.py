@@ -9,7 +9,7 @@ import torch
 
 from bigbatch.advisor.cluster_time import Network
 from bigbatch.policies.step_time import StepTime, TimedSize
-from bigbatch_recipes.build_optimizer import build_optimizer
+from bigbatch_recipes.build_loop import build_optimizer
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.train_run import hold_out

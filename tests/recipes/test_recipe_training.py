@@ -15,8 +15,7 @@ from bigbatch.log.history import history_of
 from bigbatch.log.row_schema import require_step, row_of
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets.files import DatasetLocation
-from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.datasets.subset import chosen_indices
+from bigbatch_recipes.datasets.in_memory import InMemoryDataset, chosen_indices
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.distributed_eval import accuracy_and_loss, finite_scores
 from bigbatch_recipes.train_run import Training

@@ -11,7 +11,7 @@ from bigbatch import AdaptiveBatch, Batches, Controller
 from bigbatch.errors import SettingError
 from bigbatch.optim.functional import FACTORS
 from bigbatch.policies.parse import POLICIES
-from bigbatch_recipes.build_optimizer import OPTIMIZERS, build_optimizer
+from bigbatch_recipes.build_loop import OPTIMIZERS, build_optimizer
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import OURS
 from bigbatch_recipes.settings import HELP, SETTING_TYPES, Settings, policy_settings

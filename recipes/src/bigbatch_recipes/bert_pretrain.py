@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from bigbatch_recipes import vrgd_paper
 from bigbatch_recipes.datasets.sentence_pairs import (
     IGNORED,
     Book,
@@ -33,16 +34,6 @@ from bigbatch_recipes.models.bert import (
 )
 from bigbatch_recipes.recipe import OURS, Arm, Data, Recipe, Result, Sweep, sourced
 from bigbatch_recipes.settings import Settings
-from bigbatch_recipes.vrgd_paper import (
-    BY_MEDIAN,
-    CLIPS,
-    LONG,
-    MEDIAN,
-    ROWS,
-    SIMIGRAD,
-    VRGD,
-    columns,
-)
 
 
 def loss_of(model: nn.Module, batch: Pairs) -> Tensor:
@@ -96,17 +87,17 @@ def _predictions(model: nn.Module, batch: Pairs) -> tuple[Tensor, Tensor, Tensor
 
 
 _SIMIGRAD_LONG: Arm = {
-    **ROWS,
-    "batch_size": (32_768, LONG),
-    "base_batch": (32_768, LONG),
-    "policy": ("fixed", LONG),
+    **vrgd_paper.ROWS,
+    "batch_size": (32_768, vrgd_paper.LONG),
+    "base_batch": (32_768, vrgd_paper.LONG),
+    "policy": ("fixed", vrgd_paper.LONG),
     "samples": (51_200_000, OURS),
-    "lr": (0.002, LONG),
-    "lr_schedule": ("warm-up 4915200 samples power 2; x0.9 every 4915200 samples", LONG),
+    "lr": (0.002, vrgd_paper.LONG),
+    "lr_schedule": ("warm-up 4915200 samples power 2; x0.9 every 4915200 samples", vrgd_paper.LONG),
 }
-_LAMB = {**columns("lamb"), **columns("vr-lamb")}
+_LAMB = {**vrgd_paper.columns("lamb"), **vrgd_paper.columns("vr-lamb")}
 _SMALL_LONG: Arm = {"policy": "fixed", "length": 128, "predictions": 20, "samples": 6_000}
-_VR: Arm = {"optimizer": ("vr-lamb", VRGD)}
+_VR: Arm = {"optimizer": ("vr-lamb", vrgd_paper.VRGD)}
 _SHORTS = tuple(arm for arm in _LAMB if arm.endswith("short"))
 
 
@@ -133,23 +124,25 @@ BERT_PRETRAIN = Recipe(
     paper="SimiGrad and VRGD",
     paper_scale={
         "epochs": (1, OURS),
-        "samples": (400_000_000, SIMIGRAD),  # at which its rate is 0
-        **sourced(SIMIGRAD, policy="simigrad", target=0.8),
+        "samples": (400_000_000, vrgd_paper.SIMIGRAD),  # at which its rate is 0
+        **sourced(vrgd_paper.SIMIGRAD, policy="simigrad", target=0.8),
         "min_batch": (128, OURS),
-        **sourced(SIMIGRAD, max_batch=262_144, batch_size=128, base_batch=128),
+        **sourced(vrgd_paper.SIMIGRAD, max_batch=262_144, batch_size=128, base_batch=128),
         **sourced(OURS, micro_batch=64, virtual_ranks=16),
-        **sourced(SIMIGRAD, optimizer="lamb", lr=0.0006),
-        **sourced(SIMIGRAD, lr_schedule="polynomial 1 over 400M samples", lr_scaling="sqrt"),
-        **sourced(SIMIGRAD, weight_decay=0.01, decay_all=False, clip=1.0),
-        **CLIPS,
-        **BY_MEDIAN,
-        "seed": (42, SIMIGRAD),
+        **sourced(vrgd_paper.SIMIGRAD, optimizer="lamb", lr=0.0006),
+        **sourced(
+            vrgd_paper.SIMIGRAD, lr_schedule="polynomial 1 over 400M samples", lr_scaling="sqrt"
+        ),
+        **sourced(vrgd_paper.SIMIGRAD, weight_decay=0.01, decay_all=False, clip=1.0),
+        **vrgd_paper.CLIPS,
+        **vrgd_paper.BY_MEDIAN,
+        "seed": (42, vrgd_paper.SIMIGRAD),
         "device": ("cuda", OURS),
-        "precision": ("float16", SIMIGRAD),
+        "precision": ("float16", vrgd_paper.SIMIGRAD),
         "workers": (4, OURS),
-        "size": ("large", SIMIGRAD),
+        "size": ("large", vrgd_paper.SIMIGRAD),
         **sourced(OURS, vocabulary=30_522, vocab=""),
-        **sourced(SIMIGRAD, dropout=0.1, length=128),
+        **sourced(vrgd_paper.SIMIGRAD, dropout=0.1, length=128),
         **sourced(OURS, predictions=20, draws=16, judged=0),
     },
     small={
@@ -198,7 +191,7 @@ BERT_PRETRAIN = Recipe(
         ),
         ("lr",),
     ),
-    paper_seeds=MEDIAN,
+    paper_seeds=vrgd_paper.MEDIAN,
     results={"table-1": Result(arms=tuple(_LAMB))},
     model=lambda settings: bert(settings, "Pretraining"),
     loss=lambda settings: loss_of,

@@ -33,11 +33,6 @@ class CharTransformer(nn.Module):
 
     Source:
         Radford et al. 2019, GPT-2, with its initial weights, normal with standard deviation 0.02.
-    Example:
-        >>> import torch
-        >>> model = CharTransformer(128, 16, width=8, depth=1, heads=2)
-        >>> model(torch.zeros(3, 10, dtype=torch.long)).shape
-        torch.Size([3, 10, 128])
     """
 
     def __init__(
@@ -79,12 +74,7 @@ CHARACTERS = 128  # codes of ASCII; any other character is read as "?"
 
 
 def codes_of(text: str) -> Tensor:
-    r"""The ASCII code of each character, (characters,) uint8; 63, a question mark, for others.
-
-    Example:
-        >>> codes_of("Aa\u00e4")
-        tensor([65, 97, 63], dtype=torch.uint8)
-    """
+    r"""The ASCII code of each character, (characters,) uint8; 63, a question mark, for others."""
     return torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
 
 
@@ -128,7 +118,6 @@ def _model(settings: Settings) -> nn.Module:
 
 
 def _cross_entropy(model: nn.Module, windows: Tensor, reduction: str) -> Tensor:
-    """Cross-entropy of the next characters, in nats."""
     logits = model(windows[:, :-1].long())
     return functional.cross_entropy(
         logits.flatten(0, 1), windows[:, 1:].long().flatten(), reduction=reduction

@@ -7,15 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
+from bigbatch_recipes import image_classification
 from bigbatch_recipes.datasets import cifar10
-from bigbatch_recipes.image_classification import (
-    OfBytes,
-    accuracies,
-    class_loss,
-    examples,
-    held_out_accuracy,
-    random_shift_and_flip,
-)
 from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
 from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
@@ -34,12 +27,18 @@ _SIMIGRAD_GRID: Grid = {"policy": ("simigrad",)}
 
 def _model(settings: Settings) -> nn.Module:
     depth, width = int(settings.task["depth"]), int(settings.task["width"])
-    return OfBytes(resnet_of_basic_blocks(depth, width, cifar10.CLASSES), cifar10.MEAN, _STD)
+    return image_classification.OfBytes(
+        resnet_of_basic_blocks(depth, width, cifar10.CLASSES), cifar10.MEAN, _STD
+    )
 
 
 def _data(settings: Settings) -> Data:
     train, test = cifar10.read(Path(settings.data))
-    return Data(train, accuracies(test, settings), held_out_accuracy(settings))
+    return Data(
+        train,
+        image_classification.accuracies(test, settings),
+        image_classification.held_out_accuracy(settings),
+    )
 
 
 CIFAR10_RESNET18 = Recipe(
@@ -114,7 +113,9 @@ CIFAR10_RESNET18 = Recipe(
         tuned=("lr",),
     ),
     model=_model,
-    loss=lambda _: class_loss(augment=random_shift_and_flip),
+    loss=lambda _: image_classification.class_loss(
+        augment=image_classification.random_shift_and_flip
+    ),
     data=_data,
-    example=examples(3, 32),
+    example=image_classification.examples(3, 32),
 )

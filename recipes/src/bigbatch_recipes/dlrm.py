@@ -47,10 +47,6 @@ class DLRM(nn.Module):
         table_rows: rows of each table.
         bottom: widths of the layers, each with a ReLU; the last is the embedding's.
         top: widths of the layers, with a ReLU between them; the last is 1.
-    Example:
-        >>> model = DLRM(2, 3, 10, (8, 4), (5, 1))
-        >>> model(torch.ones(6, 2), torch.zeros(6, 3, dtype=torch.long)).shape
-        torch.Size([6])
     """
 
     def __init__(

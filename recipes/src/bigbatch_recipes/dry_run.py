@@ -16,8 +16,7 @@ from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Fixed, TrainingState
 from bigbatch.setting_types import Count, check_setting
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch_recipes.build_loop import lr_scaling_of
-from bigbatch_recipes.build_optimizer import build_controller
+from bigbatch_recipes.build_loop import build_controller, lr_scaling_of
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.lr_schedule import LRSchedule
 from bigbatch_recipes.recipe import OURS, SEEDS, Recipe
@@ -88,7 +87,6 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
 
 
 def _constraints(settings: Settings, ranks: int) -> PlanConstraints:
-    """The constraints of a loop over so many ranks."""
     fewest = 8 if settings.optimizer.startswith("vr-") else _FEWEST_BACKWARDS
     return PlanConstraints(
         math.lcm(settings.virtual_ranks, ranks),
@@ -147,7 +145,6 @@ def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[st
 
 
 def _values(settings: Settings) -> dict[str, Value]:
-    """The values of all settings by name, those of `task` included."""
     values = settings.as_dict()
     task: dict[str, Value] = values.pop("task")
     return {name: value for name, value in values.items() if name != "recipe"} | task
@@ -176,7 +173,6 @@ def show_dry_run(
 
 
 def _facts(run: DryRun) -> Rows:
-    """Size, batches and rates of a dry run, by name."""
     return {
         "ranks": f"{run.ranks:,}",
         "samples an epoch": f"{run.samples:,}",
@@ -205,7 +201,6 @@ def _plan_facts(planned: PlanEstimate, run: DryRun) -> Rows:
 
 
 def _table(header: str, by_scale: Mapping[bool, Rows], sources: Rows | None = None) -> Table:
-    """One row per name, one column per scale, and a column of sources where they are given."""
     columns = [header, *(_SCALES[scale] for scale in by_scale)]
     rows = [
         [name, *(each.get(name, "-") for each in by_scale.values())]
@@ -225,7 +220,6 @@ def _value_text(one: SourcedValue) -> str:
 def _notes(
     recipe: Recipe, settings: Mapping[bool, Settings], runs: Mapping[bool, DryRun]
 ) -> list[str]:
-    """Notes on the numbers."""
     conditions: dict[str, Callable[[Settings], bool]] = {
         "* of the small scale, ours.": lambda one: False in settings and one is settings[False],
         "The mean r of lr_control_from is known when that run has ended; rates are without it.": (

@@ -16,16 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import RunError
+from bigbatch_recipes import image_classification
 from bigbatch_recipes.datasets.files import DatasetLocation, readable
-from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.datasets.subset import scored_indices
-from bigbatch_recipes.image_classification import (
-    OfBytes,
-    accuracies,
-    class_loss,
-    examples,
-    held_out_accuracy,
-)
+from bigbatch_recipes.datasets.in_memory import InMemoryDataset, scored_indices
 from bigbatch_recipes.models.resnet import resnet_of_three_stages
 from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings, require_choice
@@ -106,7 +99,7 @@ _MEAN, _STD = (0.2860,), (0.3530,)  # of the training images
 def _model(settings: Settings) -> nn.Module:
     name = str(settings.task["network"])
     require_choice("network", name, _NETWORKS)
-    return OfBytes(_NETWORKS[name](settings), _MEAN, _STD)
+    return image_classification.OfBytes(_NETWORKS[name](settings), _MEAN, _STD)
 
 
 def _resnet(settings: Settings) -> nn.Module:
@@ -115,7 +108,6 @@ def _resnet(settings: Settings) -> nn.Module:
 
 
 def _mlp(settings: Settings) -> nn.Module:
-    """Two hidden layers."""
     hidden = settings.count("hidden")
     return nn.Sequential(
         nn.Flatten(),
@@ -132,11 +124,14 @@ def _data(settings: Settings) -> Data:
     scored = scored_indices(len(train), settings.samples, len(test))
     gap = settings.task.get("gap")  # earlier runs lack it
     gap_images = InMemoryDataset(*train.__getitems__(scored)) if gap else None
-    return Data(train, accuracies(test, settings, gap_images), held_out_accuracy(settings))
+    return Data(
+        train,
+        image_classification.accuracies(test, settings, gap_images),
+        image_classification.held_out_accuracy(settings),
+    )
 
 
 def _sweep(targets: tuple[float, ...], sizes: tuple[int, ...]) -> Sweep:
-    """Batches held at targets, and fixed ones, over the same rates."""
     rates = (0.05, 0.1, 0.2)
     adaptive: Grid = {"policy": ("simigrad",), "target": targets, "lr": rates}
     return Sweep(
@@ -178,7 +173,7 @@ FASHION_MNIST = Recipe(
     sweep=_sweep((0.1, 0.3), (64, 1024)),
     paper_sweep=_sweep((0.1, 0.2, 0.3, 0.5), (64, 256, 1024, 4096)),
     model=_model,
-    loss=lambda _: class_loss(),
+    loss=lambda _: image_classification.class_loss(),
     data=_data,
-    example=examples(1, _SIZE),
+    example=image_classification.examples(1, _SIZE),
 )

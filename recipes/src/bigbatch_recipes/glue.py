@@ -93,7 +93,6 @@ def read_task(folder: Path, name: str, split: str) -> Rows:
 
 
 def _text(folder: Path, file: str) -> str:
-    """The text of a file in the folder, or in its archive."""
     path, archive = folder / file, folder / _ARCHIVE
     if path.exists():
         return text_of(path)
@@ -150,7 +149,6 @@ def _data(settings: Settings) -> Data:
 def _scores(
     model: nn.Module, dev: InMemoryDataset, name: str, settings: Settings
 ) -> dict[str, float]:
-    """The task's official scores. Collective."""
     metrics: Any = import_module("sklearn.metrics")  # its import takes two seconds
     pairs = [
         torch.stack([classes, model(*rows).argmax(-1)], 1)

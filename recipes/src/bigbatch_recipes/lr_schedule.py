@@ -122,6 +122,5 @@ class LRSchedule:
 
 
 def _amount(match: re.Match[str]) -> Amount | None:
-    """The amount of a form, if it has one."""
     groups = match.groupdict()
     return Amount.from_match(groups) if groups.get("unit") else None

@@ -192,7 +192,6 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def _result_text(path: Path) -> str:
-    """The last scores of a finished run, and how long it trained."""
     history = history_of(path)
     scores = history.scored_rows[-1]["metrics"].items()
     texts = [f"{name} {'nan' if score is None else f'{score:.4g}'}" for name, score in scores]

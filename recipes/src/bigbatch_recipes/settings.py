@@ -288,7 +288,6 @@ class Settings:
 
 
 def _sections() -> Iterator[tuple[str, str]]:
-    """Each setting with the section of the command's help that it stands in."""
     section = ""
     for one in fields(Settings):
         section = one.metadata.get("section", section)
@@ -330,7 +329,6 @@ def policy_name(policy: str) -> str:
 
 
 def _type_of(value: Value) -> Any:
-    """The type of a setting of `task`, from its present value."""
     return Number if isinstance(value, float) else type(value)
 
 

@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.datasets.squad_features import SquadFeatures, best_spans, windows_of
 from bigbatch_recipes.datasets.squad_questions import (
     ORIGIN,
     Question,
+    SquadFeatures,
+    best_spans,
     dev_file,
     exact_match,
     f1,
     read_questions,
     train_file,
+    windows_of,
 )
 from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
 from bigbatch_recipes.models.bert import (

@@ -100,7 +100,6 @@ def report_study(path: Path, view: LiveView) -> None:
 
 
 def _show_runs(path: Path, view: LiveView) -> None:
-    """Shows the table of the run or the runs at `path`, and the path of the report."""
     histories = [history_of(run) for run in find_runs(path)]
     view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
     view.differences(differences_of(histories))

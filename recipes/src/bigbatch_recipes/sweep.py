@@ -210,7 +210,6 @@ def _file_name(key: str, value: Value) -> str:
 def _required_runs(
     recipe: Recipe, point: Point, points: Sequence[Point], seed: int
 ) -> dict[str, str]:
-    """The directories of the runs that a point needs, by the settings that name them."""
     return {
         name: f"{_point_of_arm(run, point, points).name}-seed{seed}"
         if run in recipe.arm_names

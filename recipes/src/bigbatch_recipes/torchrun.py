@@ -174,7 +174,6 @@ def backend() -> str:
 
 
 def _describe(error: Exception) -> str:
-    """Type, message, and bigbatch's notes of an error."""
     prefix = "bigbatch: "
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(prefix)]
     return "; ".join(

@@ -23,20 +23,13 @@ from bigbatch.policies.amounts import Amount
 from bigbatch.policies.parse import target_of
 from bigbatch.training.distributed_state import DistributedState
 from bigbatch.training.oom_hints import is_out_of_memory
-from bigbatch_recipes.build_loop import build_loop
-from bigbatch_recipes.build_optimizer import base_of, build_controller, build_optimizer
+from bigbatch_recipes import process_group
+from bigbatch_recipes.build_loop import base_of, build_controller, build_loop, build_optimizer
 from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.datasets.subset import Subset, chosen_indices
+from bigbatch_recipes.datasets.in_memory import Subset, chosen_indices
 from bigbatch_recipes.distributed_eval import device_of, finite_scores, to_device
 from bigbatch_recipes.earlier_runs import init_from, mean_factor
 from bigbatch_recipes.lr_schedule import LRSchedule
-from bigbatch_recipes.process_group import (
-    broadcast_tensors,
-    is_rank_zero,
-    rank,
-    run_on_rank_zero,
-    wrap_ddp,
-)
 from bigbatch_recipes.recipe import Batch, Data, Recipe
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings
@@ -88,16 +81,16 @@ def train_run(
         Whether it is finished.
     """
     with closing(run.log):
-        checkpoint = run_on_rank_zero(run.load_checkpoint)
+        checkpoint = process_group.run_on_rank_zero(run.load_checkpoint)
         if checkpoint is not None:
             training.load_state_dict(checkpoint, run.path)
             del checkpoint  # its memory is free during the training
         unfinished = training.train.epoch < training.settings.epochs
         if unfinished:
-            run_on_rank_zero(lambda: run.save_texts(training.data.run_files))
+            process_group.run_on_rank_zero(lambda: run.save_texts(training.data.run_files))
             if not training.train_epochs(run, view, label, end):
                 return False
-        run_on_rank_zero(lambda: _finish(run, trained=unfinished))
+        process_group.run_on_rank_zero(lambda: _finish(run, trained=unfinished))
     return True
 
 
@@ -137,10 +130,10 @@ class Training:
         )
         self.data: Data = hold_out(recipe.data(settings), settings)
         self.loss_of = recipe.loss(settings)
-        if not is_rank_zero():
+        if not process_group.is_rank_zero():
             # for other dropout and augmentation on each rank
-            _seed((settings.seed + rank() * _SEED_STEP) % 2**32)
-        self.wrapped_model = wrap_ddp(self.model)
+            _seed((settings.seed + process_group.rank() * _SEED_STEP) % 2**32)
+        self.wrapped_model = process_group.wrap_ddp(self.model)
         self._scaler = GradScaler(settings.device) if settings.precision == "float16" else None
         self.train = build_loop(
             self.data,
@@ -159,7 +152,9 @@ class Training:
             return None
         schedule, samples = LRSchedule(self.settings.lr_schedule), self.train.batches.samples or 0
         factor = schedule.lr_lambda(self.settings.epochs, samples)
-        if is_rank_zero() and (note := schedule.truncation_warning(self.settings.epochs, samples)):
+        if process_group.is_rank_zero() and (
+            note := schedule.truncation_warning(self.settings.epochs, samples)
+        ):
             warnings.warn(note, stacklevel=2)
         base = self.settings.base_batch
         return LambdaLR(base_of(self.optimizer), lambda tick: factor((tick + 0.5) * base))
@@ -184,7 +179,7 @@ class Training:
                 position = record.step, train.samples, record.batch_size, epoch_samples
                 evaluates = train.samples == total or evaluation.ends_in_step(*position)
                 scores = self.scores() if evaluates else {}
-                if is_rank_zero():
+                if process_group.is_rank_zero():
                     run.log.record(record, **scores)
                     progress.step(record, scores)
                 if end is not None and time.time() >= end and train.samples < total:
@@ -210,7 +205,7 @@ class Training:
 
     def _save(self, run: RunDirectory) -> None:
         state = self.state_dict()
-        if is_rank_zero():
+        if process_group.is_rank_zero():
             run.save_checkpoint(state)
 
     def loss(self, batch: Batch) -> Tensor:
@@ -220,7 +215,7 @@ class Training:
 
     def scores(self) -> dict[str, float]:
         """The scores of the model now. Collective."""
-        broadcast_tensors(self.model.buffers())
+        process_group.broadcast_tensors(self.model.buffers())
         self.model.eval()
         with torch.no_grad(), self._autocast():
             scores = finite_scores(self.model, self.data.scores, self.device)

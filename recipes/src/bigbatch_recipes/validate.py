@@ -5,7 +5,7 @@ from torch import nn
 
 from bigbatch.errors import BigbatchError, SettingError
 from bigbatch.policies.parse import POLICIES
-from bigbatch_recipes.build_optimizer import build_controller, require_optimizer
+from bigbatch_recipes.build_loop import build_controller, require_optimizer
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_settings
 

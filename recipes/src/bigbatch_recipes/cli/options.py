@@ -90,7 +90,6 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _metavar(kind: Any) -> str:
-    """The placeholder of a value in the help."""
     kind = next((one for one in get_args(kind) if get_origin(one) is Annotated), kind)
     kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     if get_origin(kind) is Literal:

@@ -43,7 +43,6 @@ def list_recipes(arguments: list[str], _: Launch) -> None:
 
 
 def _lines(recipe: Recipe, data: Path | None) -> str:
-    """What the list has of a recipe."""
     small, paper = _weight_counts(recipe)
     facts = {
         "paper": recipe.paper,
@@ -112,7 +111,6 @@ def _place(origin: DatasetLocation, given: Path | None) -> str:
 
 
 def _weight_counts(recipe: Recipe) -> list[str]:
-    """Numbers of weights at the small scale and at the paper's; "?" where a package is missing."""
     try:
         counts = [
             count_parameters(recipe, recipe.settings(paper_scale=one)) for one in (False, True)
@@ -123,7 +121,6 @@ def _weight_counts(recipe: Recipe) -> list[str]:
 
 
 def _rounded(count: int) -> str:
-    """A number of weights with three digits."""
     for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
         if count >= 0.9995 * size:
             return f"{count / size:.3g}{unit}"

@@ -97,7 +97,6 @@ def _refuse_repeated(names: str, *, own_grid: bool) -> NoReturn:
 def _list_points(
     points: Sequence[Point], sweep: Sweep, seeds: int, tune_seeds: int, view: LiveView
 ) -> int:
-    """Prints the points, and how many trainings they are; returns that number."""
     for point in points:
         view.print(point.name)
     best = f", of which each shows the best {' and '.join(sweep.tuned)}" if sweep.tuned else ""

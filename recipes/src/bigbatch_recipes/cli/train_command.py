@@ -174,7 +174,6 @@ def _train_one(
 def _choose_path(
     launch: Launch, run_dir: Path | None, runs_dir: Path, name: str
 ) -> tuple[Path, bool]:
-    """The directory to train in, and whether workers before a restart have begun there."""
     return run_on_rank_zero(
         lambda: launch.choose_directory(lambda: run_dir or reserve(runs_dir, name, launch.id))
     )

@@ -41,7 +41,6 @@ def _read(files: Sequence[Path]) -> InMemoryDataset:
 
 
 def _batch(file: Path) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
-    """The rows of images of one file, and their labels."""
     try:
         with file.open("rb") as stream:
             content = _NumpyUnpickler(stream, encoding="bytes").load()

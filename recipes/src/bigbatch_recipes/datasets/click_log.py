@@ -50,13 +50,7 @@ Rows = tuple[NDArray[numpy.uint8], NDArray[numpy.float32], NDArray[numpy.uint32]
 
 
 class Clicks(BatchDataset):
-    """Rows of packed clicks; a batch is numbers, rows of the tables, and labels.
-
-    Example:
-        >>> data = Clicks([numpy.zeros(4, CLICK)], table_rows=10)
-        >>> [tuple(column.shape) for column in data.__getitems__([0, 3])]
-        [(2, 13), (2, 26), (2,)]
-    """
+    """Rows of packed clicks; a batch is numbers, rows of the tables, and labels."""
 
     def __init__(
         self, parts: Sequence[Packed], table_rows: int, indices: NDArray[numpy.int64] | None = None
@@ -266,13 +260,7 @@ class SyntheticClicks:
 
 
 def click_log(rows: int) -> SyntheticClicks:
-    """Draws so many rows: the same ones in every call, but not the first rows of a longer log.
-
-    Example:
-        >>> log = click_log(1000)
-        >>> bool(0.15 < log.rows["label"].mean() < 0.35)
-        True
-    """
+    """Draws so many rows: the same ones in every call, but not the first rows of a longer log."""
     rng = numpy.random.default_rng(_SEED)
     log = numpy.empty(rows, CLICK)
     log["numbers"] = numpy.log1p(rng.poisson(rng.lognormal(1.0, 1.0, (rows, NUMBERS))))

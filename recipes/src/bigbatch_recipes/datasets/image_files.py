@@ -134,7 +134,6 @@ def _members_of(path: Path) -> Iterator[tuple[str, int, int]]:
 def _labels_of(
     image_classes: list[str], class_names: list[str], classes: int, path: Path
 ) -> list[int]:
-    """The number of each image's class."""
     if not class_names:
         class_names += sorted(set(image_classes))
     if len(class_names) != classes:
@@ -175,7 +174,6 @@ class ImageFiles(BatchDataset):
 
 
 def _decode(split: Split, index: int) -> Image.Image:
-    """An image as RGB, whatever its file has."""
     data = split.read(index)
     try:
         with Image.open(io.BytesIO(data)) as image:

@@ -26,10 +26,6 @@ def stdlib_text() -> list[str]:
     A document is the docstrings of one module in the order of its source, or one topic of `help`;
     empty lines separate its paragraphs. Nothing is imported. The documents are in the order of
     their names; another release of Python has other documents.
-
-    Example:
-        >>> any(document.startswith("Heap queue algorithm") for document in stdlib_text())
-        True
     """
     return list(_documents(Path(sysconfig.get_path("stdlib"))))
 
@@ -125,11 +121,6 @@ def corpus_of(folder: Path | None) -> Corpus:
 
 
 def _wikitext(folder: Path) -> list[Path]:
-    """WikiText's files for training and evaluation, compressed or not; none for other text.
-
-    Raises:
-        RunError: one exists without the other.
-    """
     files = []
     for split in _WIKITEXT:
         names = (f"{split}.txt.gz", f"{split}.txt", f"wiki.{split}.tokens")
@@ -155,7 +146,6 @@ def _split(name: str, documents: Callable[[], Iterable[str]]) -> Corpus:
 
 
 def _blocks(file: Path) -> Iterator[str]:
-    """Documents with a blank line between them."""
     with open_text(file) as lines:
         for has_text, block in groupby(lines, key=lambda line: bool(line.strip())):
             if has_text:

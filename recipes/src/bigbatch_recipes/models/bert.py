@@ -71,7 +71,6 @@ def load_tokenizer(
 
 
 def _vocabulary_path(settings: Settings) -> Path | None:
-    """The file of the vocabulary, if one exists."""
     if settings.task["vocab"]:
         path = Path(str(settings.task["vocab"]))
         if not path.is_file():
@@ -94,7 +93,6 @@ def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _length(settings: Settings) -> int:
-    """Tokens of a row."""
     length = int(settings.task["length"])
     if not _MIN_LENGTH <= length <= _MAX_LENGTH:
         raise SettingError(f"length={length} must be from {_MIN_LENGTH} to {_MAX_LENGTH} tokens")
