@@ -38,13 +38,9 @@ class LiveView:
         if differences is not None:
             self.table(differences.table(), differences.title)
 
-    def training(self, name: str, total: int, done: int, target: float | None) -> "TrainingView":
-        """The view of one training of `total` samples, of which `done` were consumed before."""
-        return TrainingView(self, name, total, done, target)
-
 
 class TrainingView:
-    """Prints a few lines of one training."""
+    """Prints a few lines of one training of `total` samples; `done` were consumed before."""
 
     def __init__(
         self, view: LiveView, name: str, total: int, done: int, target: float | None

@@ -35,14 +35,6 @@ Rows = dict[str, str]
 
 
 @dataclass(frozen=True)
-class SourcedValue:
-    """A setting and the source of its value."""
-
-    value: Value  # the value of the setting
-    source: str  # the paper or code it is from, or what changed the paper's value
-
-
-@dataclass(frozen=True)
 class PlanEstimate:
     """A training at one batch size."""
 
@@ -126,7 +118,9 @@ def _rates(settings: Settings, batch: int, samples: int) -> tuple[float, ...]:
     return tuple(lr * factor((tick + 0.5) * base) for tick in ticks)
 
 
-def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[str, SourcedValue]:
+def sources(
+    recipe: Recipe, settings: Settings, *, paper_scale: bool
+) -> dict[str, tuple[Value, str]]:
     """Every setting with its source, those of the recipe first, in the recipe's order."""
     values = _values(settings)
     recipe_values = _values(recipe.settings(paper_scale=paper_scale))
@@ -141,7 +135,7 @@ def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[st
             return f"small scale, {OURS}"
         return recipe.paper_scale[name][1] if name in recipe.paper_scale else f"default, {OURS}"
 
-    return {name: SourcedValue(values[name], source(name)) for name in names}
+    return {name: (values[name], source(name)) for name in names}
 
 
 def _values(settings: Settings) -> dict[str, Value]:
@@ -161,8 +155,8 @@ def show_dry_run(
     values: dict[bool, Rows] = {}
     for paper_scale, each in sorted(settings.items()):
         sourced = sources(recipe, each, paper_scale=paper_scale)
-        values[paper_scale] = {name: _value_text(one) for name, one in sourced.items()}
-        value_sources = {name: one.source for name, one in sourced.items()}  # of the last scale
+        values[paper_scale] = {name: _value_text(*one) for name, one in sourced.items()}
+        value_sources = {name: source for name, (_, source) in sourced.items()}  # of the last scale
     facts = {paper_scale: _facts(run) for paper_scale, run in runs.items()}
     view.table(
         _table("setting", values, value_sources), fill(f"{recipe.name}: {recipe.summary}", _WIDTH)
@@ -212,9 +206,9 @@ def _table(header: str, by_scale: Mapping[bool, Rows], sources: Rows | None = No
     return Table(tuple(columns), [tuple(row) for row in rows])
 
 
-def _value_text(one: SourcedValue) -> str:
-    text = f"{one.value:g}" if isinstance(one.value, float) else str(one.value)
-    return f"{text} *" if one.source.startswith("small scale") else text
+def _value_text(value: Value, source: str) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{text} *" if source.startswith("small scale") else text
 
 
 def _notes(

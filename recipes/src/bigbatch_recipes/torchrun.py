@@ -196,7 +196,7 @@ Command = Callable[[list[str], Launch], int | None]
 def run(name: str, function: Command, arguments: list[str]) -> NoReturn:
     """Runs a command on all ranks, and exits."""
     if not process_group.is_rank_zero():
-        warnings.showwarning = _ignore_warning
+        warnings.showwarning = lambda *_, **__: None  # rank 0 shows it
     launch = Launch()
     try:
         try:
@@ -225,7 +225,3 @@ def _line_of(error: Exception) -> str:
     if f"Caught {name} in DataLoader worker process" in text:
         return text.rpartition(f"{name}: ")[2]
     return text
-
-
-def _ignore_warning(*_: Any, **__: Any) -> None:
-    """Rank 0 says it."""

@@ -25,7 +25,7 @@ from bigbatch.training.distributed_state import DistributedState
 from bigbatch.training.oom_hints import is_out_of_memory
 from bigbatch_recipes import process_group
 from bigbatch_recipes.build_loop import base_of, build_controller, build_loop, build_optimizer
-from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.console import LiveView, TrainingView
 from bigbatch_recipes.datasets.in_memory import Subset, chosen_indices
 from bigbatch_recipes.distributed_eval import device_of, finite_scores, to_device
 from bigbatch_recipes.earlier_runs import init_from, mean_factor
@@ -173,7 +173,7 @@ class Training:
         evaluation = Amount.parse(settings.evaluate_every)
         checkpoint = Amount.parse(settings.checkpoint_every)
         target = target_of(settings.policy, settings.target)
-        progress = view.training(label, total, train.samples, target)
+        progress = TrainingView(view, label, total, train.samples, target)
         for _ in train.epochs(settings.epochs):
             for record in self.steps():
                 position = record.step, train.samples, record.batch_size, epoch_samples

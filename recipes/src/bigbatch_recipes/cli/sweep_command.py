@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 from statistics import fmean
-from typing import NoReturn
 
 from bigbatch.errors import SettingError
 from bigbatch_recipes.cli import options
@@ -73,7 +72,11 @@ def sweep(arguments: list[str], launch: Launch) -> int:
     grid, tune_seeds = given.get("grid", []), given.get("tune_seeds", 0)
     grids = sweep_of(recipe, settings, grid, given.get("tune", []), paper_scale=scale)
     if repeated := names & {key for one in grids.grids for key in one}:
-        _refuse_repeated(options.format_options(repeated, set_names), own_grid=bool(grid))
+        owner = "--grid" if grid else "the sweep of the recipe"
+        remedy = "leave one of them out" + ", or give a --grid of your own" * (not grid)
+        raise SettingError(
+            f"{owner} has values of {options.format_options(repeated, set_names)} too; {remedy}"
+        )
     points = points_of(recipe, grids, settings, paper_scale=scale)
     if any("arm" in one for one in grids.grids):
         options.warn_of_arm_values(recipe, names, "--grid changes it", paper_scale=scale)
@@ -86,12 +89,6 @@ def sweep(arguments: list[str], launch: Launch) -> int:
     with launch.resumable(path, "sweep"):
         start_sweep(recipe, path, points, grids.tuned, seeds, tune_seeds)
     return _train(path, jobs, launch, view)
-
-
-def _refuse_repeated(names: str, *, own_grid: bool) -> NoReturn:
-    owner = "--grid" if own_grid else "the sweep of the recipe"
-    remedy = "leave one of them out" + ", or give a --grid of your own" * (not own_grid)
-    raise SettingError(f"{owner} has values of {names} too; {remedy}")
 
 
 def _list_points(
