@@ -9,10 +9,10 @@ import torch
 
 from bigbatch.advisor.cluster_time import Network
 from bigbatch.policies.step_time import StepTime, TimedSize
-from bigbatch_recipes.build_optimizer import build_optimizer
-from bigbatch_recipes.hold_out import hold_out
+from bigbatch_recipes.build_loop import build_optimizer
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.train_run import hold_out
 from studies.timing import interleaved
 
 _ROUNDS = 15

@@ -9,7 +9,8 @@ import torch
 
 from bigbatch.errors import RunError
 from bigbatch_recipes import RECIPES
-from bigbatch_recipes.datasets import cifar10, idx_files
+from bigbatch_recipes.datasets import cifar10
+from bigbatch_recipes.fashion_mnist import read_images
 from cifar_files import NAMES, dumped
 from real_data import FOLDER, needs
 
@@ -112,7 +113,7 @@ def mnist(tmp_path, request):
 
 
 def test_images_of_idx_have_one_channel(mnist):
-    train, test = idx_files.read_images(mnist, FASHION)
+    train, test = read_images(mnist, FASHION)
     assert (3, 1, 4, 5) == train.tensors[0].shape
     assert torch.equal(torch.arange(40).to(torch.uint8).reshape(2, 1, 4, 5), test.tensors[0])
     assert ([0, 1, 2], torch.int64) == (train.tensors[1].tolist(), train.tensors[1].dtype)
@@ -141,19 +142,19 @@ def test_a_file_that_is_no_idx_is_one_error(mnist, content, said):
     for file in mnist.glob("train-images*"):
         file.write_bytes(content)
     with pytest.raises(RunError, match=said):
-        idx_files.read_images(mnist, FASHION)
+        read_images(mnist, FASHION)
 
 
 def test_a_file_of_idx_that_is_missing_is_named(mnist):
     for file in mnist.glob("t10k-labels*"):
         file.unlink()
     with pytest.raises(RunError, match=r"t10k-labels-idx1-ubyte\.gz is missing; .* of Zalando"):
-        idx_files.read_images(mnist, FASHION)
+        read_images(mnist, FASHION)
 
 
 @needs("fashion-mnist")
 def test_the_real_fashion_mnist_has_6000_images_of_each_class():
-    train, test = idx_files.read_images(FOLDER / "fashion-mnist", FASHION)
+    train, test = read_images(FOLDER / "fashion-mnist", FASHION)
     assert (60_000, 1, 28, 28) == train.tensors[0].shape
     assert [6000] * 10 == train.tensors[1].bincount().tolist()
     assert [1000] * 10 == test.tensors[1].bincount().tolist()

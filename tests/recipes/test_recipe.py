@@ -3,7 +3,7 @@
 import pytest
 
 from bigbatch import Fixed, GradientStatistics, NoiseScale, NormTest, Schedule, SimiGrad
-from bigbatch_recipes.build_optimizer import build_controller
+from bigbatch_recipes.build_loop import build_controller
 from bigbatch_recipes.digits import DIGITS
 
 

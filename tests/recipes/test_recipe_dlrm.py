@@ -15,20 +15,18 @@ import torch
 from torch.nn import functional
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch_recipes.ctr_metrics import click_scores
 from bigbatch_recipes.datasets.click_log import (
     CLICK,
     CRITEO,
     Clicks,
+    click_log,
     read_clicks,
     read_criteo,
     read_packed,
     sort_days,
     split,
 )
-from bigbatch_recipes.datasets.synthetic_clicks import click_log
-from bigbatch_recipes.dlrm import DLRM_CRITEO
-from bigbatch_recipes.models.dlrm_network import DLRM
+from bigbatch_recipes.dlrm import DLRM, DLRM_CRITEO, click_scores
 from bigbatch_recipes.train_run import Training
 from real_data import FOLDER, needs
 

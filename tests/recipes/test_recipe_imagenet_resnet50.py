@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from bigbatch.errors import SettingError
-from bigbatch_recipes.build_optimizer import build_controller, build_optimizer
+from bigbatch_recipes.build_loop import build_controller, build_optimizer
 from bigbatch_recipes.imagenet_resnet50 import IMAGENET_RESNET50 as RECIPE
 from bigbatch_recipes.train_run import Training
 from real_data import FOLDER, needs

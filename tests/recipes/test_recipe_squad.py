@@ -10,18 +10,19 @@ from torchmetrics.text import SQuAD as Oracle
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch_recipes.datasets.sequence_pair import SequencePair
-from bigbatch_recipes.datasets.squad_features import best_spans, most_context, windows_of
 from bigbatch_recipes.datasets.squad_questions import (
     Question,
+    best_spans,
     dev_file,
     exact_match,
     f1,
+    most_context,
     read_questions,
     train_file,
+    windows_of,
 )
 from bigbatch_recipes.models.hf_bert.wordpiece import SPECIAL, WordPieceTokenizer
-from bigbatch_recipes.squad import SQUAD
-from bigbatch_recipes.squad_metrics import scores_of
+from bigbatch_recipes.squad import SQUAD, scores_of
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
 

@@ -14,9 +14,8 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.log.history import history_of
 from bigbatch.log.row_schema import require_step, row_of
 from bigbatch_recipes import RECIPES
-from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.datasets.location import DatasetLocation
-from bigbatch_recipes.datasets.subset import chosen_indices
+from bigbatch_recipes.datasets.files import DatasetLocation
+from bigbatch_recipes.datasets.in_memory import InMemoryDataset, chosen_indices
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.distributed_eval import accuracy_and_loss, finite_scores
 from bigbatch_recipes.train_run import Training
@@ -47,7 +46,7 @@ def test_the_rate_follows_the_schedule_over_base_batches():
 def test_confidence_has_an_interval_to_go_by_with_a_window_or_without(window):
     own = {"policy": "simigrad", "confidence": 0.9, "smoothing": window, "epochs": 1}
     training = Training(DIGITS, DIGITS.settings().with_changes(own))
-    reasons = [record.decision.reason for record in training.engine.steps(training.loss)]
+    reasons = [record.decision.reason for record in training.steps()]
     assert any("held: not sure at 0.9" in reason for reason in reasons)
 
 
@@ -55,7 +54,7 @@ def rows_of_one_epoch(**changes):
     """The log of one epoch of 200 samples."""
     own = {"samples": 200, "every": 1, "micro_batch": 8, "target": 0.9, "optimizer": "sgd"}
     training = Training(DIGITS, DIGITS.settings().with_changes({**own, **changes}))
-    return [row_of(record) for record in training.engine.steps(training.loss)]
+    return [row_of(record) for record in training.steps()]
 
 
 @pytest.mark.parametrize(
@@ -114,12 +113,6 @@ def test_the_log_has_what_more_is_measured_of_a_step_and_of_each_layer():
     assert not any({"half_batch_cosine", "layers"} & row.keys() for row in plain)
     assert not any("similarity_interval" in row for row in [*rows, *plain])
     assert [row["loss"] for row in plain] == [row["loss"] for row in rows]
-
-
-def test_confidence_without_a_window_is_refused_on_deepspeed():
-    own = {"confidence": 0.9, "engine": "deepspeed", "double": False}
-    with pytest.raises(SettingError, match=r"confidence with engine=deepspeed .*; set smoothing"):
-        Training(DIGITS, DIGITS.settings().with_changes(own))
 
 
 @pytest.mark.parametrize("text", ["warm-up 1348 samples; cosine", "x0.1 at 2 epochs"])

@@ -11,7 +11,7 @@ from bigbatch import AdaptiveBatch, Batches, Controller
 from bigbatch.errors import SettingError
 from bigbatch.optim.functional import FACTORS
 from bigbatch.policies.parse import POLICIES
-from bigbatch_recipes.build_optimizer import OPTIMIZERS, build_optimizer
+from bigbatch_recipes.build_loop import OPTIMIZERS, build_optimizer
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import OURS
 from bigbatch_recipes.settings import HELP, SETTING_TYPES, Settings, policy_settings
@@ -45,23 +45,6 @@ def test_a_fixed_micro_batch_is_that_of_every_step_in_one_training_and_on_a_grid
     sweep = sweep_of(DIGITS, DEFAULT, ["fixed_micro_batch=no,yes"], ())
     found = [point.settings.fixed_micro_batch for point in points_of(DIGITS, sweep, DEFAULT)]
     assert [False, True] == found
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"fixed_micro_batch": True}, "whose micro-batches shrink and grow with the batch"),
-        ({"groups": 8}, "which compares micro-batches"),
-        ({"transport": True}, "whose optimizers were not tried with it"),
-        ({"half_batch_cosine": True}, "whose meter lacks it"),
-        ({"per_layer": True}, "whose meter lacks it"),
-    ],
-)
-def test_a_setting_that_deepspeed_lacks_is_refused(changes, reason):
-    DEFAULT.with_changes(changes)  # possible with the other engine
-    ((name, _),) = changes.items()
-    with pytest.raises(SettingError, match=f"{name}=.* with engine=deepspeed, {reason}; leave"):
-        DEFAULT.with_changes({"engine": "deepspeed", **changes})
 
 
 def test_a_recipes_table_fills_the_fields_and_leaves_the_rest_to_the_recipe():

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from bigbatch_recipes.datasets.stdlib_text import stdlib_text
+from bigbatch_recipes.datasets.text import stdlib_text
 
 
 @pytest.mark.thorough
@@ -33,7 +33,7 @@ def test_no_document_is_empty_or_of_a_package_installed_later():
 def test_another_process_reads_the_same_and_imports_none_of_it():
     code = (
         "import sys\n"
-        "from bigbatch_recipes.datasets.stdlib_text import stdlib_text\n"
+        "from bigbatch_recipes.datasets.text import stdlib_text\n"
         "before = set(sys.modules)\n"
         "texts = stdlib_text()\n"
         "assert before == set(sys.modules)\n"

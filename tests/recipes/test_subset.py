@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigbatch_recipes.datasets.subset import chosen_indices, scored_indices
+from bigbatch_recipes.datasets.in_memory import chosen_indices, scored_indices
 
 
 def test_fewer_are_always_among_more():

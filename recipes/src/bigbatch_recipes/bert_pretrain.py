@@ -8,35 +8,96 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from bigbatch_recipes.datasets.sentence_pairs import Book, Masking, SentencePairs, spread
-from bigbatch_recipes.datasets.text import ORIGIN, corpus_of
-from bigbatch_recipes.models.bert import SAVED_AS, TINY, bert, load_tokenizer, vocabulary_file
-from bigbatch_recipes.pretraining_loss import example, loss_of, scores_of
-from bigbatch_recipes.recipe import OURS, Arm, Data, Recipe, Result, Sweep
-from bigbatch_recipes.settings import Settings
-from bigbatch_recipes.vrgd_paper import (
-    BY_MEDIAN,
-    CLIPS,
-    LONG,
-    MEDIAN,
-    ROWS,
-    SIMIGRAD,
-    VRGD,
-    columns,
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from bigbatch_recipes import vrgd_paper
+from bigbatch_recipes.datasets.sentence_pairs import (
+    IGNORED,
+    Book,
+    Masking,
+    Pairs,
+    SentencePairs,
+    spread,
 )
+from bigbatch_recipes.datasets.text import ORIGIN, corpus_of
+from bigbatch_recipes.distributed_eval import all_reduce_sum, device_of, local_batches
+from bigbatch_recipes.models.bert import (
+    SAVED_AS,
+    TINY,
+    bert,
+    example_rows,
+    load_tokenizer,
+    vocabulary_file,
+)
+from bigbatch_recipes.recipe import OURS, Arm, Data, Recipe, Result, Sweep, sourced
+from bigbatch_recipes.settings import Settings
+
+
+def loss_of(model: nn.Module, batch: Pairs) -> Tensor:
+    """Mean over rows of: the mean loss of the row's masked tokens, plus the loss of the pair.
+
+    A mean over samples, so the gradient of a step does not depend on its micro-batches. If all rows
+    have as many masked tokens, as full rows do, it equals BERT's own mean over tokens.
+    """
+    token_loss, _, pair_loss, _ = _predictions(model, batch)
+    masked = (batch[-2] != IGNORED).sum(1).clamp(min=1)
+    return (token_loss.sum(1) / masked + pair_loss).mean()
+
+
+def scores_of(
+    model: nn.Module, held_out: Dataset[Pairs], settings: Settings, suffix: str
+) -> dict[str, float]:
+    """Accuracy on masked tokens and on pairs, and the loss of masked tokens. Collective."""
+    sums = torch.zeros(5, dtype=torch.float64, device=device_of(settings))
+    for batch in local_batches(held_out, settings):
+        loss, right, _, right_pairs = _predictions(model, batch)
+        masked = (batch[-2] != IGNORED).sum()
+        rows = masked.new_tensor(len(loss))
+        sums += torch.stack([loss.double().sum(), right.sum(), masked, right_pairs.sum(), rows])
+    loss_sum, tokens_right, tokens, pairs_right, pairs = all_reduce_sum(sums).tolist()
+    return {
+        f"masked tokens right, % {suffix}": 100 * tokens_right / tokens,
+        f"loss of masked tokens {suffix}": loss_sum / tokens,
+        f"next sentences right, % {suffix}": 100 * pairs_right / pairs,
+    }
+
+
+def example(settings: Settings, samples: int) -> Pairs:
+    """So many rows on the meta device."""
+    shape = (samples, settings.count("predictions"))
+    numbers = torch.empty(shape, dtype=torch.int32, device="meta")
+    is_random = torch.empty(samples, dtype=torch.long, device="meta")
+    return (*example_rows(settings, samples), numbers, numbers, is_random)
+
+
+def _predictions(model: nn.Module, batch: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses and hits of each masked token (0 at padding), and of each pair."""
+    *rows, positions, labels, is_random = batch
+    token_logits, pair_logits = model(*rows, positions)
+    labels = labels.long()
+    token_loss = functional.cross_entropy(
+        token_logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view_as(labels)
+    pair_loss = functional.cross_entropy(pair_logits, is_random, reduction="none")
+    token_hits, pair_hits = token_logits.argmax(-1) == labels, pair_logits.argmax(-1) == is_random
+    return token_loss, token_hits, pair_loss, pair_hits
+
 
 _SIMIGRAD_LONG: Arm = {
-    **ROWS,
-    "batch_size": (32_768, LONG),
-    "base_batch": (32_768, LONG),
-    "policy": ("fixed", LONG),
+    **vrgd_paper.ROWS,
+    "batch_size": (32_768, vrgd_paper.LONG),
+    "base_batch": (32_768, vrgd_paper.LONG),
+    "policy": ("fixed", vrgd_paper.LONG),
     "samples": (51_200_000, OURS),
-    "lr": (0.002, LONG),
-    "lr_schedule": ("warm-up 4915200 samples power 2; x0.9 every 4915200 samples", LONG),
+    "lr": (0.002, vrgd_paper.LONG),
+    "lr_schedule": ("warm-up 4915200 samples power 2; x0.9 every 4915200 samples", vrgd_paper.LONG),
 }
-_LAMB = {**columns("lamb"), **columns("vr-lamb")}
+_LAMB = {**vrgd_paper.columns("lamb"), **vrgd_paper.columns("vr-lamb")}
 _SMALL_LONG: Arm = {"policy": "fixed", "length": 128, "predictions": 20, "samples": 6_000}
-_VR: Arm = {"optimizer": ("vr-lamb", VRGD)}
+_VR: Arm = {"optimizer": ("vr-lamb", vrgd_paper.VRGD)}
 _SHORTS = tuple(arm for arm in _LAMB if arm.endswith("short"))
 
 
@@ -63,36 +124,26 @@ BERT_PRETRAIN = Recipe(
     paper="SimiGrad and VRGD",
     paper_scale={
         "epochs": (1, OURS),
-        "samples": (400_000_000, SIMIGRAD),  # at which its rate is 0
-        "policy": ("simigrad", SIMIGRAD),
-        "target": (0.8, SIMIGRAD),
+        "samples": (400_000_000, vrgd_paper.SIMIGRAD),  # at which its rate is 0
+        **sourced(vrgd_paper.SIMIGRAD, policy="simigrad", target=0.8),
         "min_batch": (128, OURS),
-        "max_batch": (262_144, SIMIGRAD),
-        "batch_size": (128, SIMIGRAD),
-        "base_batch": (128, SIMIGRAD),
-        "micro_batch": (64, OURS),
-        "virtual_ranks": (16, OURS),
-        "optimizer": ("lamb", SIMIGRAD),
-        "lr": (0.0006, SIMIGRAD),
-        "lr_schedule": ("polynomial 1 over 400M samples", SIMIGRAD),
-        "lr_scaling": ("sqrt", SIMIGRAD),
-        "weight_decay": (0.01, SIMIGRAD),
-        "decay_all": (False, SIMIGRAD),
-        "clip": (1.0, SIMIGRAD),
-        **CLIPS,
-        **BY_MEDIAN,
-        "seed": (42, SIMIGRAD),
+        **sourced(vrgd_paper.SIMIGRAD, max_batch=262_144, batch_size=128, base_batch=128),
+        **sourced(OURS, micro_batch=64, virtual_ranks=16),
+        **sourced(vrgd_paper.SIMIGRAD, optimizer="lamb", lr=0.0006),
+        **sourced(
+            vrgd_paper.SIMIGRAD, lr_schedule="polynomial 1 over 400M samples", lr_scaling="sqrt"
+        ),
+        **sourced(vrgd_paper.SIMIGRAD, weight_decay=0.01, decay_all=False, clip=1.0),
+        **vrgd_paper.CLIPS,
+        **vrgd_paper.BY_MEDIAN,
+        "seed": (42, vrgd_paper.SIMIGRAD),
         "device": ("cuda", OURS),
-        "precision": ("float16", SIMIGRAD),
+        "precision": ("float16", vrgd_paper.SIMIGRAD),
         "workers": (4, OURS),
-        "size": ("large", SIMIGRAD),
-        "vocabulary": (30_522, OURS),
-        "vocab": ("", OURS),
-        "dropout": (0.1, SIMIGRAD),
-        "length": (128, SIMIGRAD),
-        "predictions": (20, OURS),
-        "draws": (16, OURS),
-        "judged": (0, OURS),
+        "size": ("large", vrgd_paper.SIMIGRAD),
+        **sourced(OURS, vocabulary=30_522, vocab=""),
+        **sourced(vrgd_paper.SIMIGRAD, dropout=0.1, length=128),
+        **sourced(OURS, predictions=20, draws=16, judged=0),
     },
     small={
         "epochs": 1,
@@ -140,7 +191,7 @@ BERT_PRETRAIN = Recipe(
         ),
         ("lr",),
     ),
-    paper_seeds=MEDIAN,
+    paper_seeds=vrgd_paper.MEDIAN,
     results={"table-1": Result(arms=tuple(_LAMB))},
     model=lambda settings: bert(settings, "Pretraining"),
     loss=lambda settings: loss_of,

@@ -8,7 +8,7 @@ Source of the settings: A. Karpathy, nanoGPT, config/train_shakespeare_char.py a
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,91 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from bigbatch_recipes.datasets.characters import CHARACTERS, split_codes, windows_of
-from bigbatch_recipes.datasets.files import text_of
-from bigbatch_recipes.datasets.location import DatasetLocation
-from bigbatch_recipes.datasets.stdlib_text import stdlib_text
+from bigbatch.errors import SettingError
+from bigbatch_recipes.datasets.files import DatasetLocation, text_of
+from bigbatch_recipes.datasets.in_memory import InMemoryDataset
+from bigbatch_recipes.datasets.text import stdlib_text
 from bigbatch_recipes.distributed_eval import all_reduce_sum, device_of, local_batches
-from bigbatch_recipes.models.char_transformer import CharTransformer
-from bigbatch_recipes.recipe import OURS, Data, LossOf, Recipe, Sweep
+from bigbatch_recipes.recipe import OURS, Data, LossOf, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import CLIPS
+
+
+class CharTransformer(nn.Module):
+    """Causal transformer over character codes: norm first, learned positions, GELU.
+
+    Source:
+        Radford et al. 2019, GPT-2, with its initial weights, normal with standard deviation 0.02.
+    """
+
+    def __init__(
+        self,
+        characters: int,
+        length: int,
+        *,
+        width: int,
+        depth: int,
+        heads: int,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(characters, width)
+        self.positions = nn.Embedding(length, width)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True
+        )
+        self.body = nn.TransformerEncoder(
+            layer, depth, nn.LayerNorm(width), enable_nested_tensor=False
+        )
+        self.head = nn.Linear(width, characters)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:  # the layers begin as copies of one
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Logits of what follows each character, (samples, length, characters)."""
+        length = codes.shape[1]
+        positions = torch.arange(length, device=codes.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(length, codes.device)
+        x = self.characters(codes) + self.positions(positions)
+        x = self.body(x, mask=mask, is_causal=True)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+CHARACTERS = 128  # codes of ASCII; any other character is read as "?"
+
+
+def codes_of(text: str) -> Tensor:
+    r"""The ASCII code of each character, (characters,) uint8; 63, a question mark, for others."""
+    return torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
+
+
+def windows_of(codes: Tensor, length: int) -> InMemoryDataset:
+    """Windows of `length` characters and the next one, which is also the first of the next window.
+
+    An incomplete window at the end is dropped.
+
+    Raises:
+        SettingError: the text is shorter than a window.
+    Example:
+        >>> windows_of(codes_of("abcdef"), 2).tensors[0].tolist()
+        [[97, 98, 99], [99, 100, 101]]
+    """
+    if length < 1 or len(codes) <= length:
+        raise SettingError(
+            f"a text of {len(codes)} characters has no window of length={length} and the next "
+            "character; choose a length from 1 to the text's length - 1"
+        )
+    return InMemoryDataset(codes.unfold(0, length + 1, length))
+
+
+def split_codes(documents: Sequence[str], share: float) -> tuple[Tensor, Tensor]:
+    """Codes of the documents one after another: the first share of the characters, and the rest."""
+    codes = codes_of("\n\n".join(documents))
+    size = int(share * len(codes))
+    return codes[:size], codes[size:]
+
 
 NANOGPT = "nanoGPT's shakespeare_char"
 _TRAIN_SHARE = 0.9  # of the characters
@@ -42,7 +118,6 @@ def _model(settings: Settings) -> nn.Module:
 
 
 def _cross_entropy(model: nn.Module, windows: Tensor, reduction: str) -> Tensor:
-    """Cross-entropy of the next characters, in nats."""
     logits = model(windows[:, :-1].long())
     return functional.cross_entropy(
         logits.flatten(0, 1), windows[:, 1:].long().flatten(), reduction=reduction
@@ -91,28 +166,16 @@ CHAR_LM = Recipe(
     summary="small causal transformer over characters: Shakespeare, or Python's own texts",
     paper="a demonstration, of no paper",
     paper_scale={
-        "length": (256, NANOGPT),
-        "depth": (6, NANOGPT),
-        "heads": (6, NANOGPT),
-        "width": (384, NANOGPT),
-        "dropout": (0.2, NANOGPT),
+        **sourced(NANOGPT, length=256, depth=6, heads=6, width=384, dropout=0.2),
         "epochs": (82, NANOGPT),  # 5,000 steps of 64 windows
-        "batch_size": (64, NANOGPT),
-        "base_batch": (64, NANOGPT),
-        "optimizer": ("adam", NANOGPT),
-        "lr": (1e-3, NANOGPT),
+        **sourced(NANOGPT, batch_size=64, base_batch=64, optimizer="adam", lr=1e-3),
         "lr_schedule": ("warm-up 6400 samples; cosine", NANOGPT),  # there to a tenth, here to 0
-        "weight_decay": (0.1, NANOGPT),
-        "decay_all": (False, NANOGPT),
-        "clip": (1.0, NANOGPT),
+        **sourced(NANOGPT, weight_decay=0.1, decay_all=False, clip=1.0),
         **CLIPS,
         "device": ("cuda", OURS),
         "precision": ("bfloat16", NANOGPT),
-        "target": (0.3, OURS),
-        "min_batch": (32, OURS),
-        "max_batch": (1024, OURS),
-        "micro_batch": (64, OURS),
-        "virtual_ranks": (2, OURS),
+        **sourced(OURS, target=0.3, min_batch=32, max_batch=1024, micro_batch=64),
+        **sourced(OURS, virtual_ranks=2),
     },
     small={
         "length": 64,

@@ -7,17 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
+from bigbatch_recipes import image_classification
 from bigbatch_recipes.datasets import cifar10
-from bigbatch_recipes.image_classification import (
-    OfBytes,
-    accuracies,
-    class_loss,
-    examples,
-    held_out_accuracy,
-    random_shift_and_flip,
-)
 from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
-from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep
+from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import CLIPS
 
@@ -34,12 +27,18 @@ _SIMIGRAD_GRID: Grid = {"policy": ("simigrad",)}
 
 def _model(settings: Settings) -> nn.Module:
     depth, width = int(settings.task["depth"]), int(settings.task["width"])
-    return OfBytes(resnet_of_basic_blocks(depth, width, cifar10.CLASSES), cifar10.MEAN, _STD)
+    return image_classification.OfBytes(
+        resnet_of_basic_blocks(depth, width, cifar10.CLASSES), cifar10.MEAN, _STD
+    )
 
 
 def _data(settings: Settings) -> Data:
     train, test = cifar10.read(Path(settings.data))
-    return Data(train, accuracies(test, settings), held_out_accuracy(settings))
+    return Data(
+        train,
+        image_classification.accuracies(test, settings),
+        image_classification.held_out_accuracy(settings),
+    )
 
 
 CIFAR10_RESNET18 = Recipe(
@@ -48,25 +47,15 @@ CIFAR10_RESNET18 = Recipe(
     paper="SimiGrad",
     paper_scale={
         "epochs": (200, _SIMIGRAD),
-        "target": (0.2, _GRID),
-        "min_batch": (128, _GRID),
-        "max_batch": (4096, _GRID),
-        "batch_size": (128, _SIMIGRAD),
-        "base_batch": (128, _SIMIGRAD),
-        "micro_batch": (512, _SIMIGRAD),
+        **sourced(_GRID, target=0.2, min_batch=128, max_batch=4096),
+        **sourced(_SIMIGRAD, batch_size=128, base_batch=128, micro_batch=512),
         "virtual_ranks": (4, "SimiGrad's code: 128 samples are 4 ranks with 32"),
-        "optimizer": ("momentum", _SIMIGRAD),
-        "lr": (0.1, _SIMIGRAD),
-        "momentum": (0.9, _SIMIGRAD),
-        "weight_decay": (5e-4, _SIMIGRAD),
-        "decay_all": (True, _SIMIGRAD),
+        **sourced(_SIMIGRAD, optimizer="momentum", lr=0.1, momentum=0.9, weight_decay=5e-4),
+        **sourced(_SIMIGRAD, decay_all=True),
         **CLIPS,
-        "lr_scaling": ("sqrt", _SIMIGRAD),
-        "lr_schedule": (_STEPS, _SIMIGRAD),
-        "precision": ("float32", _SIMIGRAD),
+        **sourced(_SIMIGRAD, lr_scaling="sqrt", lr_schedule=_STEPS, precision="float32"),
         "device": ("cuda", OURS),
-        "depth": (18, _SIMIGRAD),
-        "width": (64, _SIMIGRAD),
+        **sourced(_SIMIGRAD, depth=18, width=64),
     },
     small={
         "samples": 5_000,
@@ -124,7 +113,9 @@ CIFAR10_RESNET18 = Recipe(
         tuned=("lr",),
     ),
     model=_model,
-    loss=lambda _: class_loss(augment=random_shift_and_flip),
+    loss=lambda _: image_classification.class_loss(
+        augment=image_classification.random_shift_and_flip
+    ),
     data=_data,
-    example=examples(3, 32),
+    example=image_classification.examples(3, 32),
 )

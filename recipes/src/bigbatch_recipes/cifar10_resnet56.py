@@ -10,19 +10,22 @@ from pathlib import Path
 
 from torch import nn
 
+from bigbatch_recipes import image_classification
 from bigbatch_recipes.datasets import cifar10
-from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.datasets.subset import scored_indices
-from bigbatch_recipes.image_classification import (
-    OfBytes,
-    accuracies,
-    class_loss,
-    examples,
-    held_out_accuracy,
-    random_shift_and_flip,
-)
+from bigbatch_recipes.datasets.in_memory import InMemoryDataset, scored_indices
 from bigbatch_recipes.models.resnet import resnet_of_three_stages
-from bigbatch_recipes.recipe import OURS, Arm, Arms, Data, Grid, Recipe, Result, Rows, Sweep
+from bigbatch_recipes.recipe import (
+    OURS,
+    Arm,
+    Arms,
+    Data,
+    Grid,
+    Recipe,
+    Result,
+    Rows,
+    Sweep,
+    sourced,
+)
 from bigbatch_recipes.settings import Settings, Value
 from bigbatch_recipes.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
 
@@ -65,7 +68,6 @@ def _arms(base: str) -> Arms:
 def _grids(
     bases: Iterable[str], rates: Iterable[float], **fixed: tuple[Value, ...]
 ) -> tuple[Grid, ...]:
-    """A grid of the arms of each base, over the same multiples of its rate."""
     return tuple(
         {"arm": tuple(_arms(base)), "lr": tuple(_LR[base] * rate for rate in rates), **fixed}
         for base in bases
@@ -75,14 +77,16 @@ def _grids(
 def _model(settings: Settings) -> nn.Module:
     depth, width = int(settings.task["depth"]), int(settings.task["width"])
     network = resnet_of_three_stages(depth, width, cifar10.CLASSES)
-    return OfBytes(network, cifar10.MEAN, cifar10.STD)
+    return image_classification.OfBytes(network, cifar10.MEAN, cifar10.STD)
 
 
 def _data(settings: Settings) -> Data:
     train, test = cifar10.read(Path(settings.data))
     scored = scored_indices(len(train), settings.samples, len(test))
-    scores = accuracies(test, settings, InMemoryDataset(*train.__getitems__(scored)))
-    return Data(train, scores, held_out_accuracy(settings))
+    scores = image_classification.accuracies(
+        test, settings, InMemoryDataset(*train.__getitems__(scored))
+    )
+    return Data(train, scores, image_classification.held_out_accuracy(settings))
 
 
 CIFAR10_RESNET56 = Recipe(
@@ -92,22 +96,18 @@ CIFAR10_RESNET56 = Recipe(
     paper_scale={
         "epochs": (182, _TENSORFLOW),
         "policy": ("fixed", VRGD),
-        "min_batch": (256, _TABLE),
-        "max_batch": (8192, _TABLE),
-        "batch_size": (8192, _TABLE),
+        **sourced(_TABLE, min_batch=256, max_batch=8192, batch_size=8192),
         "base_batch": (128, _TENSORFLOW),
         "micro_batch": (1024, "VRGD: at least 8 devices"),
         "virtual_ranks": (8, "VRGD: at least 8 devices"),
         "optimizer": ("momentum", _TABLE),
         "lr": (0.1, OURS),
         "momentum": (0.9, VRGD),
-        "weight_decay": (2e-4, _TENSORFLOW),
-        "decay_all": (True, _TENSORFLOW),
+        **sourced(_TENSORFLOW, weight_decay=2e-4, decay_all=True),
         **CLIPS,
         "lr_scaling": ("sqrt", VRGD),
         "lr_schedule": ("warm-up 5 epochs; cosine", f"{_TABLE}; the warm-up's length is ours"),
-        "precision": ("float32", OURS),
-        "device": ("cuda", OURS),
+        **sourced(OURS, precision="float32", device="cuda"),
         "label_smoothing": (0.1, f"{_TABLE}; the amount is ours"),
         "depth": (56, VRGD),
         "width": (16, "He et al. 2015"),
@@ -138,9 +138,9 @@ CIFAR10_RESNET56 = Recipe(
     sweep=Sweep(_grids(("momentum", "lamb"), _RATES[1:4:2], batch_size=(128, 1024)), ("lr",)),
     paper_sweep=Sweep(_grids(_LR, _RATES, batch_size=(256, 512, 1024, 2048, 4096, 8192)), ("lr",)),
     model=_model,
-    loss=lambda settings: class_loss(
-        float(settings.task["label_smoothing"]), random_shift_and_flip
+    loss=lambda settings: image_classification.class_loss(
+        float(settings.task["label_smoothing"]), image_classification.random_shift_and_flip
     ),
     data=_data,
-    example=examples(3, 32),
+    example=image_classification.examples(3, 32),
 )

@@ -26,7 +26,7 @@ def sweep(arguments: list[str]) -> int:
 
 def _run(name: str, module: str, function: str, arguments: list[str]) -> int:
     with handle_interrupts(exit_on_interrupt):
-        run: Any = import_module("bigbatch_recipes.cli.launched_command").run
+        run: Any = import_module("bigbatch_recipes.torchrun").run
         command = getattr(import_module(f"bigbatch_recipes.cli.{module}"), function)
     status: int = run(name, command, arguments)
     return status

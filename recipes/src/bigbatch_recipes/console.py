@@ -15,11 +15,7 @@ _WINDOWS = 50  # similarity and noise scale are averaged over total samples / _W
 
 
 class LiveView:
-    """Prints the progress and the results of trainings.
-
-    Args:
-        quiet: whether to print results alone, without progress.
-    """
+    """Prints the progress and the results of trainings."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
@@ -42,13 +38,9 @@ class LiveView:
         if differences is not None:
             self.table(differences.table(), differences.title)
 
-    def training(self, name: str, total: int, done: int, target: float | None) -> "TrainingView":
-        """The view of one training of `total` samples, of which `done` were consumed before."""
-        return TrainingView(self, name, total, done, target)
-
 
 class TrainingView:
-    """Prints a few lines of one training."""
+    """Prints a few lines of one training of `total` samples; `done` were consumed before."""
 
     def __init__(
         self, view: LiveView, name: str, total: int, done: int, target: float | None

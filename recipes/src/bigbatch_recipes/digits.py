@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.datasets.location import DatasetLocation
 from bigbatch_recipes.image_classification import (
     ImageBatch,
     accuracies,
     class_loss,
     held_out_accuracy,
 )
-from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep
+from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import CLIPS
 
@@ -77,16 +77,8 @@ DIGITS = Recipe(
     summary="small CNN on scikit-learn's handwritten digits: fixed, scheduled, measured batches",
     paper="a demonstration, of no paper",
     paper_scale={
-        "epochs": (25, OURS),
-        "target": (0.3, OURS),
-        "min_batch": (16, OURS),
-        "max_batch": (512, OURS),
-        "batch_size": (32, OURS),
-        "base_batch": (32, OURS),
-        "micro_batch": (128, OURS),
-        "virtual_ranks": (4, OURS),
-        "every": (2, OURS),
-        "lr": (0.02, OURS),
+        **sourced(OURS, epochs=25, target=0.3, min_batch=16, max_batch=512, batch_size=32),
+        **sourced(OURS, base_batch=32, micro_batch=128, virtual_ranks=4, every=2, lr=0.02),
         **CLIPS,
         "dropout": (0.0, OURS),
         "double": (True, OURS),  # so that the curves are the same on 1, 2 and 4 ranks

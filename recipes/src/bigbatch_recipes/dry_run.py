@@ -16,8 +16,7 @@ from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Fixed, TrainingState
 from bigbatch.setting_types import Count, check_setting
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch_recipes.build_loop import lr_scaling_of
-from bigbatch_recipes.build_optimizer import build_controller
+from bigbatch_recipes.build_loop import build_controller, lr_scaling_of
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.lr_schedule import LRSchedule
 from bigbatch_recipes.recipe import OURS, SEEDS, Recipe
@@ -27,7 +26,7 @@ from bigbatch_recipes.validate import count_parameters, require_trainable
 MOMENTS = ("start", "warmed up", "middle", "end")  # of a training, at which lr is listed
 NOT_TIMED = "How long a training of the paper's scale takes was not measured."
 
-_FEWEST_BACKWARDS = 4  # of a step; a VR optimizer compares 8, on DeepSpeed 8 of each rank
+_FEWEST_BACKWARDS = 4  # of a step; a VR optimizer compares 8
 _SCHEDULE_POINTS = 1_000  # at which a schedule's smallest and largest batch are searched
 _WIDTH = 80  # letters of a line
 _SCALES = {False: "small", True: "paper"}
@@ -36,72 +35,37 @@ Rows = dict[str, str]
 
 
 @dataclass(frozen=True)
-class SourcedValue:
-    """A setting and the source of its value.
-
-    Args:
-        value: the value of the setting.
-        source: the paper or code it is from, or what changed the paper's value.
-    """
-
-    value: Value
-    source: str
-
-
-@dataclass(frozen=True)
 class PlanEstimate:
-    """A training at one batch size.
+    """A training at one batch size."""
 
-    Args:
-        plan: plan of a step over the virtual ranks.
-        accumulation: backwards of a rank in a step.
-        steps: approximate number of steps of all epochs.
-        lr: learning rates at `MOMENTS`.
-    """
-
-    plan: BatchPlan
-    accumulation: int
-    steps: int
-    lr: tuple[float, ...]
+    plan: BatchPlan  # plan of a step over the virtual ranks
+    accumulation: int  # backwards of a rank in a step
+    steps: int  # approximate number of steps of all epochs
+    lr: tuple[float, ...]  # learning rates at `MOMENTS`
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Estimates of one training.
+    """Estimates of one training."""
 
-    Args:
-        settings: settings of the training.
-        ranks: number of ranks.
-        samples: samples of an epoch, over all ranks.
-        parameters: number of weights; shared ones count once.
-        plans: estimates at the batch sizes "start", "least" and "largest".
-    """
-
-    settings: Settings
-    ranks: int
-    samples: int
-    parameters: int
-    plans: Mapping[str, PlanEstimate]
+    settings: Settings  # settings of the training
+    ranks: int  # number of ranks
+    samples: int  # samples of an epoch, over all ranks
+    parameters: int  # number of weights; shared ones count once
+    plans: Mapping[str, PlanEstimate]  # estimates at the batch sizes "start", "least" and "largest"
 
 
 def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
     """Estimates one training on so many ranks.
 
     An epoch has the samples of the settings, else those of the paper's data.
-
-    Raises:
-        SettingError: the settings are invalid, as a training would report.
     """
     check_setting("ranks", ranks, Count)
     require_trainable(recipe, settings)
     samples = min(settings.samples or recipe.paper_samples, recipe.paper_samples)
     constraints = _constraints(settings, ranks)
     controller = controller_of(
-        build_controller(settings),
-        constraints,
-        batch_size=None,
-        base_batch=None,
-        samples=samples,
+        build_controller(settings), constraints, batch_size=None, base_batch=None, samples=samples
     )
     bounds = controller.min_batch, controller.max_batch
     plans = {}
@@ -115,10 +79,7 @@ def dry_run(recipe: Recipe, settings: Settings, ranks: int = 1) -> DryRun:
 
 
 def _constraints(settings: Settings, ranks: int) -> PlanConstraints:
-    """The constraints of a loop over so many ranks."""
-    fewest = _FEWEST_BACKWARDS
-    if settings.optimizer.startswith("vr-"):
-        fewest = 8 * ranks if settings.engine == "deepspeed" else 8
+    fewest = 8 if settings.optimizer.startswith("vr-") else _FEWEST_BACKWARDS
     return PlanConstraints(
         math.lcm(settings.virtual_ranks, ranks),
         settings.micro_batch,
@@ -157,7 +118,9 @@ def _rates(settings: Settings, batch: int, samples: int) -> tuple[float, ...]:
     return tuple(lr * factor((tick + 0.5) * base) for tick in ticks)
 
 
-def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[str, SourcedValue]:
+def sources(
+    recipe: Recipe, settings: Settings, *, paper_scale: bool
+) -> dict[str, tuple[Value, str]]:
     """Every setting with its source, those of the recipe first, in the recipe's order."""
     values = _values(settings)
     recipe_values = _values(recipe.settings(paper_scale=paper_scale))
@@ -172,11 +135,10 @@ def sources(recipe: Recipe, settings: Settings, *, paper_scale: bool) -> dict[st
             return f"small scale, {OURS}"
         return recipe.paper_scale[name][1] if name in recipe.paper_scale else f"default, {OURS}"
 
-    return {name: SourcedValue(values[name], source(name)) for name in names}
+    return {name: (values[name], source(name)) for name in names}
 
 
 def _values(settings: Settings) -> dict[str, Value]:
-    """The values of all settings by name, those of `task` included."""
     values = settings.as_dict()
     task: dict[str, Value] = values.pop("task")
     return {name: value for name, value in values.items() if name != "recipe"} | task
@@ -185,14 +147,7 @@ def _values(settings: Settings) -> dict[str, Value]:
 def show_dry_run(
     recipe: Recipe, settings: Mapping[bool, Settings], ranks: int | None, view: LiveView
 ) -> None:
-    """Prints settings with their sources, sizes, plans and rates.
-
-    Args:
-        recipe: the recipe.
-        settings: settings by scale; True is the paper's.
-        ranks: number of ranks; None for 1 at the small scale, and the paper's at the paper's.
-        view: prints them.
-    """
+    """Prints settings with their sources, sizes, plans and rates."""
     runs = {
         paper_scale: dry_run(recipe, each, ranks or (recipe.paper_ranks if paper_scale else 1))
         for paper_scale, each in settings.items()
@@ -200,8 +155,8 @@ def show_dry_run(
     values: dict[bool, Rows] = {}
     for paper_scale, each in sorted(settings.items()):
         sourced = sources(recipe, each, paper_scale=paper_scale)
-        values[paper_scale] = {name: _value_text(one) for name, one in sourced.items()}
-        value_sources = {name: one.source for name, one in sourced.items()}  # of the last scale
+        values[paper_scale] = {name: _value_text(*one) for name, one in sourced.items()}
+        value_sources = {name: source for name, (_, source) in sourced.items()}  # of the last scale
     facts = {paper_scale: _facts(run) for paper_scale, run in runs.items()}
     view.table(
         _table("setting", values, value_sources), fill(f"{recipe.name}: {recipe.summary}", _WIDTH)
@@ -212,7 +167,6 @@ def show_dry_run(
 
 
 def _facts(run: DryRun) -> Rows:
-    """Size, batches and rates of a dry run, by name."""
     return {
         "ranks": f"{run.ranks:,}",
         "samples an epoch": f"{run.samples:,}",
@@ -241,7 +195,6 @@ def _plan_facts(planned: PlanEstimate, run: DryRun) -> Rows:
 
 
 def _table(header: str, by_scale: Mapping[bool, Rows], sources: Rows | None = None) -> Table:
-    """One row per name, one column per scale, and a column of sources where they are given."""
     columns = [header, *(_SCALES[scale] for scale in by_scale)]
     rows = [
         [name, *(each.get(name, "-") for each in by_scale.values())]
@@ -253,15 +206,14 @@ def _table(header: str, by_scale: Mapping[bool, Rows], sources: Rows | None = No
     return Table(tuple(columns), [tuple(row) for row in rows])
 
 
-def _value_text(one: SourcedValue) -> str:
-    text = f"{one.value:g}" if isinstance(one.value, float) else str(one.value)
-    return f"{text} *" if one.source.startswith("small scale") else text
+def _value_text(value: Value, source: str) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{text} *" if source.startswith("small scale") else text
 
 
 def _notes(
     recipe: Recipe, settings: Mapping[bool, Settings], runs: Mapping[bool, DryRun]
 ) -> list[str]:
-    """Notes on the numbers."""
     conditions: dict[str, Callable[[Settings], bool]] = {
         "* of the small scale, ours.": lambda one: False in settings and one is settings[False],
         "The mean r of lr_control_from is known when that run has ended; rates are without it.": (

@@ -44,8 +44,7 @@ def init_from(path: Path, model: nn.Module) -> None:
 
 def _weights(path: Path) -> dict[str, Any]:
     run = RunDirectory.open(path)
-    if not history_of(path).finished:
-        raise RunError(f"{path} is not finished, so nothing can begin from it; finish it first")
+    _finished(path, "nothing can begin from it")
     state = run.load_weights()
     if state is None:
         raise RunError(f"{path} has no checkpoint to begin from; train it first")
@@ -57,21 +56,12 @@ def mean_factor(path: Path, sizes: Mapping[str, int]) -> float:
 
     The base optimizer at this multiple of lr has the mean rate of the weights that r scaled. The
     run's own steps are longer, as r is larger where the gradient is. Collective.
-
-    Args:
-        path: directory of the run.
-        sizes: number of weights of each of its network's layers, by name.
-    Raises:
-        RunError: the run does not exist or is not finished, its optimizer has no r, or its network
-            is another one.
     """
     return run_on_rank_zero(lambda: _mean(path, sizes))
 
 
 def _mean(path: Path, sizes: Mapping[str, int]) -> float:
-    history = history_of(path)
-    if not history.finished:
-        raise RunError(f"{path} is not finished, so its mean r is not known; finish it first")
+    history = _finished(path, "its mean r is not known")
     rows = [row["gsnr"] for row in history.rows if row.get("gsnr")]
     factors = [(name, r) for row in rows for name, (r, *_) in row.items() if r is not None]
     if not factors:
@@ -98,21 +88,18 @@ class Replay(Schedule):
 
     in 50 parts of equal width: the harmonic mean of the batch sizes, which gives the mean number of
     steps.
-
-    Args:
-        runs: directories of finished runs over the same number of samples.
-    Raises:
-        RunError: a run is unfinished or cannot be read, or their numbers of samples differ.
     """
 
     def __init__(self, *runs: Path | str) -> None:
-        super().__init__(mean_schedule([_finished(Path(run)) for run in runs]))
+        super().__init__(
+            mean_schedule([_finished(Path(run), "it cannot be replayed") for run in runs])
+        )
 
 
-def _finished(path: Path) -> History:
+def _finished(path: Path, otherwise: str) -> History:
     history = history_of(path)
     if not history.finished:
-        raise RunError(f"{path} is not finished, so it cannot be replayed; finish it first")
+        raise RunError(f"{path} is not finished, so {otherwise}; finish it first")
     return history
 
 

@@ -7,26 +7,78 @@ A demonstration, of no paper.
 Source of the data: H. Xiao, K. Rasul and R. Vollgraf, Fashion-MNIST, arXiv 1708.07747.
 """
 
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-from bigbatch_recipes.datasets import idx_files
-from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.datasets.location import DatasetLocation
-from bigbatch_recipes.datasets.subset import scored_indices
-from bigbatch_recipes.image_classification import (
-    OfBytes,
-    accuracies,
-    class_loss,
-    examples,
-    held_out_accuracy,
-)
+from bigbatch.errors import RunError
+from bigbatch_recipes import image_classification
+from bigbatch_recipes.datasets.files import DatasetLocation, readable
+from bigbatch_recipes.datasets.in_memory import InMemoryDataset, scored_indices
 from bigbatch_recipes.models.resnet import resnet_of_three_stages
-from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep
+from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings, require_choice
 from bigbatch_recipes.vrgd_paper import CLIPS
+
+_BYTE_TYPE = 8  # in the header
+
+
+def read_images(folder: Path, origin: DatasetLocation) -> tuple[InMemoryDataset, InMemoryDataset]:
+    """Training and test set of a folder with MNIST's files: images (N, 1, H, W) and labels.
+
+    Args:
+        folder: a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, and the same of
+            t10k, with or without .gz.
+        origin: source of the files, for messages.
+    """
+    return _set(folder, origin, "train"), _set(folder, origin, "t10k")
+
+
+def _set(folder: Path, origin: DatasetLocation, split: str) -> InMemoryDataset:
+    images = read_idx(_file(folder, origin, f"{split}-images-idx3-ubyte"), dimensions=3)
+    labels = read_idx(_file(folder, origin, f"{split}-labels-idx1-ubyte"), dimensions=1)
+    if len(images) != len(labels):
+        raise RunError(
+            f"{folder} has {len(images)} images and {len(labels)} labels of {split}; take both "
+            "files from one place"
+        )
+    return InMemoryDataset(images[:, None], labels.long())
+
+
+def _file(folder: Path, origin: DatasetLocation, name: str) -> Path:
+    for file in (folder / f"{name}.gz", folder / name):
+        if file.exists():
+            return file
+    raise origin.missing_file(folder / f"{name}.gz")
+
+
+def read_idx(file: Path, dimensions: int) -> Tensor:
+    """The bytes of one file, in the shape of its header.
+
+    The header is two zeros, 8 for bytes, the number of dimensions, then each of them as four bytes,
+    big-endian.
+
+    Raises:
+        RunError: the file is no IDX file of bytes.
+    """
+    with readable(file):
+        raw = file.read_bytes()
+        content = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    start = 4 + 4 * dimensions
+    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
+    size = int(np.prod(shape))
+    if content[:4] != bytes((0, 0, _BYTE_TYPE, dimensions)) or len(content) != start + size:
+        raise RunError(
+            f"{file} is no IDX of bytes in {dimensions} dimensions (it begins with "
+            f"{content[:4].hex()}, and has {len(content):,} bytes); fetch it again"
+        )
+    values = np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    return torch.from_numpy(values.copy())
+
 
 _ORIGIN = DatasetLocation(
     name="Fashion-MNIST",
@@ -47,7 +99,7 @@ _MEAN, _STD = (0.2860,), (0.3530,)  # of the training images
 def _model(settings: Settings) -> nn.Module:
     name = str(settings.task["network"])
     require_choice("network", name, _NETWORKS)
-    return OfBytes(_NETWORKS[name](settings), _MEAN, _STD)
+    return image_classification.OfBytes(_NETWORKS[name](settings), _MEAN, _STD)
 
 
 def _resnet(settings: Settings) -> nn.Module:
@@ -56,7 +108,6 @@ def _resnet(settings: Settings) -> nn.Module:
 
 
 def _mlp(settings: Settings) -> nn.Module:
-    """Two hidden layers."""
     hidden = settings.count("hidden")
     return nn.Sequential(
         nn.Flatten(),
@@ -69,15 +120,18 @@ def _mlp(settings: Settings) -> nn.Module:
 
 
 def _data(settings: Settings) -> Data:
-    train, test = idx_files.read_images(Path(settings.data), _ORIGIN)
+    train, test = read_images(Path(settings.data), _ORIGIN)
     scored = scored_indices(len(train), settings.samples, len(test))
     gap = settings.task.get("gap")  # earlier runs lack it
     gap_images = InMemoryDataset(*train.__getitems__(scored)) if gap else None
-    return Data(train, accuracies(test, settings, gap_images), held_out_accuracy(settings))
+    return Data(
+        train,
+        image_classification.accuracies(test, settings, gap_images),
+        image_classification.held_out_accuracy(settings),
+    )
 
 
 def _sweep(targets: tuple[float, ...], sizes: tuple[int, ...]) -> Sweep:
-    """Batches held at targets, and fixed ones, over the same rates."""
     rates = (0.05, 0.1, 0.2)
     adaptive: Grid = {"policy": ("simigrad",), "target": targets, "lr": rates}
     return Sweep(
@@ -92,24 +146,12 @@ FASHION_MNIST = Recipe(
     summary="small ResNet or MLP on Fashion-MNIST: fixed and measured batches",
     paper="a demonstration, of no paper",
     paper_scale={
-        "epochs": (30, OURS),
-        "target": (0.3, OURS),
-        "min_batch": (32, OURS),
-        "max_batch": (4096, OURS),
-        "batch_size": (64, OURS),
-        "base_batch": (64, OURS),
-        "micro_batch": (256, OURS),
-        "virtual_ranks": (4, OURS),
-        "lr": (0.1, OURS),
-        "weight_decay": (5e-4, OURS),
+        **sourced(OURS, epochs=30, target=0.3, min_batch=32, max_batch=4096, batch_size=64),
+        **sourced(OURS, base_batch=64, micro_batch=256, virtual_ranks=4, lr=0.1),
+        **sourced(OURS, weight_decay=5e-4),
         **CLIPS,
-        "lr_schedule": ("warm-up 1 epoch; cosine", OURS),
-        "device": ("cuda", OURS),
-        "network": ("resnet", OURS),
-        "depth": (20, OURS),
-        "width": (16, OURS),
-        "hidden": (128, OURS),
-        "gap": (False, OURS),
+        **sourced(OURS, lr_schedule="warm-up 1 epoch; cosine", device="cuda", network="resnet"),
+        **sourced(OURS, depth=20, width=16, hidden=128, gap=False),
     },
     small={
         "samples": 20_000,
@@ -131,7 +173,7 @@ FASHION_MNIST = Recipe(
     sweep=_sweep((0.1, 0.3), (64, 1024)),
     paper_sweep=_sweep((0.1, 0.2, 0.3, 0.5), (64, 256, 1024, 4096)),
     model=_model,
-    loss=lambda _: class_loss(),
+    loss=lambda _: image_classification.class_loss(),
     data=_data,
-    example=examples(1, _SIZE),
+    example=image_classification.examples(1, _SIZE),
 )

@@ -6,6 +6,11 @@ same), RTE (does one follow from the other); `glue_task` says which.
 Source of the tasks: A. Wang et al., GLUE, 2018.
 """
 
+import csv
+import gzip
+import io
+import tarfile
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch_recipes.datasets.glue_tasks import ORIGIN, TASKS, Rows, read_task
+from bigbatch.errors import RunError
+from bigbatch_recipes.datasets.files import UTF_8, DatasetLocation, readable, text_of
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
 from bigbatch_recipes.models.bert import (
@@ -28,9 +34,87 @@ from bigbatch_recipes.models.bert import (
     load_tokenizer,
     vocabulary_file,
 )
-from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep
+from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings, require_choice
 from bigbatch_recipes.vrgd_paper import CLIPS
+
+_ARCHIVE = "glue.tar.gz"
+_PLAIN = {"0": 0, "1": 1}
+
+
+@dataclass(frozen=True)
+class Task:
+    """The layout of a task's file."""
+
+    columns: int  # number of columns
+    texts: tuple[int, ...]  # columns of the text, or of the two texts
+    label: int  # column of the class
+    classes: dict[str, int]  # number of each class, by its name in the file
+    has_header: bool = True  # whether the first line names the columns
+
+
+TASKS = {
+    "SST-2": Task(2, (0,), 1, _PLAIN),
+    "CoLA": Task(4, (3,), 1, _PLAIN, has_header=False),
+    "MRPC": Task(5, (3, 4), 0, _PLAIN),
+    "RTE": Task(4, (1, 2), 3, {"not_entailment": 0, "entailment": 1}),
+}
+
+ORIGIN = DatasetLocation(
+    "GLUE",
+    folders=("glue",),
+    files=(*(f"{name}/train.tsv" for name in TASKS), _ARCHIVE),
+    other_files=("dev.tsv in the same folder",),
+    source=f"TASK.zip from gluebenchmark.com, unpacked ({_ARCHIVE}: a folder glue of these)",
+    size=", ".join(TASKS),
+)
+
+Rows = list[tuple[tuple[str, ...], int]]
+
+
+def read_task(folder: Path, name: str, split: str) -> Rows:
+    """Texts and class of each row.
+
+    Args:
+        folder: a folder with a folder of each task, or with glue.tar.gz, whose glue/ has these.
+        name: a name of `TASKS`.
+        split: "train" or "dev".
+    """
+    require_choice("GLUE task", name, TASKS)
+    task, file = TASKS[name], f"{name}/{split}.tsv"
+    lines = csv.reader(
+        io.StringIO(_text(folder, file), newline=""), delimiter="\t", quoting=csv.QUOTE_NONE
+    )
+    if task.has_header:
+        next(lines, None)
+    return [
+        _row(row, task, f"{file} in {folder}, row {number}") for number, row in enumerate(lines)
+    ]
+
+
+def _text(folder: Path, file: str) -> str:
+    path, archive = folder / file, folder / _ARCHIVE
+    if path.exists():
+        return text_of(path)
+    if archive.exists():
+        with readable(archive):
+            unzipped = io.BytesIO(gzip.decompress(archive.read_bytes()))  # checks the checksum
+            with tarfile.open(fileobj=unzipped) as tar:
+                name = f"glue/{file}"
+                member = tar.extractfile(name) if name in tar.getnames() else None
+                if member is not None:
+                    return member.read().decode(UTF_8)
+    raise ORIGIN.missing_file(path)
+
+
+def _row(row: list[str], task: Task, position: str) -> tuple[tuple[str, ...], int]:
+    if len(row) != task.columns or row[task.label] not in task.classes:
+        raise RunError(
+            f"{position}, is {row!r}; need {task.columns} columns, the one at {task.label} of "
+            f"{', '.join(task.classes)}"
+        )
+    return tuple(row[column] for column in task.texts), task.classes[row[task.label]]
+
 
 _OFFICIAL = {  # scores, the first of which is the main one, and scikit-learn's metrics
     "SST-2": {"accuracy, %": "accuracy_score"},
@@ -65,7 +149,6 @@ def _data(settings: Settings) -> Data:
 def _scores(
     model: nn.Module, dev: InMemoryDataset, name: str, settings: Settings
 ) -> dict[str, float]:
-    """The task's official scores. Collective."""
     metrics: Any = import_module("sklearn.metrics")  # its import takes two seconds
     pairs = [
         torch.stack([classes, model(*rows).argmax(-1)], 1)
@@ -89,28 +172,15 @@ GLUE = Recipe(
     summary="one of four GLUE tasks, fine-tuned from a BERT of bert-pretrain: Adam against VR-Adam",
     paper="a check of ours, of neither paper",
     paper_scale={
-        "epochs": (3, OURS),
-        "policy": ("fixed", OURS),
-        "min_batch": (32, OURS),
-        "max_batch": (32, OURS),
-        "batch_size": (32, OURS),
-        "base_batch": (32, OURS),
+        **sourced(OURS, epochs=3, policy="fixed", min_batch=32, max_batch=32, batch_size=32),
+        **sourced(OURS, base_batch=32),
         "micro_batch": (4, OURS),  # eight groups, which variance reduction needs
-        "optimizer": ("adam", OURS),
-        "lr": (2e-5, OURS),
-        "lr_schedule": ("warm-up 0.3 epochs; polynomial 1", OURS),
-        "weight_decay": (0.01, OURS),
-        "decay_all": (False, OURS),
-        "clip": (1.0, OURS),
+        **sourced(OURS, optimizer="adam", lr=2e-5),
+        **sourced(OURS, lr_schedule="warm-up 0.3 epochs; polynomial 1", weight_decay=0.01),
+        **sourced(OURS, decay_all=False, clip=1.0),
         **CLIPS,
-        "device": ("cuda", OURS),
-        "precision": ("float16", OURS),
-        "size": ("large", OURS),
-        "vocabulary": (30_522, OURS),
-        "vocab": ("", OURS),
-        "dropout": (0.1, OURS),
-        "length": (128, OURS),
-        "glue_task": ("SST-2", OURS),
+        **sourced(OURS, device="cuda", precision="float16", size="large", vocabulary=30_522),
+        **sourced(OURS, vocab="", dropout=0.1, length=128, glue_task="SST-2"),
     },
     small={"epochs": 1, "samples": 8_000, "lr": 1e-3, **TINY, "length": 48},
     paper_samples=67_349,

@@ -107,13 +107,7 @@ def class_loss(
 def accuracies(
     test: Dataset[Any], settings: Settings, train: Dataset[Any] | None = None
 ) -> Callable[[nn.Module], dict[str, float]]:
-    """The scores of a model: test accuracy and loss; with training images also the gap.
-
-    Args:
-        test: images that are not trained on.
-        settings: settings of the training.
-        train: images that are trained on, without augmentation.
-    """
+    """The scores of a model: test accuracy and loss; with training images also the gap."""
 
     def scores(model: nn.Module) -> dict[str, float]:
         test_accuracy, test_loss = accuracy_and_loss(model, test, settings)

@@ -10,24 +10,12 @@ from pathlib import Path
 from torch import nn
 
 from bigbatch.errors import SettingError
-from bigbatch_recipes.datasets.image_files import (
-    FILES,
-    ImageFiles,
-    random_resized_crop,
-    resize_and_center_crop,
-    splits_of,
-)
-from bigbatch_recipes.datasets.location import DatasetLocation
-from bigbatch_recipes.datasets.subset import Subset, scored_indices
-from bigbatch_recipes.image_classification import (
-    ImageBatch,
-    OfBytes,
-    accuracies,
-    class_loss,
-    examples,
-)
+from bigbatch_recipes import image_classification
+from bigbatch_recipes.datasets import image_files
+from bigbatch_recipes.datasets.files import DatasetLocation
+from bigbatch_recipes.datasets.in_memory import Subset, scored_indices
 from bigbatch_recipes.models.resnet import resnet_of_bottlenecks
-from bigbatch_recipes.recipe import OURS, Arm, Data, Grid, Recipe, Result, Sweep
+from bigbatch_recipes.recipe import OURS, Arm, Data, Grid, Recipe, Result, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
 
@@ -47,31 +35,33 @@ _GRIDS: list[Grid] = [
 
 def _model(settings: Settings) -> nn.Module:
     depth, width, classes = (int(settings.task[name]) for name in ("depth", "width", "classes"))
-    return OfBytes(resnet_of_bottlenecks(depth, width, classes), _MEAN, _STD)
+    return image_classification.OfBytes(resnet_of_bottlenecks(depth, width, classes), _MEAN, _STD)
 
 
 def _data(settings: Settings) -> Data:
     size, resize, classes = (int(settings.task[name]) for name in ("size", "resize", "classes"))
     train_crop = partial(
-        random_resized_crop, size=size, min_area=float(settings.task["smallest_part"])
+        image_files.random_resized_crop, size=size, min_area=float(settings.task["smallest_part"])
     )
-    test_crop = partial(resize_and_center_crop, resize=resize, size=size)
-    train, val = splits_of(Path(settings.data), classes)
+    test_crop = partial(image_files.resize_and_center_crop, resize=resize, size=size)
+    train, val = image_files.splits_of(Path(settings.data), classes)
     scored = scored_indices(len(train.labels), settings.samples, len(val.labels))
-    scored_train = Subset(ImageFiles(train, test_crop), scored)
-    scores = accuracies(ImageFiles(val, test_crop), settings, scored_train)
+    scored_train = Subset(image_files.ImageFiles(train, test_crop), scored)
+    scores = image_classification.accuracies(
+        image_files.ImageFiles(val, test_crop), settings, scored_train
+    )
 
     def named_scores(model: nn.Module) -> dict[str, float]:
         return {f"{name} of {classes} classes": score for name, score in scores(model).items()}
 
-    return Data(ImageFiles(train, train_crop, settings.seed), named_scores)
+    return Data(image_files.ImageFiles(train, train_crop, settings.seed), named_scores)
 
 
-def _example(settings: Settings, samples: int) -> ImageBatch:
+def _example(settings: Settings, samples: int) -> image_classification.ImageBatch:
     size, resize = int(settings.task["size"]), int(settings.task["resize"])
     if not 0 < size <= resize:
         raise SettingError(f"size={size} must be above 0 and at most resize={resize}")
-    return examples(3, size)(settings, samples)
+    return image_classification.examples(3, size)(settings, samples)
 
 
 IMAGENET_RESNET50 = Recipe(
@@ -83,25 +73,16 @@ IMAGENET_RESNET50 = Recipe(
         "target": (0.1, _JABAS),
         "min_batch": (2048, _SIMIGRAD),
         "max_batch": (32768, _JABAS),
-        "batch_size": (2048, _SIMIGRAD),
-        "base_batch": (2048, _SIMIGRAD),
-        "micro_batch": (64, _SIMIGRAD),
+        **sourced(_SIMIGRAD, batch_size=2048, base_batch=2048, micro_batch=64),
         "virtual_ranks": (16, "SimiGrad's code: 2048 samples are 16 ranks with 128"),
-        "optimizer": ("momentum", _SIMIGRAD),
-        "lr": (2.048, _SIMIGRAD),
-        "momentum": (0.875, _SIMIGRAD),
-        "weight_decay": (2**-15, _SIMIGRAD),
-        "decay_all": (False, _SIMIGRAD),
+        **sourced(_SIMIGRAD, optimizer="momentum", lr=2.048, momentum=0.875),
+        **sourced(_SIMIGRAD, weight_decay=2**-15, decay_all=False),
         **CLIPS,
         "lr_scaling": ("sqrt", "both papers"),
-        "lr_schedule": ("warm-up 8 epochs; cosine", _SIMIGRAD),
-        "label_smoothing": (0.1, _SIMIGRAD),
-        "classes": (1000, _SIMIGRAD),
-        "size": (224, _SIMIGRAD),
-        "resize": (256, _SIMIGRAD),
+        **sourced(_SIMIGRAD, lr_schedule="warm-up 8 epochs; cosine", label_smoothing=0.1),
+        **sourced(_SIMIGRAD, classes=1000, size=224, resize=256),
         "smallest_part": (0.08, "Szegedy et al. 2014, as SimiGrad's code"),
-        "depth": (50, _SIMIGRAD),
-        "width": (64, _SIMIGRAD),
+        **sourced(_SIMIGRAD, depth=50, width=64),
         "device": ("cuda", OURS),
         "precision": ("bfloat16", OURS),  # SimiGrad's scripts: float32
         "workers": (12, OURS),
@@ -129,7 +110,7 @@ IMAGENET_RESNET50 = Recipe(
     origin=DatasetLocation(
         "ImageNet",
         folders=("imagenet", "imagenet-1k", "ILSVRC2012", "tiny-imagenet-20"),
-        files=FILES,
+        files=image_files.FILES,
         source="ILSVRC 2012 (image-net.org), as folders or tars of train and val images",
         size="1,281,167 and 50,000 images of 1,000 classes",
     ),
@@ -153,7 +134,7 @@ IMAGENET_RESNET50 = Recipe(
         tuned=("lr",),
     ),
     model=_model,
-    loss=lambda settings: class_loss(float(settings.task["label_smoothing"])),
+    loss=lambda settings: image_classification.class_loss(float(settings.task["label_smoothing"])),
     data=_data,
     example=_example,
 )

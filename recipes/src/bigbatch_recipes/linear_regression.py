@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.optim.functional import gsnr
-from bigbatch_recipes.output_directory import create_directory_atomically
+from bigbatch_recipes.run_directory import create_directory_atomically
 
 INPUTS = 10
 STEPS = 100
@@ -45,23 +45,14 @@ _ROUNDING = 1e-27  # the loss of weights that are exact up to float64's rounding
 
 @dataclass(frozen=True)
 class InputDistribution:
-    """Independent inputs x_i of one shape, each with its own mean and standard deviation.
+    """Independent inputs x_i of one shape, each with its own mean and standard deviation."""
 
-    Args:
-        name: its name in tables and figures.
-        uniform: whether draws are uniform; they are normal otherwise.
-        mean: mean of every input.
-        std: standard deviation of each input.
-        lrs: learning rates to compare at.
-        shown: the learning rate that the first figure draws.
-    """
-
-    name: str
-    uniform: bool
-    mean: float
-    std: tuple[float, ...]
-    lrs: tuple[float, ...]
-    shown: float
+    name: str  # its name in tables and figures
+    uniform: bool  # whether draws are uniform; they are normal otherwise
+    mean: float  # mean of every input
+    std: tuple[float, ...]  # standard deviation of each input
+    lrs: tuple[float, ...]  # learning rates to compare at
+    shown: float  # the learning rate that the first figure draws
 
     def draw(self, generator: torch.Generator, samples: int) -> Tensor:
         """Inputs of shape (samples, 10), float64."""
@@ -107,19 +98,12 @@ DISTRIBUTIONS = (
 
 @dataclass(frozen=True, order=True)
 class Arm:
-    """One way to train. SGD is gamma = 1, r_max = 1, where r = 1.
+    """One way to train. SGD is gamma = 1, r_max = 1, where r = 1."""
 
-    Args:
-        k: number of groups that the batch is split into; divides 2,048.
-        gamma: lower clip of r.
-        r_max: upper clip of r.
-        lr: learning rate.
-    """
-
-    k: int
-    gamma: float
-    r_max: float
-    lr: float
+    k: int  # number of groups that the batch is split into; divides 2,048
+    gamma: float  # lower clip of r
+    r_max: float  # upper clip of r
+    lr: float  # learning rate
 
     @property
     def rule(self) -> tuple[int, float, float]:
@@ -148,26 +132,15 @@ METHODS: dict[str, Callable[..., Arm]] = {"SGD": sgd, **CLIPS}
 
 @dataclass(frozen=True)
 class Trace:
-    """Losses, weights and factors of one arm.
+    """Losses, weights and factors of one arm."""
 
-    Args:
-        losses: (S, 101), on the fixed test inputs, before the first step and after each.
-        weights: (S, 101, 10), at the same moments.
-        r: (S, 100, 10), the factor of each step.
-    """
-
-    losses: Tensor
-    weights: Tensor
-    r: Tensor
+    losses: Tensor  # (S, 101), on the fixed test inputs, before the first step and after each
+    weights: Tensor  # (S, 101, 10), at the same moments
+    r: Tensor  # (S, 100, 10), the factor of each step
 
 
 class Draws:
-    """The batches of each seed, one after another; equal seeds give equal draws.
-
-    Args:
-        inputs: the input distribution.
-        seeds: number of seeds: 0 .. seeds - 1.
-    """
+    """The batches of each seed, one after another; equal seeds give equal draws."""
 
     def __init__(self, inputs: InputDistribution, seeds: int) -> None:
         self._inputs = inputs
@@ -227,14 +200,7 @@ def losses_of(weights: Tensor, test: Tensor) -> Tensor:
 def train(
     inputs: InputDistribution, arms: Iterable[Arm], seeds: int, steps: int = STEPS
 ) -> dict[Arm, Trace]:
-    """Trains every arm on the same batches.
-
-    Args:
-        inputs: the input distribution.
-        arms: the arms to compare.
-        seeds: runs of each arm.
-        steps: number of steps of each run.
-    """
+    """Trains every arm on the same batches."""
     draws = Draws(inputs, seeds)
     test = moments(draws.test, 1).squeeze(1)
     arm_groups = [list(group) for _, group in groupby(sorted(set(arms)), key=lambda arm: arm.rule)]
@@ -274,16 +240,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Findings:
-    """Measurements with one input distribution.
+    """Measurements with one input distribution."""
 
-    Args:
-        inputs: the input distribution.
-        traces: of every arm.
-        controls: traces of SGD at lr x mean(r), by the arm whose r it is.
-    """
-
-    inputs: InputDistribution
-    traces: dict[Arm, Trace]
+    inputs: InputDistribution  # the input distribution
+    traces: dict[Arm, Trace]  # of every arm
+    # traces of SGD at lr x mean(r), by the arm whose r it is
     controls: dict[Arm, Trace] = field(default_factory=dict)
 
     def final(self, arm: Arm) -> Spread:
@@ -332,13 +293,7 @@ def arms_along(parameter: str, clip: str, lr: float) -> dict[float, Arm]:
 
 
 def study(inputs: InputDistribution, seeds: int, steps: int = STEPS) -> Findings:
-    """Trains all arms of an input distribution, then SGD at each VR arm's lr x mean(r).
-
-    Args:
-        inputs: the input distribution.
-        seeds: runs of each arm.
-        steps: number of steps of each run.
-    """
+    """Trains all arms of an input distribution, then SGD at each VR arm's lr x mean(r)."""
     arms = {make(lr) for make in METHODS.values() for lr in (*inputs.lrs, *lr_grid(inputs))}
     for lr in inputs.lrs:
         for clip in CLIPS:
@@ -355,13 +310,8 @@ def study(inputs: InputDistribution, seeds: int, steps: int = STEPS) -> Findings
 def run(path: Path, seeds: int) -> str:
     """Trains all arms, and writes table.md, figure1.svg and figure3.svg to a new directory.
 
-    Args:
-        path: the directory; must not exist.
-        seeds: runs of each arm.
     Returns:
         The table.
-    Raises:
-        RunError: something is at `path` already.
     """
     torch.set_num_threads(1)  # tensors this small gain nothing from more
     with create_directory_atomically(path) as folder:

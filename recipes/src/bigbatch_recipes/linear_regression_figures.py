@@ -63,7 +63,6 @@ def _losses(method: str, trace: Trace) -> Series:
 
 
 def _weights(trace: Trace) -> Iterator[Series]:
-    """A line for each weight; two that are as far from the middle have one style."""
     for number, weights in enumerate(trace.weights.median(0).values.T.tolist(), start=1):
         pair = min(number, INPUTS + 1 - number)
         yield Series(f"w{pair}, w{INPUTS + 1 - pair}", range(len(weights)), weights)

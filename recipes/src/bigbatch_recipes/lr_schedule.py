@@ -43,8 +43,6 @@ class LRSchedule:
         every       factor^(samples / amount)
         warm-up     (samples / amount)^power    power 1 by default
 
-    Args:
-        text: a schedule in this grammar.
     Raises:
         SettingError: the text is invalid.
     Example:
@@ -124,6 +122,5 @@ class LRSchedule:
 
 
 def _amount(match: re.Match[str]) -> Amount | None:
-    """The amount of a form, if it has one."""
     groups = match.groupdict()
     return Amount.from_match(groups) if groups.get("unit") else None

@@ -41,17 +41,11 @@ Trainings = Mapping[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """What became of a run."""
 
-    Args:
-        name: name of the run.
-        result: its scores and seconds as text; "" where it did not finish.
-        error: why it failed; "" where it did not.
-    """
-
-    name: str
-    result: str = ""
-    error: str = ""
+    name: str  # name of the run
+    result: str = ""  # its scores and seconds as text; "" where it did not finish
+    error: str = ""  # why it failed; "" where it did not
 
 
 def train_sweep(
@@ -198,7 +192,6 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def _result_text(path: Path) -> str:
-    """The last scores of a finished run, and how long it trained."""
     history = history_of(path)
     scores = history.scored_rows[-1]["metrics"].items()
     texts = [f"{name} {'nan' if score is None else f'{score:.4g}'}" for name, score in scores]

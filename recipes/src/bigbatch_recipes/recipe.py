@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from bigbatch_recipes.datasets.location import DatasetLocation
+from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.settings import Settings, Value, require_choice
 
 Batch = Any
@@ -23,105 +23,84 @@ SEEDS = 3  # of a study at the small scale
 _CPU: Changes = {"device": "cpu", "precision": "float32", "workers": 0}  # at the small scale
 
 
+def sourced(source: str, **values: Value) -> Rows:
+    """Rows of settings that have one source."""
+    return {name: (value, source) for name, value in values.items()}
+
+
 @dataclass(frozen=True)
 class Data:
-    """Training data and evaluation.
+    """Training data and evaluation."""
 
-    Args:
-        train: map-style data set, whose `__getitems__` returns a whole batch.
-        scores: evaluates the model; returns scores by name, each in the unit of its name, the main
-            one first. Draws no random numbers. Collective: all ranks call it and get the same.
-        scores_on: makes `scores` of other samples of the same form, a subset of `train`; None where
-            training samples cannot be scored, as when they are augmented.
-        run_files: texts that the run directory stores by file name, for a run that begins from it.
-    """
-
-    train: Dataset[Any]
+    train: Dataset[Any]  # map-style data set, whose `__getitems__` returns a whole batch
+    # evaluates the model; returns scores by name, each in the unit of its name, the main one first.
+    # Draws no random numbers. Collective: all ranks call it and get the same
     scores: Callable[[nn.Module], dict[str, float]]
+    # makes `scores` of other samples of the same form, a subset of `train`; None where training
+    # samples cannot be scored, as when they are augmented
     scores_on: Callable[[Dataset[Any]], Callable[[nn.Module], dict[str, float]]] | None = None
+    # texts that the run directory stores by file name, for a run that begins from it
     run_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Grids of settings, and the settings to tune.
+    """Grids of settings, and the settings to tune."""
 
-    Args:
-        grids: each a product of values by setting; points whose min_batch exceeds their max_batch
-            are dropped.
-        tuned: settings of which each point shows only the best.
-    """
-
+    # each a product of values by setting; points whose min_batch exceeds their max_batch are
+    # dropped
     grids: tuple[Grid, ...]
-    tuned: tuple[str, ...] = ()
+    tuned: tuple[str, ...] = ()  # settings of which each point shows only the best
 
 
 @dataclass(frozen=True)
 class Result:
-    """A table or a figure of a paper, at its scale.
+    """A table or a figure of a paper, at its scale."""
 
-    Args:
-        settings: settings that differ from the recipe's, each with its source.
-        arms: the arms that it compares; () for all of the recipe's.
-    """
-
+    # settings that differ from the recipe's, each with its source
     settings: Rows = field(default_factory=dict)
-    arms: tuple[str, ...] = ()
+    arms: tuple[str, ...] = ()  # the arms that it compares; () for all of the recipe's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One experiment.
+    """One experiment."""
 
-    Args:
-        name: name on the command line.
-        summary: description in one line.
-        paper: the paper that has the experiment.
-        paper_scale: every setting of the paper with its source, `OURS` where no paper has it;
-            names that are no field of `Settings` are settings of this recipe alone.
-        small: settings that differ at the small scale, which takes minutes on two cores; device,
-            precision and workers are those of a CPU unless it names them.
-        paper_samples: samples of an epoch of the paper's training, for a dry run.
-        paper_ranks: ranks of that training.
-        minutes: duration of one training at the small scale on two cores.
-        origin: location of the data.
-        arms: changes of the settings for each arm of its study; a value has its source unless that
-            is `OURS`; `init_from` and `lr_control_from` name an earlier arm.
-        paper_arms: the arms at the paper's scale if they differ; those of `arms`, or more.
-        paper_seeds: trainings of each arm in the paper, with the source.
-        results: tables and figures of the paper, by name.
-        sweep, paper_sweep: the sweep of `bigbatch sweep` at each scale.
-        higher_is_better: whether the main score is better when higher.
-        model: builds the network; draws from torch's global generator.
-        loss: builds the mean loss over a micro-batch; it may augment in training mode.
-        data: reads the data of `settings.data`, or data that need no folder.
-        example: makes a batch of so many samples on the meta device.
-        without_vr: names the parameters that a VR optimizer steps as its base does.
-        saved_as: file in the run directory, by the setting that names the original file; a resumed
-            run reads it.
-    """
-
-    name: str
-    summary: str
-    paper: str
+    name: str  # name on the command line
+    summary: str  # description in one line
+    paper: str  # the paper that has the experiment
+    # every setting of the paper with its source, `OURS` where no paper has it; names that are no
+    # field of `Settings` are settings of this recipe alone
     paper_scale: Rows
+    # settings that differ at the small scale, which takes minutes on two cores; device, precision
+    # and workers are those of a CPU unless it names them
     small: Changes
-    paper_samples: int
-    paper_ranks: int = 1
-    minutes: float
-    origin: DatasetLocation
+    paper_samples: int  # samples of an epoch of the paper's training, for a dry run
+    paper_ranks: int = 1  # ranks of that training
+    minutes: float  # duration of one training at the small scale on two cores
+    origin: DatasetLocation  # location of the data
+    # changes of the settings for each arm of its study; a value has its source unless that is
+    # `OURS`; `init_from` and `lr_control_from` name an earlier arm
     arms: Arms
+    # the arms at the paper's scale if they differ; those of `arms`, or more
     paper_arms: Arms = field(default_factory=dict)
+    # trainings of each arm in the paper, with the source
     paper_seeds: tuple[int, str] = (SEEDS, OURS)
+    # tables and figures of the paper, by name
     results: Mapping[str, Result] = field(default_factory=dict)
-    sweep: Sweep = Sweep(())
+    sweep: Sweep = Sweep(())  # sweep, paper_sweep: the sweep of `bigbatch sweep` at each scale
     paper_sweep: Sweep = Sweep(())
-    higher_is_better: bool = True
+    higher_is_better: bool = True  # whether the main score is better when higher
+    # builds the network; draws from torch's global generator
     model: Callable[[Settings], nn.Module]
+    # builds the mean loss over a micro-batch; it may augment in training mode
     loss: Callable[[Settings], LossOf]
+    # reads the data of `settings.data`, or data that need no folder
     data: Callable[[Settings], Data]
-    example: Callable[[Settings, int], Batch]
+    example: Callable[[Settings, int], Batch]  # makes a batch of so many samples on the meta device
+    # names the parameters that a VR optimizer steps as its base does
     without_vr: Callable[[Settings, nn.Module], frozenset[str]] = lambda _, __: frozenset()
+    # file in the run directory, by the setting that names the original file; a resumed run reads it
     saved_as: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -138,21 +117,13 @@ class Recipe:
         return paper if paper_scale else paper.with_changes(self.small_scale)
 
     def arm(self, name: str, settings: Settings, *, paper_scale: bool = False) -> Settings:
-        """The settings of one arm of the study, at the scale of `settings`.
-
-        Raises:
-            SettingError: the arm is unknown.
-        """
+        """The settings of one arm of the study, at the scale of `settings`."""
         arms = self.arms_at(paper_scale=paper_scale)
         require_choice("arm", name, arms)
         return settings.with_changes({**arms[name], "arm": name})
 
     def for_result(self, result: str) -> "Recipe":
-        """The recipe with the settings and arms of one table or figure, also in its sweep.
-
-        Raises:
-            SettingError: the result is unknown.
-        """
+        """The recipe with the settings and arms of one table or figure, also in its sweep."""
         require_choice("result", result, self.results)
         one, arms = self.results[result], self.paper_arms or self.arms
         if not one.arms:

@@ -22,16 +22,11 @@ from bigbatch_recipes.squad import SQUAD
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment that does not train one model, and has no settings, arms or checkpoints.
+    """An experiment that does not train one model, and has no settings, arms or checkpoints."""
 
-    Args:
-        name: name on the command line.
-        summary: description in one line.
-        run: runs it; takes the directory to create and the number of seeds; returns its table.
-    """
-
-    name: str
-    summary: str
+    name: str  # name on the command line
+    summary: str  # description in one line
+    # runs it; takes the directory to create and the number of seeds; returns its table
     run: Callable[[Path, int], str]
 
 

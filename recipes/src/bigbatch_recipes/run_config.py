@@ -33,11 +33,6 @@ def study_yaml(settings: dict[str, Any]) -> bytes:
 
 
 def _read_study(path: Path) -> dict[str, Any]:
-    """The content of study.yaml.
-
-    Raises:
-        RunError: the file is unreadable, of another kind, or of another schema.
-    """
     try:
         document = yaml.safe_load(path.read_text())
         kind, schema = document["kind"], document["schema"]

@@ -3,34 +3,102 @@
     settings.json    the settings, and the versions that ran
     metrics.jsonl    the log, which `bigbatch.RunLog` writes
     checkpoint.pt    the latest checkpoint, with its digest
-    deepspeed/       DeepSpeed's part of the checkpoint, with engine=deepspeed
     events/          the metrics for TensorBoard
     report.html      the report
     launch.txt       the launch of torchrun that began it
     log.txt          standard error of a training that a sweep started
     vocab.txt        the vocabulary of a language model, for runs that begin with its weights
 
-A folder of runs is a study; it has a study.yaml instead.
+A folder of runs is a study; it has a study.yaml instead. Both are created atomically.
 """
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from bigbatch.digest import file_digest, load_state, require_digests, save_state
 from bigbatch.errors import RunError, StateError
 from bigbatch.log.atomic_files import open_atomically, write_atomically
 from bigbatch.log.history import read_settings
 from bigbatch.log.run_log import RunLog, settings_json
-from bigbatch_recipes.output_directory import LAUNCH, create_directory_atomically
+
+LAUNCH = "launch.txt"  # the launch of torchrun that began a run or a study
+
+_BEGUN = ("settings.json", "study.yaml")  # of a run, of a study
+
+
+@contextmanager
+def create_directory_atomically(path: Path) -> Iterator[Path]:
+    """A directory to fill, which is moved to `path` at the end; after an error nothing is there.
+
+    Raises:
+        RunError: there is something at `path` already.
+    """
+    require_free(path)
+    directory = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
+    directory.mkdir(parents=True)
+    try:
+        yield directory
+        try:
+            directory.rename(path)
+        except OSError:
+            require_free(path)
+            raise
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def reserve(folder: Path, name: str, launch: str | None = None) -> Path:
+    """The first of name-1, name-2, ... in `folder` that is free, or that this launch began.
+
+    A free one is created as an empty directory, so that no other command takes it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        path = folder / f"{name}-{number}"
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
+        if launch is not None and launch_of(path) == launch:
+            return path
+        number += 1
+
+
+def release(path: Path) -> None:
+    """Removes a reserved directory that is still empty, and its folder if that is empty too."""
+    with suppress(OSError):  # not empty
+        path.rmdir()
+        path.parent.rmdir()
+
+
+def launch_of(path: Path) -> str | None:
+    """The launch of torchrun that began the run or study at `path`; None where none is written."""
+    with suppress(OSError, UnicodeDecodeError):
+        return (path / LAUNCH).read_text()
+    return None
+
+
+def has_begun(path: Path) -> bool:
+    """Whether a run or a study is at `path`, which can be resumed."""
+    return any((path / name).exists() for name in _BEGUN)
+
+
+def require_free(path: Path) -> None:
+    """Raises RunError where there is anything at `path` other than an empty directory."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise RunError(
+            f"{path} is already in use; nothing was overwritten: choose another place"
+            + f", or continue with --resume {path}" * has_begun(path)
+        )
 
 
 class RunDirectory:
     """The files of one training.
 
-    Args:
-        path: the directory.
-        settings: the settings of the training.
     Attributes:
         name: name of the directory.
         log: writes the rows; the first one locks the directory.
@@ -49,11 +117,7 @@ class RunDirectory:
     def create(
         cls, path: Path, settings: dict[str, Any], launch: str | None = None
     ) -> "RunDirectory":
-        """Creates a run directory atomically, with the launch of torchrun that begins it.
-
-        Raises:
-            RunError: there is something at `path` already.
-        """
+        """Creates a run directory atomically, with the launch of torchrun that begins it."""
         run = cls(path, settings)
         with create_directory_atomically(path) as directory:
             write_atomically(directory / "settings.json", settings_json(run.log.settings))
@@ -63,11 +127,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """Opens an existing run directory.
-
-        Raises:
-            RunError: there is none, or bigbatch did not write it.
-        """
+        """Opens an existing run directory."""
         return cls(path, read_settings(path))
 
     def save_texts(self, texts: Mapping[str, str]) -> None:
@@ -77,26 +137,21 @@ class RunDirectory:
             self._text_digests[name] = file_digest(self.path / name)
 
     def save_checkpoint(self, state: dict[str, Any]) -> bool:
-        """Replaces the checkpoint, which also has the position of the log.
-
-        Returns:
-            Whether the log and the checkpoint were written.
-        """
+        """Replaces the checkpoint, which also has the position of the log; False if it cannot."""
         if not self.log.flush():
-            self.warn_checkpoint_not_written(self.log.write_errors["metrics"])
+            self._warn_not_written(self.log.write_errors["metrics"])
             return False
         content = {"log": self.log.state_dict(), "kept": self._text_digests, "state": state}
         try:
             with open_atomically(self.path / "checkpoint.pt") as file:
                 save_state(content, file)
         except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
-            self.warn_checkpoint_not_written(error)
+            self._warn_not_written(error)
             return False
         self.log.write_errors.pop("checkpoint", None)
         return True
 
-    def warn_checkpoint_not_written(self, error: Exception) -> None:
-        """Warns once that the checkpoint could not be written."""
+    def _warn_not_written(self, error: Exception) -> None:
         self.log.warn_not_written("checkpoint", "the checkpoint could not be written", error)
 
     def require_all_written(self) -> None:
@@ -116,11 +171,7 @@ class RunDirectory:
         )
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The latest checkpoint, None before the first; the log continues after its step.
-
-        Raises:
-            RunError: the directory is in use by another process, or a file is damaged.
-        """
+        """The latest checkpoint, None before the first; the log continues after its step."""
         position, state = self._read_checkpoint() or ({"step": 0, "samples": 0}, None)
         self.log.load_state_dict(position)
         self.log.open()

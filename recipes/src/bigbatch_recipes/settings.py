@@ -115,8 +115,6 @@ class Settings:
         transport: whether the betas and the weight decay of adam keep their half-lives in samples.
         device: device to train on; each rank takes its own GPU.
         precision: precision of the forward pass, by autocast.
-        engine: engine that trains on several ranks.
-        zero_stage: stage of DeepSpeed's ZeRO: 0, 1 or 2.
         threads: CPU threads of torch.
         workers: processes that load data; 0 for none.
         evaluate_every: time between evaluations, in steps, samples or epochs.
@@ -182,10 +180,8 @@ class Settings:
     lr_scaling: Literal["sqrt", "linear", "adascale", "none"] = "sqrt"
     lr_control_from: str = ""
     transport: bool = False
-    device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"section": "Device and engine"})
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata={"section": "Device"})
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    engine: Literal["ddp", "deepspeed"] = "ddp"
-    zero_stage: Whole = 0
     threads: Count = 1
     workers: Whole = 0
     evaluate_every: Period = field(
@@ -196,16 +192,6 @@ class Settings:
     task: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.zero_stage not in ((0, 1, 2) if self.engine == "deepspeed" else (0,)):
-            raise SettingError(
-                f"zero_stage={self.zero_stage} with engine={self.engine}; DeepSpeed's 0, 1 and 2 "
-                "are known (at 3 no rank has the weights that scores are of), others have 0"
-            )
-        for name, reason in _NOT_ON_DEEPSPEED.items() if self.engine == "deepspeed" else ():
-            if value := getattr(self, name):
-                raise SettingError(
-                    f"{name}={value} with engine=deepspeed, {reason}; leave {name} out, or engine"
-                )
         name, colon, _ = self.policy.partition(":")
         if colon and name in POLICIES:
             raise SettingError(
@@ -259,9 +245,6 @@ class Settings:
         """Parses the value of a setting that all recipes have.
 
         Paths of runs and of a file with a policy are relative to the working directory.
-
-        Raises:
-            SettingError: the value has another type.
         """
         is_path = name in (*PREREQUISITES, "replay_from")
         if is_path or (name == "policy" and text.partition(":")[0].endswith(".py")):
@@ -275,11 +258,7 @@ class Settings:
         return {name: run for name in PREREQUISITES if (run := getattr(self, name))}
 
     def count(self, name: str) -> int:
-        """A setting of `task` that must be an integer of at least 1.
-
-        Raises:
-            SettingError: it is less.
-        """
+        """A setting of `task` that must be an integer of at least 1."""
         check_setting(name, self.task[name], Count)
         return int(self.task[name])
 
@@ -309,7 +288,6 @@ class Settings:
 
 
 def _sections() -> Iterator[tuple[str, str]]:
-    """Each setting with the section of the command's help that it stands in."""
     section = ""
     for one in fields(Settings):
         section = one.metadata.get("section", section)
@@ -324,13 +302,6 @@ CONTROLLER_SETTINGS = (
     "confidence",
     "warmup",
 )
-_NOT_ON_DEEPSPEED = {  # settings that the engine lacks, and why
-    "fixed_micro_batch": "whose micro-batches shrink and grow with the batch",
-    "groups": "which compares micro-batches",
-    "transport": "whose optimizers were not tried with it",
-    "half_batch_cosine": "whose meter lacks it",
-    "per_layer": "whose meter lacks it",
-}
 _OF_ARGUMENTS = {  # settings of arguments with other names
     "text": "batch_schedule",
     "schedule": "batch_schedule",
@@ -358,7 +329,6 @@ def policy_name(policy: str) -> str:
 
 
 def _type_of(value: Value) -> Any:
-    """The type of a setting of `task`, from its present value."""
     return Number if isinstance(value, float) else type(value)
 
 

@@ -8,18 +8,26 @@ Source of the task: P. Rajpurkar et al., SQuAD, 2016.
 
 from pathlib import Path
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch_recipes.datasets.squad_features import SquadFeatures, windows_of
+from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.squad_questions import (
     ORIGIN,
     Question,
+    SquadFeatures,
+    best_spans,
     dev_file,
+    exact_match,
+    f1,
     read_questions,
     train_file,
+    windows_of,
 )
+from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
 from bigbatch_recipes.models.bert import (
     FINE_TUNING_ARMS,
     SAVED_AS,
@@ -29,10 +37,52 @@ from bigbatch_recipes.models.bert import (
     load_tokenizer,
     vocabulary_file,
 )
-from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep
+from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
-from bigbatch_recipes.squad_metrics import scores_of
 from bigbatch_recipes.vrgd_paper import BY_MEDIAN, CLIPS, MEDIAN
+
+
+def scores_of(
+    model: nn.Module,
+    windows: SquadFeatures,
+    questions: list[Question],
+    settings: Settings,
+    suffix: str,
+) -> dict[str, float]:
+    """Scores of the likeliest span in all windows of each question. Collective."""
+    row_numbers = torch.arange(len(windows.question))
+    in_window = torch.from_numpy(windows.offsets[:, :, 0] >= 0)
+    may_begin = torch.from_numpy(windows.may_begin)
+    dataset = InMemoryDataset(row_numbers, may_begin, in_window, *windows.rows.tensors[:3])
+    rank_spans = []
+    for number, may_begin, in_window, *rows in local_batches(dataset, settings):
+        first, last = model(*rows)
+        best = best_spans(first, last, may_begin, in_window)
+        rank_spans.append(torch.cat([number[:, None], best], 1))
+    spans = all_gather_rows(torch.cat(rank_spans)).double().numpy()
+    answers = _answers(spans, windows, questions)
+    golden = [question.answers for question in questions]
+    return {
+        f"F1, % {suffix}": 100 * float(numpy.mean(list(map(f1, answers, golden)))),
+        f"exact match, % {suffix}": 100
+        * float(numpy.mean(list(map(exact_match, answers, golden)))),
+    }
+
+
+def _answers(
+    spans: NDArray[numpy.float64], windows: SquadFeatures, questions: list[Question]
+) -> list[str]:
+    """The text of each question's likeliest span; spans are (row, logit, first, last)."""
+    best: dict[int, tuple[float, str]] = {}
+    for row, logit, *ends in spans.tolist():
+        first, last = map(int, ends)
+        number = int(windows.question[int(row)])
+        if number not in best or logit > best[number][0]:
+            offsets = windows.offsets[int(row)]
+            text = questions[number].context[offsets[first, 0] : offsets[last, 1]] if last else ""
+            best[number] = (logit, text)
+    return [best[number][1] for number in range(len(questions))]
+
 
 SIMIGRAD = "SimiGrad's code, SQuAD"
 
@@ -77,27 +127,18 @@ SQUAD = Recipe(
     summary="SQuAD 1.1 answered by a BERT of bert-pretrain: Adam against VR-Adam",
     paper="SimiGrad and VRGD",
     paper_scale={
-        "epochs": (2, SIMIGRAD),
-        "policy": ("fixed", SIMIGRAD),
-        "min_batch": (24, SIMIGRAD),
-        "max_batch": (24, SIMIGRAD),
-        "batch_size": (24, SIMIGRAD),
-        "base_batch": (24, SIMIGRAD),
+        **sourced(SIMIGRAD, epochs=2, policy="fixed", min_batch=24, max_batch=24),
+        **sourced(SIMIGRAD, batch_size=24, base_batch=24),
         "micro_batch": (3, OURS),  # eight groups, which variance reduction needs
-        "optimizer": ("adam", SIMIGRAD),
-        "lr": (3e-5, SIMIGRAD),
+        **sourced(SIMIGRAD, optimizer="adam", lr=3e-5),
         "lr_schedule": ("warm-up 0.2 epochs; polynomial 1", OURS),
         "clip": (1.0, SIMIGRAD),
         **CLIPS,
         **BY_MEDIAN,
         "device": ("cuda", OURS),
-        "precision": ("float16", SIMIGRAD),
-        "size": ("large", SIMIGRAD),
-        "vocabulary": (30_522, OURS),
-        "vocab": ("", OURS),
-        "dropout": (0.1, OURS),
-        "length": (384, SIMIGRAD),
-        "stride": (128, SIMIGRAD),
+        **sourced(SIMIGRAD, precision="float16", size="large"),
+        **sourced(OURS, vocabulary=30_522, vocab="", dropout=0.1),
+        **sourced(SIMIGRAD, length=384, stride=128),
         "judged": (0, OURS),
     },
     small={

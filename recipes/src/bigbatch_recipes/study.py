@@ -14,11 +14,10 @@ from bigbatch.log.html_report import write_report
 from bigbatch.log.paired_differences import differences_of
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.output_directory import LAUNCH, create_directory_atomically
 from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.run_config import read_trainings, study_yaml, trainings_as_dict
-from bigbatch_recipes.run_directory import RunDirectory
+from bigbatch_recipes.run_directory import LAUNCH, RunDirectory, create_directory_atomically
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.sweep_page import write_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
@@ -35,19 +34,7 @@ def start_study(
     *,
     paper_scale: bool = False,
 ) -> None:
-    """Writes the trainings of a study to `path`, and the launch of torchrun that began it.
-
-    Args:
-        recipe: the recipe whose arms to train.
-        path: the directory to create.
-        settings: the settings that the arms change; of the paper's scale if `paper_scale`.
-        seeds: number of seeds, from 0.
-        launch: id of torchrun's launch.
-        paper_scale: whether the arms are those of the paper's scale.
-    Raises:
-        RunError: something is at `path` already.
-        SettingError: an arm cannot be trained with these settings.
-    """
+    """Writes the trainings of a study to `path`, and the launch of torchrun that began it."""
     arms = recipe.arms_at(paper_scale=paper_scale)
 
     def settings_of(arm: str, seed: int) -> Settings:
@@ -72,16 +59,7 @@ def write_study(
     launch: str | None = None,
     sweep: dict[str, Any] | None = None,
 ) -> None:
-    """Writes the trainings of a study by the names of their directories.
-
-    Args:
-        path: the directory to create.
-        trainings: settings by name.
-        launch: id of torchrun's launch.
-        sweep: the sweep's description, which `read_sweep` of runs/run_config.py reads.
-    Raises:
-        RunError: something is at `path` already, or a run that a training needs is missing.
-    """
+    """Writes the trainings of a study by the names of their directories."""
     for settings in trainings.values():
         for run in settings.required_runs.values():
             if run not in trainings:
@@ -96,11 +74,7 @@ def write_study(
 
 
 def train_study(path: Path, view: LiveView) -> None:
-    """Trains the unfinished runs, then shows the table and writes the report.
-
-    Raises:
-        RunError: `path` holds no study, or another process trains in it.
-    """
+    """Trains the unfinished runs, then shows the table and writes the report."""
     trainings = run_on_rank_zero(lambda: read_trainings(path))
     for number, (name, settings) in enumerate(trainings.items(), start=1):
         train_directory(path / name, settings, view, f"{number}/{len(trainings)} {name}")
@@ -109,11 +83,7 @@ def train_study(path: Path, view: LiveView) -> None:
 
 
 def report_study(path: Path, view: LiveView) -> None:
-    """Writes and shows the results of the study at `path`; of a sweep a figure and tables too.
-
-    Raises:
-        RunError: nothing is logged yet, or a file is damaged or cannot be written.
-    """
+    """Writes and shows the results of the study at `path`; of a sweep a figure and tables too."""
     sweep, report = read_sweep_results(path), path / "report.html"
     if sweep is None:
         write_report([history_of(run) for run in find_runs(path)], report, path.name)
@@ -130,7 +100,6 @@ def report_study(path: Path, view: LiveView) -> None:
 
 
 def _show_runs(path: Path, view: LiveView) -> None:
-    """Shows the table of the run or the runs at `path`, and the path of the report."""
     histories = [history_of(run) for run in find_runs(path)]
     view.table(table_of(histories), f"{path.name}: {seeds_of(histories)}")
     view.differences(differences_of(histories))
@@ -159,11 +128,7 @@ def create_run(path: Path, settings: dict[str, Any], launch: str | None = None) 
 
 
 def resume(path: Path, view: LiveView) -> None:
-    """Resumes the run or the study at `path`.
-
-    Raises:
-        RunError: neither is there.
-    """
+    """Resumes the run or the study at `path`."""
     if run_on_rank_zero((path / "study.yaml").exists):
         train_study(path, view)
         return

@@ -20,17 +20,11 @@ _MAX_LENGTH = 40  # of a value in a file name, which may have 255 bytes
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of a sweep's values.
+    """One combination of a sweep's values."""
 
-    Args:
-        name: the values as a file name.
-        values: values of the settings that vary.
-        settings: settings of its training with seed 0.
-    """
-
-    name: str
-    values: Mapping[str, Value]
-    settings: Settings
+    name: str  # the values as a file name
+    values: Mapping[str, Value]  # values of the settings that vary
+    settings: Settings  # settings of its training with seed 0
 
 
 def sweep_of(
@@ -110,9 +104,6 @@ def trainings_of(
     path of a run that it needs from elsewhere, `{seed}` is replaced with its own seed. Of
     trainings whose settings hold samples out to tune on, those with seeds that are shown hold none
     out.
-
-    Raises:
-        SettingError: the other arm is not in the sweep.
     """
     own: dict[int, dict[str, Value]] = {seed: {} for seed in tuning_seeds(tune_seeds)}
     own |= {seed: {"held_out": 0} if tune_seeds else {} for seed in range(seeds)}
@@ -219,7 +210,6 @@ def _file_name(key: str, value: Value) -> str:
 def _required_runs(
     recipe: Recipe, point: Point, points: Sequence[Point], seed: int
 ) -> dict[str, str]:
-    """The directories of the runs that a point needs, by the settings that name them."""
     return {
         name: f"{_point_of_arm(run, point, points).name}-seed{seed}"
         if run in recipe.arm_names

@@ -7,19 +7,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from bigbatch.log import html_report
 from bigbatch.log.chart import Panel, Series
 from bigbatch.log.chart_svg import svg, swatch
 from bigbatch.log.history import History, history_of
-from bigbatch.log.html_report import (
-    curve_sections,
-    difference_section,
-    note,
-    summary_list,
-    table_section,
-    table_sections,
-    write_page,
-    write_text,
-)
 from bigbatch.log.report_summary import ArmSummary, summaries_of
 from bigbatch.log.row_schema import finite
 from bigbatch.log.series_style import NEUTRAL, style_of
@@ -34,16 +25,12 @@ _STYLE = (
 
 
 def write_sweep(sweep: SweepResults, folder: Path) -> None:
-    """Writes sweep.svg, sweep.csv with one row per run, and report.html.
-
-    Raises:
-        RunError: a file cannot be written.
-    """
+    """Writes sweep.svg, sweep.csv with one row per run, and report.html."""
     figure = svg([sweep_panel(sweep, _SIZES["wide"])], key=True, standalone=True)
-    write_text(folder / "sweep.svg", figure)
-    write_text(folder / "sweep.csv", as_csv(sweep))
+    html_report.write_text(folder / "sweep.svg", figure)
+    html_report.write_text(folder / "sweep.csv", as_csv(sweep))
     histories = [history_of(run.path) for run in sweep.drawn]
-    write_page(folder / "report.html", sweep.name, _sections(sweep, histories), _STYLE)
+    html_report.write_page(folder / "report.html", sweep.name, _sections(sweep, histories), _STYLE)
 
 
 def as_csv(sweep: SweepResults) -> str:
@@ -132,7 +119,6 @@ def _group(name: str, points: list[SweepPoint], sweep: SweepResults, number: int
 
 
 def _group_name(point: SweepPoint, sweep: SweepResults) -> str:
-    """The values that are text or true/false, which give the colour."""
     texts = [
         f"{key} {value_text(value)}"
         for key, value in point.values.items()
@@ -142,7 +128,6 @@ def _group_name(point: SweepPoint, sweep: SweepResults) -> str:
 
 
 def _numeric_values(point: SweepPoint, sweep: SweepResults) -> dict[str, Any]:
-    """The values that are numbers, which vary within a colour."""
     return {
         key: value
         for key, value in point.values.items()
@@ -151,11 +136,10 @@ def _numeric_values(point: SweepPoint, sweep: SweepResults) -> dict[str, Any]:
 
 
 def _sections(sweep: SweepResults, histories: list[History]) -> Iterator[str]:
-    """The parts of the page: the front, the table of points, then all runs with their curves."""
-    yield from summary_list([ArmSummary(sweep.name, sweep_summary(sweep))], 1)
-    yield from summary_list(summaries_of(histories), 0)
+    yield from html_report.summary_list([ArmSummary(sweep.name, sweep_summary(sweep))], 1)
+    yield from html_report.summary_list(summaries_of(histories), 0)
     edges = (f" {place}: the best value is at the edge of the grid." for place in sweep.at_edges)
-    yield note(f"{sweep.title}.{''.join(edges)}")
+    yield html_report.note(f"{sweep.title}.{''.join(edges)}")
     charts = {kind: sweep_panel(sweep, size) for kind, size in _SIZES.items()}
     yield '<div class="keys">'
     for number, one in enumerate(charts["wide"].series[1:]):
@@ -165,13 +149,13 @@ def _sections(sweep: SweepResults, histories: list[History]) -> Iterator[str]:
     for kind, chart in charts.items():
         caption = f"<figcaption>{escape(sweep.score)}<output></output></figcaption>"
         yield f'<figure class="{kind}">{caption}{svg([chart], titles=False)}</figure>'
-    yield note("Dotted: the front, the best score for at least this batch.")
-    yield table_section(sweep.table())
-    yield from difference_section(sweep.differences())
+    yield html_report.note("Dotted: the front, the best score for at least this batch.")
+    yield html_report.table_section(sweep.table())
+    yield from html_report.difference_section(sweep.differences())
     all_drawn = len(sweep.drawn) == len(sweep.begun)
     words = (
         "Every setting that was trained" if all_drawn else "Runs on the front; sweep.csv has all"
     )
     yield f"<h2>{words}</h2>"
-    yield from table_sections(histories)
-    yield from curve_sections(histories)
+    yield from html_report.table_sections(histories)
+    yield from html_report.curve_sections(histories)

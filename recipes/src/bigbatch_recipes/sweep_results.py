@@ -29,43 +29,27 @@ _Point = TypeVar("_Point", bound=_HasValues)
 
 @dataclass(frozen=True)
 class SweepRun:
-    """Results of a finished run, without the rows of its log.
+    """Results of a finished run, without the rows of its log."""
 
-    Args:
-        directory: the run directory.
-        seed: the seed of the run.
-        scores: the last scores, by name; None for one that was not finite.
-        average_batch, steps, skipped: the properties of `History`.
-        elapsed_seconds: seconds of training.
-        diverged: whether the run diverged.
-    """
-
-    directory: RunDirectory
-    seed: int
-    scores: Mapping[str, float | None]
-    average_batch: float
+    directory: RunDirectory  # the run directory
+    seed: int  # the seed of the run
+    scores: Mapping[str, float | None]  # the last scores, by name; None for one that was not finite
+    average_batch: float  # average_batch, steps, skipped: the properties of `History`
     steps: int
     skipped: int
-    elapsed_seconds: float
-    diverged: bool
+    elapsed_seconds: float  # seconds of training
+    diverged: bool  # whether the run diverged
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One combination of values with its runs.
+    """One combination of values with its runs."""
 
-    Args:
-        name: name of the point.
-        values: values of the settings that vary.
-        seeds: the seeds of its runs, finished or not.
-        runs: the finished runs.
-        tuning: finished runs of tuning seeds, which are not shown.
-    """
-
-    name: str
-    values: Mapping[str, Any]
-    seeds: list[int]
-    runs: list[SweepRun]
+    name: str  # name of the point
+    values: Mapping[str, Any]  # values of the settings that vary
+    seeds: list[int]  # the seeds of its runs, finished or not
+    runs: list[SweepRun]  # the finished runs
+    # finished runs of tuning seeds, which are not shown
     tuning: list[SweepRun] = field(default_factory=list)
 
     @property
@@ -113,25 +97,16 @@ def _valid(runs: Sequence[SweepRun], score: str) -> int:
 
 @dataclass(frozen=True)
 class SweepResults:
-    """Results of a sweep so far.
+    """Results of a sweep so far."""
 
-    Args:
-        path: directory of the sweep.
-        begun: runs with a step in their log.
-        points: all points, in the order of the grids.
-        tuned: settings of which each point shows only the best value.
-        tuning_seeds: seeds of the runs that choose it; none to choose by what is shown.
-        higher_is_better: whether a higher main score is better.
-        summary: summary of the seeds of a point.
-    """
-
-    path: Path
-    begun: list[RunDirectory]
-    points: list[SweepPoint]
-    tuned: tuple[str, ...]
+    path: Path  # directory of the sweep
+    begun: list[RunDirectory]  # runs with a step in their log
+    points: list[SweepPoint]  # all points, in the order of the grids
+    tuned: tuple[str, ...]  # settings of which each point shows only the best value
+    # seeds of the runs that choose it; none to choose by what is shown
     tuning_seeds: tuple[int, ...]
-    higher_is_better: bool
-    summary: SeedSummary
+    higher_is_better: bool  # whether a higher main score is better
+    summary: SeedSummary  # summary of the seeds of a point
 
     @property
     def name(self) -> str:

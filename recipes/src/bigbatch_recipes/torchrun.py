@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from bigbatch.errors import RankError
+from bigbatch.cli.exit_status import line_of
+from bigbatch.errors import BigbatchError, RankError
 from bigbatch.gradients import is_of_network
 from bigbatch.interrupts import INTERRUPTED, ignore_interrupts
 from bigbatch_recipes import process_group
-from bigbatch_recipes.output_directory import has_begun, launch_of, release, require_free
+from bigbatch_recipes.run_directory import has_begun, launch_of, release, require_free
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # of torchrun's variables
 _NO_ID = "none"  # the id of a launch without --rdzv-id
@@ -29,9 +30,6 @@ class Launch:
     They share a store. Normally torchrun hosts it, and it outlives the workers; with
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or without torchrun, rank 0 hosts it, and it ends with
     rank 0. So a run and a study also name on disk the launch that began them, for restarts.
-
-    Args:
-        store: store of the ranks; None for a single process.
     """
 
     def __init__(self, store: Any = None) -> None:
@@ -113,9 +111,6 @@ class Launch:
         """The directory to train in, and whether workers before a restart began it. On rank 0.
 
         It is in the store; if that is gone, the run or study names the launch that began it.
-
-        Raises:
-            RunError: another launch began the directory.
         """
         stored = self._store is not None and self._store.check([_DIRECTORY_KEY])
         path = Path(self._store.get(_DIRECTORY_KEY).decode()) if stored else choose()
@@ -179,7 +174,6 @@ def backend() -> str:
 
 
 def _describe(error: Exception) -> str:
-    """Type, message, and bigbatch's notes of an error."""
     prefix = "bigbatch: "
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(prefix)]
     return "; ".join(
@@ -194,3 +188,40 @@ def _rendezvous_failure(error: Exception) -> str:
         f"the ranks did not meet at {address} ({reason}); check that all of them are started and "
         "that no other process uses this port of rank 0, or start them by torchrun"
     )
+
+
+Command = Callable[[list[str], Launch], int | None]
+
+
+def run(name: str, function: Command, arguments: list[str]) -> NoReturn:
+    """Runs a command on all ranks, and exits."""
+    if not process_group.is_rank_zero():
+        warnings.showwarning = lambda *_, **__: None  # rank 0 shows it
+    launch = Launch()
+    try:
+        try:
+            launch = Launch.join(trains=name == "train")
+            with stdout_of_rank_zero():
+                status = function(arguments, launch) or 0
+        finally:
+            ignore_interrupts()
+    except (BigbatchError, OSError) as error:
+        launch.report_error(_line_of(error))
+        status = 2
+    except KeyboardInterrupt:
+        launch.report_error("interrupted")
+        status = INTERRUPTED
+    except Exception as error:
+        launch.report_failure(error)
+        status = 1
+    except SystemExit as ending:
+        launch.end(ending.code)
+    launch.end(status)
+
+
+def _line_of(error: Exception) -> str:
+    """The message of an error, without the traceback that torch adds in a DataLoader worker."""
+    text, name = line_of(error), type(error).__name__
+    if f"Caught {name} in DataLoader worker process" in text:
+        return text.rpartition(f"{name}: ")[2]
+    return text

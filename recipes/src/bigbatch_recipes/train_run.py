@@ -3,6 +3,7 @@
 import random
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,29 +11,57 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
-from bigbatch.errors import RankError, RunError
+from bigbatch.errors import RankError, RunError, SettingError
 from bigbatch.gradients import is_of_network
 from bigbatch.log.history import history_of
 from bigbatch.log.html_report import write_report
+from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.amounts import Amount
 from bigbatch.policies.parse import target_of
+from bigbatch.training.distributed_state import DistributedState
 from bigbatch.training.oom_hints import is_out_of_memory
-from bigbatch_recipes.build_optimizer import base_of, build_controller, build_optimizer
-from bigbatch_recipes.console import LiveView
+from bigbatch_recipes import process_group
+from bigbatch_recipes.build_loop import base_of, build_controller, build_loop, build_optimizer
+from bigbatch_recipes.console import LiveView, TrainingView
+from bigbatch_recipes.datasets.in_memory import Subset, chosen_indices
 from bigbatch_recipes.distributed_eval import device_of, finite_scores, to_device
 from bigbatch_recipes.earlier_runs import init_from, mean_factor
-from bigbatch_recipes.engines.ddp_engine import DDP
-from bigbatch_recipes.engines.deepspeed_engine import DeepSpeed
-from bigbatch_recipes.engines.engine import Engine
-from bigbatch_recipes.hold_out import hold_out
 from bigbatch_recipes.lr_schedule import LRSchedule
-from bigbatch_recipes.process_group import broadcast_tensors, is_rank_zero, rank, run_on_rank_zero
 from bigbatch_recipes.recipe import Batch, Data, Recipe
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.validate import CAST, require_trainable
+
+
+def hold_out(data: Data, settings: Settings) -> Data:
+    """The data without `held_out` random training samples, the same for all seeds; scores of those.
+
+    Raises:
+        SettingError: they are all training samples or more, or the recipe cannot score them.
+    """
+    if not settings.held_out:
+        return data
+    samples = len(data.train)  # type: ignore[arg-type]
+    if settings.held_out >= samples:
+        raise SettingError(
+            f"held_out={settings.held_out} leaves none of the {samples} training samples; lower it"
+        )
+    if data.scores_on is None:
+        raise SettingError(
+            f"recipe {settings.recipe!r} cannot score samples of its training data; leave held_out "
+            "out"
+        )
+    held_out = chosen_indices(samples, settings.held_out)
+    trained = sorted(set(range(samples)) - set(held_out))
+    return Data(
+        Subset(data.train, trained),
+        data.scores_on(Subset(data.train, held_out)),
+        run_files=data.run_files,
+    )
+
 
 _SEED_STEP = 1_000_003  # between the seeds of two ranks
 
@@ -50,21 +79,18 @@ def train_run(
         end: value of `time.time()` at which a checkpoint is written, and the training stops.
     Returns:
         Whether it is finished.
-    Raises:
-        RunError: another process trains in it, its checkpoint is damaged, or a file could not be
-            written.
     """
     with closing(run.log):
-        checkpoint = run_on_rank_zero(run.load_checkpoint)
+        checkpoint = process_group.run_on_rank_zero(run.load_checkpoint)
         if checkpoint is not None:
             training.load_state_dict(checkpoint, run.path)
             del checkpoint  # its memory is free during the training
         unfinished = training.train.epoch < training.settings.epochs
         if unfinished:
-            run_on_rank_zero(lambda: run.save_texts(training.data.run_files))
+            process_group.run_on_rank_zero(lambda: run.save_texts(training.data.run_files))
             if not training.train_epochs(run, view, label, end):
                 return False
-        run_on_rank_zero(lambda: _finish(run, trained=unfinished))
+        process_group.run_on_rank_zero(lambda: _finish(run, trained=unfinished))
     return True
 
 
@@ -81,9 +107,6 @@ def _finish(run: RunDirectory, *, trained: bool) -> None:
 class Training:
     """Model, optimizer and loop of one run: everything that a checkpoint restores.
 
-    Args:
-        recipe: the experiment to train.
-        settings: its settings.
     Raises:
         SettingError: the settings cannot work.
     """
@@ -107,14 +130,21 @@ class Training:
         )
         self.data: Data = hold_out(recipe.data(settings), settings)
         self.loss_of = recipe.loss(settings)
-        if not is_rank_zero():
+        if not process_group.is_rank_zero():
             # for other dropout and augmentation on each rank
-            _seed((settings.seed + rank() * _SEED_STEP) % 2**32)
-        engine = DeepSpeed if settings.engine == "deepspeed" else DDP
-        controller = build_controller(settings)
-        self.engine: Engine = engine(self.model, self.optimizer, self.data, settings, controller)
-        self.train, self.wrapped_model = self.engine.train, self.engine.wrapped_model
+            _seed((settings.seed + process_group.rank() * _SEED_STEP) % 2**32)
+        self.wrapped_model = process_group.wrap_ddp(self.model)
+        self._scaler = GradScaler(settings.device) if settings.precision == "float16" else None
+        self.train = build_loop(
+            self.data,
+            settings,
+            self.wrapped_model,
+            self.optimizer,
+            build_controller(settings),
+            self._scaler,
+        )
         self.train.scheduler = self._scheduler()
+        self._states = DistributedState(self.train)
 
     def _scheduler(self) -> LambdaLR | None:
         """A scheduler with one step per base batch, which reads the schedule at its middle."""
@@ -122,7 +152,9 @@ class Training:
             return None
         schedule, samples = LRSchedule(self.settings.lr_schedule), self.train.batches.samples or 0
         factor = schedule.lr_lambda(self.settings.epochs, samples)
-        if is_rank_zero() and (note := schedule.truncation_warning(self.settings.epochs, samples)):
+        if process_group.is_rank_zero() and (
+            note := schedule.truncation_warning(self.settings.epochs, samples)
+        ):
             warnings.warn(note, stacklevel=2)
         base = self.settings.base_batch
         return LambdaLR(base_of(self.optimizer), lambda tick: factor((tick + 0.5) * base))
@@ -141,22 +173,40 @@ class Training:
         evaluation = Amount.parse(settings.evaluate_every)
         checkpoint = Amount.parse(settings.checkpoint_every)
         target = target_of(settings.policy, settings.target)
-        progress = view.training(label, total, train.samples, target)
+        progress = TrainingView(view, label, total, train.samples, target)
         for _ in train.epochs(settings.epochs):
-            for record in self.engine.steps(self.loss):
+            for record in self.steps():
                 position = record.step, train.samples, record.batch_size, epoch_samples
                 evaluates = train.samples == total or evaluation.ends_in_step(*position)
                 scores = self.scores() if evaluates else {}
-                if is_rank_zero():
+                if process_group.is_rank_zero():
                     run.log.record(record, **scores)
                     progress.step(record, scores)
                 if end is not None and time.time() >= end and train.samples < total:
-                    self.engine.save(run)
+                    self._save(run)
                     return False
                 if checkpoint.ends_in_step(*position):
-                    self.engine.save(run)
-        self.engine.save(run)
+                    self._save(run)
+        self._save(run)
         return True
+
+    def steps(self) -> Iterator[StepRecord]:
+        """Trains for one epoch, or the rest of it; yields one record per step."""
+        for step in self.train:
+            for batch in step:
+                try:
+                    step.backward(self.loss(batch))
+                except Exception as error:
+                    step.advise(error)
+                    raise
+            if self.settings.clip:
+                step.clip_grad_norm_(self.settings.clip)
+            yield step.update()
+
+    def _save(self, run: RunDirectory) -> None:
+        state = self.state_dict()
+        if process_group.is_rank_zero():
+            run.save_checkpoint(state)
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean over a micro-batch's samples."""
@@ -165,7 +215,7 @@ class Training:
 
     def scores(self) -> dict[str, float]:
         """The scores of the model now. Collective."""
-        broadcast_tensors(self.model.buffers())
+        process_group.broadcast_tensors(self.model.buffers())
         self.model.eval()
         with torch.no_grad(), self._autocast():
             scores = finite_scores(self.model, self.data.scores, self.device)
@@ -176,8 +226,13 @@ class Training:
         return autocast(self.device.type, self.settings.precision)
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's state for checkpoint.pt; of all ranks on rank 0. Collective."""
-        return self.engine.state_dict()
+        """The state for checkpoint.pt; of all ranks on rank 0. Collective."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self._scaler and self._scaler.state_dict(),
+            "train": self._states.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
         """Restores the state of the checkpoint in `path`.
@@ -186,7 +241,11 @@ class Training:
             RunError: the checkpoint does not fit the recipe.
         """
         try:
-            self.engine.load_state_dict(state, path)
+            self.model.load_state_dict(state["model"])
+            if self._scaler is not None:
+                self._scaler.load_state_dict(state["scaler"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self._states.load_state_dict(state["train"])  # collective; may find that a rank is lost
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, RunError | RankError):
                 raise

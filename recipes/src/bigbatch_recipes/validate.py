@@ -5,7 +5,7 @@ from torch import nn
 
 from bigbatch.errors import BigbatchError, SettingError
 from bigbatch.policies.parse import POLICIES
-from bigbatch_recipes.build_optimizer import build_controller, require_optimizer
+from bigbatch_recipes.build_loop import build_controller, require_optimizer
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_settings
 
@@ -32,12 +32,8 @@ def require_trainable(recipe: Recipe, *settings_list: Settings) -> None:
     """
     for settings in settings_list:
         build_controller(settings)
-        if settings.engine == "deepspeed" and settings.confidence and not settings.smoothing:
-            raise SettingError(
-                "confidence with engine=deepspeed is that of a window; set smoothing"
-            )
         require_optimizer(settings)
-    different = {repr((s.task, s.precision, s.engine)): s for s in settings_list}
+    different = {repr((s.task, s.precision)): s for s in settings_list}
     for settings in different.values():
         dtypes = {p.dtype for p in _build(recipe, settings).parameters()}
         if settings.precision in CAST and torch.float64 in dtypes:
@@ -45,8 +41,6 @@ def require_trainable(recipe: Recipe, *settings_list: Settings) -> None:
                 f"precision={settings.precision} has no effect on a model in float64, which "
                 "autocast leaves as it is; set the model to float32"
             )
-        if settings.engine == "deepspeed":
-            _require_for_deepspeed(dtypes, settings.precision)
 
 
 def _build(recipe: Recipe, settings: Settings) -> nn.Module:
@@ -61,25 +55,6 @@ def _build(recipe: Recipe, settings: Settings) -> nn.Module:
         raise SettingError(
             f"recipe {recipe.name!r} cannot be built with {values}: {error}"
         ) from error
-
-
-def _require_for_deepspeed(dtypes: set[torch.dtype], precision: str) -> None:
-    """Raises SettingError where DeepSpeed, or its integration, would give wrong numbers.
-
-    Source:
-        integrations/deepspeed/config_checks.py, of float16.
-    """
-    if others := dtypes - {torch.float32}:
-        raise SettingError(
-            f"engine=deepspeed converts parameters to float32, and the model has {others.pop()}; "
-            "leave engine out, or set the model to float32"
-        )
-    if precision == "float16":
-        raise SettingError(
-            "engine=deepspeed with precision=float16: DeepSpeed's loss scale was not tried with "
-            "batches that change, and at stage 0 gradients are divided by one that they never "
-            "had; set precision=bfloat16"
-        )
 
 
 def unused_in(settings: Settings) -> set[str]:

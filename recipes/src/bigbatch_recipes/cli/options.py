@@ -22,13 +22,7 @@ _NOT_BY_SET = {
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The options of a command; its errors are one line.
-
-    Args:
-        name: name of the command.
-        description: what it does.
-        examples: lines with examples.
-    """
+    """The options of a command; its errors are one line."""
 
     def __init__(self, name: str, description: str, examples: str) -> None:
         super().__init__(
@@ -96,7 +90,6 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _metavar(kind: Any) -> str:
-    """The placeholder of a value in the help."""
     kind = next((one for one in get_args(kind) if get_origin(one) is Annotated), kind)
     kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     if get_origin(kind) is Literal:
@@ -105,11 +98,7 @@ def _metavar(kind: Any) -> str:
 
 
 def parse_settings(given: Mapping[str, Any], *without: str) -> dict[str, Value]:
-    """The values of the settings that were given as options, but for some.
-
-    Raises:
-        SettingError: a text has another type than its setting.
-    """
+    """The values of the settings that were given as options, but for some."""
     names = [name for name in given if name in SETTING_TYPES and name not in without]
     return {name: Settings.parse_value(name, given[name]) for name in names}
 

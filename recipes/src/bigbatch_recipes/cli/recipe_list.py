@@ -7,8 +7,8 @@ from bigbatch.errors import MissingPackageError, RunError
 from bigbatch_recipes import EXPERIMENTS, RECIPES, get_recipe
 from bigbatch_recipes.cli.options import CommandParser
 from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.datasets.location import DEFAULT_FOLDER, DatasetLocation
-from bigbatch_recipes.recipe import Changes, Recipe, Result
+from bigbatch_recipes.datasets.files import DEFAULT_FOLDER, DatasetLocation
+from bigbatch_recipes.recipe import Changes, Recipe
 from bigbatch_recipes.sweep import points_of
 from bigbatch_recipes.torchrun import Launch
 from bigbatch_recipes.validate import count_parameters
@@ -43,7 +43,6 @@ def list_recipes(arguments: list[str], _: Launch) -> None:
 
 
 def _lines(recipe: Recipe, data: Path | None) -> str:
-    """What the list has of a recipe."""
     small, paper = _weight_counts(recipe)
     facts = {
         "paper": recipe.paper,
@@ -61,7 +60,6 @@ def _lines(recipe: Recipe, data: Path | None) -> str:
 def _description(recipe: Recipe, data: Path | None) -> list[str]:
     origin = recipe.origin
     weights = _weight_counts(recipe)
-    files = origin.needed if origin.files else "none"
     sweeps = []
     for sweep, scale in ((recipe.sweep, False), (recipe.paper_sweep, True)):
         settings = recipe.settings(paper_scale=scale)
@@ -72,7 +70,7 @@ def _description(recipe: Recipe, data: Path | None) -> list[str]:
         f"{recipe.name}: {recipe.summary}",
         f"paper    {recipe.paper}",
         f"data     {origin.name}, {origin.size}",
-        f"files    {files}",
+        f"files    {origin.needed if origin.files else 'none'}",
         f"here     {_place(origin, data)}",
         f"weights  {weights[0]} at the small scale, {weights[1]} in the paper",
         f"minutes  {recipe.minutes:g}, one training at the small scale on two cores",
@@ -80,7 +78,11 @@ def _description(recipe: Recipe, data: Path | None) -> list[str]:
         "arms",
         *(f"  {arm}: {_changes(own)}" for arm, own in recipe.arms_at(paper_scale=False).items()),
         *(["results, each by --paper-scale --result"] if recipe.results else []),
-        *(f"  {name}: {_result(one)}" for name, one in recipe.results.items()),
+        *(
+            f"  {name}: {_changes({key: value for key, (value, _) in one.settings.items()})}"
+            + f"; arms {', '.join(one.arms)}" * bool(one.arms)
+            for name, one in recipe.results.items()
+        ),
         "commands",
         f"  {with_data}",
         f"  {with_data} --arm {next(iter(recipe.arms))} --set epochs=1",
@@ -91,11 +93,6 @@ def _description(recipe: Recipe, data: Path | None) -> list[str]:
 
 def _changes(changes: Changes) -> str:
     return ", ".join(f"{key}={value}" for key, value in changes.items()) or "the recipe as it is"
-
-
-def _result(result: Result) -> str:
-    changes = _changes({name: value for name, (value, _) in result.settings.items()})
-    return changes + f"; arms {', '.join(result.arms)}" * bool(result.arms)
 
 
 def _place(origin: DatasetLocation, given: Path | None) -> str:
@@ -112,7 +109,6 @@ def _place(origin: DatasetLocation, given: Path | None) -> str:
 
 
 def _weight_counts(recipe: Recipe) -> list[str]:
-    """Numbers of weights at the small scale and at the paper's; "?" where a package is missing."""
     try:
         counts = [
             count_parameters(recipe, recipe.settings(paper_scale=one)) for one in (False, True)
@@ -123,7 +119,6 @@ def _weight_counts(recipe: Recipe) -> list[str]:
 
 
 def _rounded(count: int) -> str:
-    """A number of weights with three digits."""
     for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
         if count >= 0.9995 * size:
             return f"{count / size:.3g}{unit}"

@@ -4,16 +4,15 @@ from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 from statistics import fmean
-from typing import NoReturn
 
 from bigbatch.errors import SettingError
 from bigbatch_recipes.cli import options
 from bigbatch_recipes.cli.options import CommandParser, refuse_options
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.dry_run import NOT_TIMED, about_minutes
-from bigbatch_recipes.output_directory import reserve
 from bigbatch_recipes.parallel_runs import default_jobs, train_sweep
 from bigbatch_recipes.recipe import Recipe, Sweep
+from bigbatch_recipes.run_directory import reserve
 from bigbatch_recipes.study import report_study
 from bigbatch_recipes.sweep import Point, points_of, start_sweep, sweep_of
 from bigbatch_recipes.sweep_results import combinations_of
@@ -73,7 +72,11 @@ def sweep(arguments: list[str], launch: Launch) -> int:
     grid, tune_seeds = given.get("grid", []), given.get("tune_seeds", 0)
     grids = sweep_of(recipe, settings, grid, given.get("tune", []), paper_scale=scale)
     if repeated := names & {key for one in grids.grids for key in one}:
-        _refuse_repeated(options.format_options(repeated, set_names), own_grid=bool(grid))
+        owner = "--grid" if grid else "the sweep of the recipe"
+        remedy = "leave one of them out" + ", or give a --grid of your own" * (not grid)
+        raise SettingError(
+            f"{owner} has values of {options.format_options(repeated, set_names)} too; {remedy}"
+        )
     points = points_of(recipe, grids, settings, paper_scale=scale)
     if any("arm" in one for one in grids.grids):
         options.warn_of_arm_values(recipe, names, "--grid changes it", paper_scale=scale)
@@ -88,16 +91,9 @@ def sweep(arguments: list[str], launch: Launch) -> int:
     return _train(path, jobs, launch, view)
 
 
-def _refuse_repeated(names: str, *, own_grid: bool) -> NoReturn:
-    owner = "--grid" if own_grid else "the sweep of the recipe"
-    remedy = "leave one of them out" + ", or give a --grid of your own" * (not own_grid)
-    raise SettingError(f"{owner} has values of {names} too; {remedy}")
-
-
 def _list_points(
     points: Sequence[Point], sweep: Sweep, seeds: int, tune_seeds: int, view: LiveView
 ) -> int:
-    """Prints the points, and how many trainings they are; returns that number."""
     for point in points:
         view.print(point.name)
     best = f", of which each shows the best {' and '.join(sweep.tuned)}" if sweep.tuned else ""

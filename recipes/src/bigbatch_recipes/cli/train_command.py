@@ -10,9 +10,9 @@ from bigbatch_recipes.cli import options
 from bigbatch_recipes.cli.options import CommandParser, refuse_options
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.dry_run import show_dry_run
-from bigbatch_recipes.output_directory import release, reserve
 from bigbatch_recipes.process_group import run_on_rank_zero, world_size
 from bigbatch_recipes.recipe import SEEDS, Recipe
+from bigbatch_recipes.run_directory import release, reserve
 from bigbatch_recipes.settings import Settings, policy_name
 from bigbatch_recipes.study import build_training, create_run, start_study, train_one, train_study
 from bigbatch_recipes.study import resume as resume_at
@@ -174,7 +174,6 @@ def _train_one(
 def _choose_path(
     launch: Launch, run_dir: Path | None, runs_dir: Path, name: str
 ) -> tuple[Path, bool]:
-    """The directory to train in, and whether workers before a restart have begun there."""
     return run_on_rank_zero(
         lambda: launch.choose_directory(lambda: run_dir or reserve(runs_dir, name, launch.id))
     )

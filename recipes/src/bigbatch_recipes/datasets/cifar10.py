@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from bigbatch.errors import RunError
+from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.datasets.location import DatasetLocation
 
 ORIGIN = DatasetLocation(
     name="CIFAR-10",
@@ -30,13 +30,7 @@ _TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 
 
 def read(folder: Path) -> tuple[InMemoryDataset, InMemoryDataset]:
-    """Training and test set: images (N, 3, 32, 32) of bytes, and labels.
-
-    Args:
-        folder: a folder with data_batch_1 to data_batch_5 and test_batch.
-    Raises:
-        RunError: a file is missing or damaged.
-    """
+    """Training and test set: images (N, 3, 32, 32) of bytes, and labels."""
     return _read([folder / name for name in _TRAIN]), _read([folder / "test_batch"])
 
 
@@ -47,7 +41,6 @@ def _read(files: Sequence[Path]) -> InMemoryDataset:
 
 
 def _batch(file: Path) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
-    """The rows of images of one file, and their labels."""
     try:
         with file.open("rb") as stream:
             content = _NumpyUnpickler(stream, encoding="bytes").load()

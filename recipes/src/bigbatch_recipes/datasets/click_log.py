@@ -8,6 +8,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from bigbatch.errors import RunError
 from bigbatch.log.atomic_files import open_atomically
+from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.in_memory import BatchDataset
-from bigbatch_recipes.datasets.location import DatasetLocation
 
 NUMBERS, CATEGORIES = 13, 26
 CLICK = numpy.dtype(
@@ -49,17 +50,7 @@ Rows = tuple[NDArray[numpy.uint8], NDArray[numpy.float32], NDArray[numpy.uint32]
 
 
 class Clicks(BatchDataset):
-    """Rows of packed clicks; a batch is numbers, rows of the tables, and labels.
-
-    Args:
-        parts: packed rows, one after another.
-        table_rows: rows of a table; a category's row is its code modulo this number.
-        indices: the rows to use; None for all.
-    Example:
-        >>> data = Clicks([numpy.zeros(4, CLICK)], table_rows=10)
-        >>> [tuple(column.shape) for column in data.__getitems__([0, 3])]
-        [(2, 13), (2, 26), (2,)]
-    """
+    """Rows of packed clicks; a batch is numbers, rows of the tables, and labels."""
 
     def __init__(
         self, parts: Sequence[Packed], table_rows: int, indices: NDArray[numpy.int64] | None = None
@@ -95,9 +86,6 @@ def read_criteo(folder: Path, table_rows: int) -> tuple[Clicks, Clicks]:
     The last of several days is the test set. Of one file a tenth of the rows is drawn as test set.
     A file that exists both compressed and not is read once.
 
-    Args:
-        folder: a folder with files of `CRITEO`.
-        table_rows: rows of a table, see `Clicks`.
     Raises:
         RunError: no such file exists, or one is no click log.
     """
@@ -131,9 +119,6 @@ def read_packed(file: Path) -> Packed:
     They are written into the user's cache folder once, and mapped into memory. The copy's name has
     the path, size and date of the file: after a change the rows are written again. Without a cache
     folder each process keeps the rows in memory, with a note.
-
-    Raises:
-        RunError: the file is no click log, or its rows do not fit into the cache folder.
     """
     try:
         copy = _copy_of(file)
@@ -204,9 +189,6 @@ def _packed_rows(file: Path) -> Iterator[Packed]:
 def read_clicks(file: Path, rows: int = _CHUNK_ROWS) -> Iterator[Rows]:
     """The rows of one file, in chunks.
 
-    Args:
-        file: text, compressed if its name ends so: `train.txt`, `day_0`, `day_0.gz`.
-        rows: rows of a chunk.
     Yields:
         Labels (rows,); integers (rows, 13), nan where one is missing; categories (rows, 26), the
         eight hexadecimal digits as a number, 0 where one is missing. Columns that a line lacks
@@ -258,3 +240,49 @@ def _codes_of(column: Any) -> NDArray[numpy.uint32]:
     numbers = [int(word or "0", 16) for word in words]
     codes: NDArray[numpy.uint32] = numpy.array(numbers, dtype=numpy.uint32)[indices]
     return codes
+
+
+_SEED = 0  # one log for every seed and arm
+_FACTORS = 4
+_SPREAD = 1.6  # standard deviation of the logit
+_MEAN = -1.5  # of the logit: about a quarter of the rows is clicked
+_SHARES = (0.4, 0.4, 0.2)  # of its variance: numbers, categories, pairs of categories
+_MIN_CATEGORIES, _MAX_CATEGORIES = 4, 1_000  # of a column
+_ZIPF = 1.1
+
+
+@dataclass(frozen=True)
+class SyntheticClicks:
+    """Packed rows, and the true probability of each click."""
+
+    rows: Packed  # rows in Criteo's packed form
+    truth: NDArray[numpy.float64]  # probabilities, (rows,)
+
+
+def click_log(rows: int) -> SyntheticClicks:
+    """Draws so many rows: the same ones in every call, but not the first rows of a longer log."""
+    rng = numpy.random.default_rng(_SEED)
+    log = numpy.empty(rows, CLICK)
+    log["numbers"] = numpy.log1p(rng.poisson(rng.lognormal(1.0, 1.0, (rows, NUMBERS))))
+    effect_of_one = numpy.zeros(rows)
+    total, squares = numpy.zeros((rows, _FACTORS)), numpy.zeros(rows)
+    for column, count in enumerate(
+        numpy.geomspace(_MIN_CATEGORIES, _MAX_CATEGORIES, CATEGORIES).astype(int)
+    ):
+        frequencies = 1.0 / numpy.arange(1, count + 1) ** _ZIPF
+        codes = rng.choice(count, rows, p=frequencies / frequencies.sum())
+        log["codes"][:, column] = codes
+        effect_of_one += rng.normal(size=count)[codes]
+        factors = rng.normal(size=(count, _FACTORS))[codes]
+        total += factors
+        squares += (factors**2).sum(1)
+    pairs = ((total**2).sum(1) - squares) / 2  # sum of products of factors over pairs of columns
+    numbers = log["numbers"].astype(numpy.float64) @ rng.normal(size=NUMBERS)
+    effects = (numbers, effect_of_one, pairs)
+    logit = _MEAN + _SPREAD * sum(
+        share**0.5 * (effect - effect.mean()) / effect.std()
+        for share, effect in zip(_SHARES, effects, strict=True)
+    )
+    truth = 1 / (1 + numpy.exp(-logit))
+    log["label"] = rng.random(rows) < truth
+    return SyntheticClicks(log, truth)

@@ -38,19 +38,13 @@ _ATTEMPTS = 10  # draws of a crop that lies inside the image
 
 @dataclass(frozen=True)
 class Split:
-    """Images and their classes.
+    """Images and their classes."""
 
-    Args:
-        root: the folder, or the tar.
-        names: CLASS/NAME of each image, as bytes in one array: one object, not millions.
-        labels: number of each image's class.
-        spans: offset and size of each image in the tar; None in a folder.
-    """
-
-    root: Path
+    root: Path  # the folder, or the tar
+    # CLASS/NAME of each image, as bytes in one array: one object, not millions
     names: NDArray[numpy.bytes_]
-    labels: list[int]
-    spans: NDArray[numpy.int64] | None
+    labels: list[int]  # number of each image's class
+    spans: NDArray[numpy.int64] | None  # offset and size of each image in the tar; None in a folder
 
     def name(self, index: int) -> str:
         """Where an image is, for messages."""
@@ -75,15 +69,7 @@ class Split:
 
 
 def splits_of(folder: Path, classes: int) -> tuple[Split, Split]:
-    """The training and validation images of a folder.
-
-    Args:
-        folder: a folder in one of the two layouts.
-        classes: required number of classes.
-    Raises:
-        RunError: files are missing or damaged.
-        SettingError: the number of classes is another one.
-    """
+    """The training and validation images of a folder."""
     table = folder / "classes.tsv"
     lines = text_of(table).splitlines() if table.is_file() else []
     class_names = [line.split("\t")[0] for line in lines if line]
@@ -148,7 +134,6 @@ def _members_of(path: Path) -> Iterator[tuple[str, int, int]]:
 def _labels_of(
     image_classes: list[str], class_names: list[str], classes: int, path: Path
 ) -> list[int]:
-    """The number of each image's class."""
     if not class_names:
         class_names += sorted(set(image_classes))
     if len(class_names) != classes:
@@ -162,13 +147,7 @@ def _labels_of(
 
 
 class ImageFiles(BatchDataset):
-    """The images of a split, cropped to one size.
-
-    Args:
-        split: the images and their labels.
-        crop: crops an RGB image to the size of all; may draw from the generator.
-        seed: seed of the crops.
-    """
+    """The images of a split, cropped to one size."""
 
     def __init__(self, split: Split, crop: Crop, seed: int = 0) -> None:
         self._split = split
@@ -185,11 +164,7 @@ class ImageFiles(BatchDataset):
         self._epoch = epoch
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A batch: bytes (N, 3, height, width), in memory with the channels last, and labels (N,).
-
-        Raises:
-            RunError: an image is damaged or missing.
-        """
+        """A batch: bytes (N, 3, height, width), stored with channels last, and labels (N,)."""
         pixels = numpy.stack([self._pixels_of(int(index)) for index in indices])
         return torch.from_numpy(pixels).permute(0, 3, 1, 2), self._labels[list(indices)]
 
@@ -199,7 +174,6 @@ class ImageFiles(BatchDataset):
 
 
 def _decode(split: Split, index: int) -> Image.Image:
-    """An image as RGB, whatever its file has."""
     data = split.read(index)
     try:
         with Image.open(io.BytesIO(data)) as image:
@@ -215,11 +189,6 @@ def random_resized_crop(
 ) -> Image.Image:
     """A random crop of random proportions, resized to `size` x `size`, flipped half of the time.
 
-    Args:
-        image: an image of any size.
-        generator: draws crop and flip.
-        size: width and height in pixels.
-        min_area: smallest crop as a share of the image's area.
     Source:
         The training crops of Szegedy et al. 2014 (arXiv 1409.4842), section 6: 8 to 100 % of the
         area, sides 3:4 to 4:3; the middle where ten draws do not fit.
@@ -250,13 +219,7 @@ def _draw_box(
 def resize_and_center_crop(
     image: Image.Image, _: Generator, *, resize: int, size: int
 ) -> Image.Image:
-    """The center of the image after its shorter side is resized; draws nothing.
-
-    Args:
-        image: an image of any size.
-        resize: pixels of the shorter side.
-        size: width and height of the crop in pixels.
-    """
+    """The center of the image after its shorter side is resized; draws nothing."""
     shorter = min(image.size)
     width, height = (resize * side // shorter for side in image.size)
     resized = image.resize((width, height), Image.Resampling.BILINEAR)

@@ -29,23 +29,16 @@ _MIN_SHARE = 0.25  # of a row that each segment has
 
 @dataclass(frozen=True)
 class Book:
-    """Concatenated documents.
+    """Concatenated documents."""
 
-    Args:
-        tokens: tokens of all documents.
-        starts: index of each document's first token, then the number of all tokens.
-    """
-
-    tokens: Numbers
+    tokens: Numbers  # tokens of all documents
+    # index of each document's first token, then the number of all tokens
     starts: NDArray[numpy.int64]
 
     @classmethod
     def of(cls, documents: Iterable[Numbers], name: str) -> "Book":
         """Drops documents that are too short for two segments.
 
-        Args:
-            documents: tokens of each document.
-            name: name of the text, for messages.
         Raises:
             RunError: fewer than two documents are long enough.
         """
@@ -82,17 +75,13 @@ class Book:
 class Masking:
     """BERT's rule: of the chosen 15 %, 80 % become [MASK], 10 % a random token, 10 % stay.
 
-    Args:
-        mask: number of [MASK].
-        ordinary: numbers of the tokens from which a random one is drawn.
-        max_predictions: maximum number of predictions of a row; rows with fewer are padded with
-            `IGNORED`.
     Source:
         J. Devlin et al., BERT, 2018, 3.1 and A.1.
     """
 
-    mask: int
-    ordinary: NDArray[numpy.integer]
+    mask: int  # number of [MASK]
+    ordinary: NDArray[numpy.integer]  # numbers of the tokens from which a random one is drawn
+    # maximum number of predictions of a row; rows with fewer are padded with `IGNORED`
     max_predictions: int
 
     def mask_tokens(
@@ -132,13 +121,6 @@ class SentencePairs(BatchDataset):
     row's number alone: the same after an interruption and on any rank. Each row occurs `draws`
     times, each time with other draws.
 
-    Args:
-        book: the documents.
-        frame: encodes a row.
-        masking: masks its tokens.
-        special: numbers of tokens that are never predicted.
-        draws: occurrences of each row in one pass over the data.
-        seed: seed of all draws.
     Source:
         J. Devlin et al., BERT, 2018, A.1 and A.2. A row is split at any token.
     """

@@ -13,9 +13,6 @@ Numbers = NDArray[numpy.int32]
 class SequencePair:
     """Encodes token sequences as rows of one length.
 
-    Args:
-        begin, end, pad: numbers of [CLS], [SEP] and [PAD].
-        length: number of tokens of a row.
     Example:
         >>> frame = SequencePair(begin=2, end=3, pad=0, length=8)
         >>> tokens, segments, is_token = frame.encode([7, 8], [9])
@@ -23,10 +20,10 @@ class SequencePair:
         ([2, 7, 8, 3, 9, 3, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0], 6)
     """
 
-    begin: int
+    begin: int  # begin, end, pad: numbers of [CLS], [SEP] and [PAD]
     end: int
     pad: int
-    length: int
+    length: int  # number of tokens of a row
 
     def encode(
         self, first: Sequence[int] | Numbers, second: Sequence[int] | Numbers = ()

@@ -1,16 +1,75 @@
 """Documents of plain text: WikiText, a folder in BERT's layout, or Python's documentation."""
 
+import ast
+import inspect
 import re
+import sys
+import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 
 from bigbatch.errors import RunError
-from bigbatch_recipes.datasets.files import open_text
-from bigbatch_recipes.datasets.location import DatasetLocation
-from bigbatch_recipes.datasets.stdlib_text import stdlib_text
+from bigbatch_recipes.datasets.files import DatasetLocation, open_text
+
+_TOPICS = "pydoc_data/topics.py"  # a dict of chapters of the language reference
+_WITHOUT_PROSE = {"ensurepip", "idlelib", "lib2to3", "test", "tests", "turtledemo"}
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def stdlib_text() -> list[str]:
+    """The standard library's documentation in English, one document a module or chapter.
+
+    A document is the docstrings of one module in the order of its source, or one topic of `help`;
+    empty lines separate its paragraphs. Nothing is imported. The documents are in the order of
+    their names; another release of Python has other documents.
+    """
+    return list(_documents(Path(sysconfig.get_path("stdlib"))))
+
+
+@cache
+def _documents(library: Path) -> tuple[str, ...]:
+    documents = tuple(
+        document for file in _sources(library) for document in _documents_of(file) if document
+    )
+    if not documents:
+        raise RunError(
+            f"no documentation in {library}, where Python's standard library should be; install "
+            "its sources, or name a folder of text by --data"
+        )
+    return documents
+
+
+def _sources(library: Path) -> Iterator[Path]:
+    """The standard library's modules, in the order of their names, without installed packages."""
+    paths = sorted(path for path in library.iterdir() if path.stem in sys.stdlib_module_names)
+    for path in paths:
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        for file in files:
+            if not _WITHOUT_PROSE & set(file.relative_to(library).parts):
+                yield file
+
+
+def _documents_of(file: Path) -> list[str]:
+    with warnings.catch_warnings(action="ignore"):  # invalid escape sequences
+        tree = ast.parse(file.read_bytes())
+    if file.as_posix().endswith(_TOPICS):
+        return _topics(tree)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))  # the module itself has no line
+    texts = (ast.get_docstring(node) for node in nodes)
+    return ["\n\n".join(text for text in texts if text)]
+
+
+def _topics(tree: ast.Module) -> list[str]:
+    """The chapters of `topics = {name: text, ...}`."""
+    (chapters,) = (node.value for node in tree.body if isinstance(node, ast.Assign))
+    read: dict[str, str] = ast.literal_eval(chapters)
+    return [inspect.cleandoc(text) for _, text in sorted(read.items())]
+
 
 _TITLE = re.compile(r" = [^=].* = ")  # of an article; its sections have " = = ... = = "
 _JOINT = re.compile(r" @([-,.])@ ")  # as in WikiText's "1 @,@ 000"
@@ -30,18 +89,13 @@ ORIGIN = DatasetLocation(
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to train on, and documents to evaluate on.
+    """Documents to train on, and documents to evaluate on."""
 
-    Args:
-        name: name of the corpus in the names of scores.
-        train, held_out: return all documents on each call, one at a time.
-        rule: rule that selects the documents held out, for messages.
-    """
-
-    name: str
+    name: str  # name of the corpus in the names of scores
+    # train, held_out: return all documents on each call, one at a time
     train: Callable[[], Iterable[str]]
     held_out: Callable[[], Iterable[str]]
-    rule: str
+    rule: str  # rule that selects the documents held out, for messages
 
 
 def corpus_of(folder: Path | None) -> Corpus:
@@ -67,11 +121,6 @@ def corpus_of(folder: Path | None) -> Corpus:
 
 
 def _wikitext(folder: Path) -> list[Path]:
-    """WikiText's files for training and evaluation, compressed or not; none for other text.
-
-    Raises:
-        RunError: one exists without the other.
-    """
     files = []
     for split in _WIKITEXT:
         names = (f"{split}.txt.gz", f"{split}.txt", f"wiki.{split}.tokens")
@@ -97,7 +146,6 @@ def _split(name: str, documents: Callable[[], Iterable[str]]) -> Corpus:
 
 
 def _blocks(file: Path) -> Iterator[str]:
-    """Documents with a blank line between them."""
     with open_text(file) as lines:
         for has_text, block in groupby(lines, key=lambda line: bool(line.strip())):
             if has_text:

@@ -28,12 +28,7 @@ _MIN_LENGTH, _MAX_LENGTH = 16, 512  # tokens of a row; BERT has 512 positions
 
 
 def bert(settings: Settings, head: str) -> nn.Module:
-    """The network with a head of `bert_heads`, as `size`, `vocabulary` and `dropout` set it.
-
-    Raises:
-        MissingPackageError: `transformers` is not installed.
-        SettingError: the size is unknown.
-    """
+    """The network with a head of `bert_heads`, as `size`, `vocabulary` and `dropout` set it."""
     from bigbatch_recipes.models.hf_bert import bert_heads
 
     task = settings.task
@@ -76,7 +71,6 @@ def load_tokenizer(
 
 
 def _vocabulary_path(settings: Settings) -> Path | None:
-    """The file of the vocabulary, if one exists."""
     if settings.task["vocab"]:
         path = Path(str(settings.task["vocab"]))
         if not path.is_file():
@@ -92,18 +86,13 @@ def vocabulary_file(tokenizer: "WordPieceTokenizer") -> dict[str, str]:
 
 
 def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, segments, is_token) on the meta device.
-
-    Raises:
-        SettingError: `length` exceeds BERT's positions, or a pair does not fit.
-    """
+    """(tokens, segments, is_token) on the meta device."""
     shape = (samples, _length(settings))
     number = torch.empty(shape, dtype=torch.int32, device="meta")
     return number, number, torch.empty(shape, dtype=torch.bool, device="meta")
 
 
 def _length(settings: Settings) -> int:
-    """Tokens of a row."""
     length = int(settings.task["length"])
     if not _MIN_LENGTH <= length <= _MAX_LENGTH:
         raise SettingError(f"length={length} must be from {_MIN_LENGTH} to {_MAX_LENGTH} tokens")

@@ -23,19 +23,8 @@ def resnet_of_basic_blocks(
     The stem is one 3 x 3 convolution; a shortcut that changes shape is a 1 x 1 convolution with its
     BatchNorm. The weights are torch's defaults.
 
-    Args:
-        depth: 10, 18 or 34.
-        width: channels of the first stage; each stage has twice those of the one before.
-        classes: number of logits.
-        channels: channels of an image.
-    Raises:
-        SettingError: the depth is another one.
     Source:
         He et al. 2015 (arXiv 1512.03385), as github.com/kuangliu/pytorch-cifar builds it.
-    Example:
-        >>> network = resnet_of_basic_blocks()
-        >>> sum(p.numel() for p in network.parameters())
-        11173962
     """
     blocks = _blocks_of(depth, {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3)})
     return _network(_conv_bn(channels, width, 3), _basic, width, blocks, classes)
@@ -49,19 +38,10 @@ def resnet_of_three_stages(
     A shortcut that changes shape takes every second pixel and fills the new channels with zeros
     (the paper's option A, which has no parameters). The weights are He's.
 
-    Args:
-        depth: 8, 14, 20, ..., 56, ...
-        width: channels of the first stage; each stage has twice those of the one before.
-        classes: number of logits.
-        channels: channels of an image.
     Raises:
         SettingError: the depth is another one.
     Source:
         He et al. 2015 (arXiv 1512.03385), section 4.2.
-    Example:
-        >>> network = resnet_of_three_stages()
-        >>> sum(p.numel() for p in network.parameters())
-        853018
     """
     if depth < 8 or depth % 6 != 2:
         raise SettingError(f"depth={depth} must be 6 n + 2: 8, 14, 20, 32, 44, 56, ...")
@@ -76,20 +56,8 @@ def resnet_of_bottlenecks(
 
     Version 1.5: it is the 3 x 3 convolution of a block that strides. The weights are He's.
 
-    Args:
-        depth: 14, 26, 50, 101 or 152.
-        width: of the first stage's 3 x 3 convolutions; each stage has twice that of the one before,
-            and its blocks give four times their width.
-        classes: number of logits.
-        channels: channels of an image.
-    Raises:
-        SettingError: the depth is another one.
     Source:
         He et al. 2015 (arXiv 1512.03385), with the stride where NVIDIA's ResNet50 v1.5 has it.
-    Example:
-        >>> network = resnet_of_bottlenecks()
-        >>> sum(p.numel() for p in network.parameters())
-        25557032
     """
     depths = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
     depths |= {101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
@@ -159,7 +127,6 @@ def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 def _conv_bn(
     in_channels: int, out_channels: int, size: int, stride: int = 1, *, relu: bool = True
 ) -> list[nn.Module]:
-    """A convolution, its BatchNorm, and a ReLU."""
     convolution = nn.Conv2d(in_channels, out_channels, size, stride, size // 2, bias=False)
     norm = nn.BatchNorm2d(out_channels)
     return [convolution, norm, nn.ReLU(inplace=True)] if relu else [convolution, norm]

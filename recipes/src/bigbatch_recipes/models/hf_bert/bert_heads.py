@@ -61,12 +61,6 @@ def _encode(bert: BertModel, tokens: Tensor, segments: Tensor, is_token: Tensor)
 class Pretraining(BertForPreTraining):
     """BERT that predicts masked tokens, and whether the second segment follows the first.
 
-    Args:
-        size: a name of `SIZES`, which Google published.
-        vocabulary: number of tokens.
-        dropout: dropout of states and of attention.
-    Raises:
-        SettingError: the size is unknown.
     Source:
         J. Devlin et al., BERT, 2018; the small sizes I. Turc et al., 2019.
     """
@@ -90,11 +84,7 @@ class Pretraining(BertForPreTraining):
 
 
 class SpanFinder(BertForQuestionAnswering):
-    """BERT that predicts the first and the last token of an answer.
-
-    Args:
-        size, vocabulary, dropout: see `Pretraining`.
-    """
+    """BERT that predicts the first and the last token of an answer."""
 
     def __init__(self, size: str, vocabulary: int, dropout: float = 0.1) -> None:
         super().__init__(_config(size, vocabulary, dropout))
@@ -107,12 +97,7 @@ class SpanFinder(BertForQuestionAnswering):
 
 
 class Classifier(BertForSequenceClassification):
-    """BERT that classifies a text or a pair of texts.
-
-    Args:
-        size, vocabulary, dropout: see `Pretraining`.
-        classes: number of classes.
-    """
+    """BERT that classifies a text or a pair of texts."""
 
     def __init__(self, size: str, vocabulary: int, dropout: float = 0.1, classes: int = 2) -> None:
         super().__init__(_config(size, vocabulary, dropout, num_labels=classes))

@@ -17,8 +17,6 @@ _MAX_LETTERS = 1_000  # in a trained vocabulary: the most frequent ones
 class WordPieceTokenizer:
     """Encodes lower-cased texts with a WordPiece vocabulary.
 
-    Args:
-        vocabulary: the tokens, in the order of their numbers.
     Raises:
         SettingError: one of BERT's special tokens is missing.
     Example:
@@ -59,9 +57,6 @@ def train_wordpiece(texts: Callable[[], Iterable[str]], size: int) -> WordPieceT
     The trainer numbers the letters inside words in an order that differs from run to run, and
     breaks ties by it. So the texts are read twice: for their letters, and with sorted letters.
 
-    Args:
-        texts: returns all texts on each call.
-        size: maximum number of tokens, special ones and letters included.
     Raises:
         SettingError: the letters alone are more.
     """

@@ -1,1 +1,0 @@
-"""Engines that run a training on several ranks: DistributedDataParallel, or DeepSpeed."""
