@@ -116,16 +116,16 @@ def difference_section(differences: Differences | None) -> Iterator[str]:
 
 
 def summary_list(summaries: Sequence[ArmSummary], most: int) -> Iterator[str]:
-    """Sentences, of which those after the first `most` are folded."""
+    """Sentences, of which those after the first `most` are hidden at first."""
     items = [f"<li><b>{escape(one.name)}</b>: {escape(one.text)}</li>\n" for one in summaries]
-    shown, folded = (
+    shown, hidden = (
         f'<ul class="summary">\n{"".join(part)}</ul>' for part in (items[:most], items[most:])
     )
     if items[:most]:
         yield shown
     if items[most:]:
         words = f"a sentence on each of {len(items[most:])} {'more' if most else 'settings'}"
-        yield f"<details><summary>{words}</summary>{folded}</details>"
+        yield f"<details><summary>{words}</summary>{hidden}</details>"
 
 
 def table_sections(
