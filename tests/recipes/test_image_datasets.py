@@ -10,7 +10,7 @@ import torch
 from bigbatch.errors import RunError
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets import cifar10
-from bigbatch_recipes.fashion_mnist import read_images
+from bigbatch_recipes.datasets.idx_files import read_images
 from cifar_files import NAMES, dumped
 from real_data import FOLDER, needs
 

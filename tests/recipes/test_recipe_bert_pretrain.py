@@ -15,13 +15,14 @@ import torch
 from torch.nn import functional
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch_recipes.bert_pretrain import BERT_PRETRAIN, scores_of
+from bigbatch_recipes.bert_pretrain import BERT_PRETRAIN
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.sentence_pairs import IGNORED, Book, Masking, SentencePairs
 from bigbatch_recipes.datasets.sequence_pair import SequencePair
 from bigbatch_recipes.datasets.text import corpus_of
 from bigbatch_recipes.models.hf_bert.bert_heads import Classifier, Pretraining, SpanFinder
 from bigbatch_recipes.models.hf_bert.wordpiece import SPECIAL, WordPieceTokenizer, train_wordpiece
+from bigbatch_recipes.pretraining_loss import scores_of
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.study import build_training

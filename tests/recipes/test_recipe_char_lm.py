@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch_recipes.char_lm import CHAR_LM, CharTransformer, codes_of, split_codes, windows_of
+from bigbatch_recipes.char_lm import CHAR_LM
+from bigbatch_recipes.datasets.characters import codes_of, split_codes, windows_of
 from bigbatch_recipes.datasets.text import stdlib_text
+from bigbatch_recipes.models.char_transformer import CharTransformer
 from bigbatch_recipes.train_run import Training
 from real_data import FOLDER, needs
 

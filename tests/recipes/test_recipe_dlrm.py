@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from bigbatch.errors import RunError, SettingError
+from bigbatch_recipes.ctr_metrics import click_scores
 from bigbatch_recipes.datasets.click_log import (
     CLICK,
     CRITEO,
@@ -26,7 +27,8 @@ from bigbatch_recipes.datasets.click_log import (
     sort_days,
     split,
 )
-from bigbatch_recipes.dlrm import DLRM, DLRM_CRITEO, click_scores
+from bigbatch_recipes.dlrm import DLRM_CRITEO
+from bigbatch_recipes.models.dlrm_network import DLRM
 from bigbatch_recipes.train_run import Training
 from real_data import FOLDER, needs
 

@@ -9,7 +9,8 @@ import torch
 from sklearn.metrics import f1_score, matthews_corrcoef
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch_recipes.glue import GLUE, TASKS, read_task
+from bigbatch_recipes.datasets.glue_tasks import TASKS, read_task
+from bigbatch_recipes.glue import GLUE
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
 

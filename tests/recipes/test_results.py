@@ -24,7 +24,7 @@ def test_table_5_warms_up_smooths_and_has_a_cosine_figure_2_has_steps_and_neithe
     assert expected == (asked.lr_schedule, asked.task["label_smoothing"])
     named = sources(recipe, asked, paper_scale=True)
     where = "figure 2" if result == "figure-2" else "table 5"
-    assert all(where in named[name].source for name in ("lr_schedule", "label_smoothing"))
+    assert all(where in named[name][1] for name in ("lr_schedule", "label_smoothing"))
     swept = points_of(recipe, recipe.paper_sweep, asked, paper_scale=True)
     assert {expected} == {
         (point.settings.lr_schedule, point.settings.task["label_smoothing"]) for point in swept

@@ -8,7 +8,7 @@ Source of the settings: A. Karpathy, nanoGPT, config/train_shakespeare_char.py a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,91 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from bigbatch.errors import SettingError
+from bigbatch_recipes.datasets.characters import CHARACTERS, split_codes, windows_of
 from bigbatch_recipes.datasets.files import DatasetLocation, text_of
-from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.text import stdlib_text
 from bigbatch_recipes.distributed_eval import all_reduce_sum, device_of, local_batches
+from bigbatch_recipes.models.char_transformer import CharTransformer
 from bigbatch_recipes.recipe import OURS, Data, LossOf, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import CLIPS
-
-
-class CharTransformer(nn.Module):
-    """Causal transformer over character codes: norm first, learned positions, GELU.
-
-    Source:
-        Radford et al. 2019, GPT-2, with its initial weights, normal with standard deviation 0.02.
-    """
-
-    def __init__(
-        self,
-        characters: int,
-        length: int,
-        *,
-        width: int,
-        depth: int,
-        heads: int,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.characters = nn.Embedding(characters, width)
-        self.positions = nn.Embedding(length, width)
-        layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True
-        )
-        self.body = nn.TransformerEncoder(
-            layer, depth, nn.LayerNorm(width), enable_nested_tensor=False
-        )
-        self.head = nn.Linear(width, characters)
-        for parameter in self.parameters():
-            if parameter.ndim > 1:  # the layers begin as copies of one
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, codes: Tensor) -> Tensor:
-        """Logits of what follows each character, (samples, length, characters)."""
-        length = codes.shape[1]
-        positions = torch.arange(length, device=codes.device)
-        mask = nn.Transformer.generate_square_subsequent_mask(length, codes.device)
-        x = self.characters(codes) + self.positions(positions)
-        x = self.body(x, mask=mask, is_causal=True)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-CHARACTERS = 128  # codes of ASCII; any other character is read as "?"
-
-
-def codes_of(text: str) -> Tensor:
-    r"""The ASCII code of each character, (characters,) uint8; 63, a question mark, for others."""
-    return torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8)
-
-
-def windows_of(codes: Tensor, length: int) -> InMemoryDataset:
-    """Windows of `length` characters and the next one, which is also the first of the next window.
-
-    An incomplete window at the end is dropped.
-
-    Raises:
-        SettingError: the text is shorter than a window.
-    Example:
-        >>> windows_of(codes_of("abcdef"), 2).tensors[0].tolist()
-        [[97, 98, 99], [99, 100, 101]]
-    """
-    if length < 1 or len(codes) <= length:
-        raise SettingError(
-            f"a text of {len(codes)} characters has no window of length={length} and the next "
-            "character; choose a length from 1 to the text's length - 1"
-        )
-    return InMemoryDataset(codes.unfold(0, length + 1, length))
-
-
-def split_codes(documents: Sequence[str], share: float) -> tuple[Tensor, Tensor]:
-    """Codes of the documents one after another: the first share of the characters, and the rest."""
-    codes = codes_of("\n\n".join(documents))
-    size = int(share * len(codes))
-    return codes[:size], codes[size:]
-
 
 NANOGPT = "nanoGPT's shakespeare_char"
 _TRAIN_SHARE = 0.9  # of the characters

@@ -4,18 +4,15 @@ The model, the batches, one epoch, warm-up and polynomial decay are the paper's.
 are those of DLRM's published code for the terabyte log, or ours.
 """
 
-import math
-from collections.abc import Sequence
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch import nn
 
 from bigbatch.errors import SettingError
+from bigbatch_recipes.ctr_metrics import click_loss, click_scores
 from bigbatch_recipes.datasets.click_log import (
     CATEGORIES,
     CRITEO,
@@ -26,95 +23,10 @@ from bigbatch_recipes.datasets.click_log import (
     read_criteo,
     split,
 )
-from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
+from bigbatch_recipes.models.dlrm_network import DLRM
 from bigbatch_recipes.recipe import OURS, Arms, Data, Grid, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
-
-
-class DLRM(nn.Module):
-    """Logit of a click.
-
-        x = bottom(numbers)
-        e_j = table_j[row_j]
-        logit = top([x, all a . b of two different a, b among x, e_1, e_2, ...])
-
-    The gradients of the tables are dense.
-
-    Args:
-        numbers: number of numeric features of a row.
-        tables: number of categories, each with an embedding table.
-        table_rows: rows of each table.
-        bottom: widths of the layers, each with a ReLU; the last is the embedding's.
-        top: widths of the layers, with a ReLU between them; the last is 1.
-    """
-
-    def __init__(
-        self, numbers: int, tables: int, table_rows: int, bottom: Sequence[int], top: Sequence[int]
-    ) -> None:
-        super().__init__()
-        width, vectors = bottom[-1], tables + 1
-        self.bottom = _layers((numbers, *bottom), last_relu=True)
-        self.tables = nn.ModuleList(_table(table_rows, width) for _ in range(tables))
-        self.top = _layers((width + vectors * (vectors - 1) // 2, *top), last_relu=False)
-        pairs = torch.tril_indices(vectors, vectors, -1)
-        self.register_buffer("pairs", pairs[0] * vectors + pairs[1], persistent=False)
-
-    pairs: Tensor
-
-    def forward(self, numbers: Tensor, rows: Tensor) -> Tensor:
-        """Logits (n,) of numbers (n, numbers) and rows of the tables (n, tables)."""
-        x = self.bottom(numbers)
-        embeddings = [table(row) for table, row in zip(self.tables, rows.unbind(1), strict=True)]
-        vectors = torch.stack([x, *embeddings], 1)
-        products = (vectors @ vectors.transpose(1, 2)).flatten(1)[:, self.pairs]
-        logits: Tensor = self.top(torch.cat([x, products], 1)).squeeze(1)
-        return logits
-
-
-def _table(rows: int, width: int) -> nn.Embedding:
-    table = nn.Embedding(rows, width)
-    nn.init.uniform_(table.weight, -(rows**-0.5), rows**-0.5)
-    return table
-
-
-def _layers(widths: Sequence[int], *, last_relu: bool) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for in_features, out_features in pairwise(widths):
-        layer = nn.Linear(in_features, out_features)
-        nn.init.normal_(layer.weight, std=(2 / (in_features + out_features)) ** 0.5)
-        nn.init.normal_(layer.bias, std=out_features**-0.5)
-        layers += [layer, nn.ReLU()]
-    return nn.Sequential(*(layers if last_relu else layers[:-1]))
-
-
-def click_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean binary cross-entropy of the logits."""
-    numbers, rows, labels = batch
-    return binary_cross_entropy_with_logits(model(numbers, rows), labels)
-
-
-def click_scores(
-    model: nn.Module, test: Clicks, settings: Settings, dataset: str
-) -> dict[str, float]:
-    """Area under the ROC curve and mean loss over the rows of all ranks. Collective.
-
-    The area is nan if a logit is not finite, for example after divergence.
-    """
-    metrics: Any = import_module("sklearn.metrics")  # its import takes two seconds
-    rank_rows = [
-        torch.stack([model(numbers, rows).float(), labels], 1)
-        for numbers, rows, labels in local_batches(test, settings)
-    ]
-    logits, labels = all_gather_rows(torch.cat(rank_rows)).double().unbind(1)
-    finite = bool(logits.isfinite().all())
-    return {
-        f"test AUC ({dataset})": float(metrics.roc_auc_score(labels, logits))
-        if finite
-        else math.nan,
-        f"test loss ({dataset})": float(binary_cross_entropy_with_logits(logits, labels)),
-    }
-
 
 CODE = "DLRM's code, dlrm_s_criteo_terabyte.sh"
 _ARMS: Arms = {

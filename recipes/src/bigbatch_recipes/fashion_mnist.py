@@ -7,78 +7,19 @@ A demonstration, of no paper.
 Source of the data: H. Xiao, K. Rasul and R. Vollgraf, Fashion-MNIST, arXiv 1708.07747.
 """
 
-import gzip
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bigbatch.errors import RunError
 from bigbatch_recipes import image_classification
-from bigbatch_recipes.datasets.files import DatasetLocation, readable
+from bigbatch_recipes.datasets.files import DatasetLocation
+from bigbatch_recipes.datasets.idx_files import read_images
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset, scored_indices
 from bigbatch_recipes.models.resnet import resnet_of_three_stages
 from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings, require_choice
 from bigbatch_recipes.vrgd_paper import CLIPS
-
-_BYTE_TYPE = 8  # in the header
-
-
-def read_images(folder: Path, origin: DatasetLocation) -> tuple[InMemoryDataset, InMemoryDataset]:
-    """Training and test set of a folder with MNIST's files: images (N, 1, H, W) and labels.
-
-    Args:
-        folder: a folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, and the same of
-            t10k, with or without .gz.
-        origin: source of the files, for messages.
-    """
-    return _set(folder, origin, "train"), _set(folder, origin, "t10k")
-
-
-def _set(folder: Path, origin: DatasetLocation, split: str) -> InMemoryDataset:
-    images = read_idx(_file(folder, origin, f"{split}-images-idx3-ubyte"), dimensions=3)
-    labels = read_idx(_file(folder, origin, f"{split}-labels-idx1-ubyte"), dimensions=1)
-    if len(images) != len(labels):
-        raise RunError(
-            f"{folder} has {len(images)} images and {len(labels)} labels of {split}; take both "
-            "files from one place"
-        )
-    return InMemoryDataset(images[:, None], labels.long())
-
-
-def _file(folder: Path, origin: DatasetLocation, name: str) -> Path:
-    for file in (folder / f"{name}.gz", folder / name):
-        if file.exists():
-            return file
-    raise origin.missing_file(folder / f"{name}.gz")
-
-
-def read_idx(file: Path, dimensions: int) -> Tensor:
-    """The bytes of one file, in the shape of its header.
-
-    The header is two zeros, 8 for bytes, the number of dimensions, then each of them as four bytes,
-    big-endian.
-
-    Raises:
-        RunError: the file is no IDX file of bytes.
-    """
-    with readable(file):
-        raw = file.read_bytes()
-        content = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    start = 4 + 4 * dimensions
-    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
-    size = int(np.prod(shape))
-    if content[:4] != bytes((0, 0, _BYTE_TYPE, dimensions)) or len(content) != start + size:
-        raise RunError(
-            f"{file} is no IDX of bytes in {dimensions} dimensions (it begins with "
-            f"{content[:4].hex()}, and has {len(content):,} bytes); fetch it again"
-        )
-    values = np.frombuffer(content, np.uint8, offset=start).reshape(shape)
-    return torch.from_numpy(values.copy())
-
 
 _ORIGIN = DatasetLocation(
     name="Fashion-MNIST",

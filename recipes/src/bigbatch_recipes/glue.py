@@ -6,11 +6,6 @@ same), RTE (does one follow from the other); `glue_task` says which.
 Source of the tasks: A. Wang et al., GLUE, 2018.
 """
 
-import csv
-import gzip
-import io
-import tarfile
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bigbatch.errors import RunError
-from bigbatch_recipes.datasets.files import UTF_8, DatasetLocation, readable, text_of
+from bigbatch_recipes.datasets.glue_tasks import ORIGIN, TASKS, Rows, read_task
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
 from bigbatch_recipes.models.bert import (
@@ -37,84 +31,6 @@ from bigbatch_recipes.models.bert import (
 from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings, require_choice
 from bigbatch_recipes.vrgd_paper import CLIPS
-
-_ARCHIVE = "glue.tar.gz"
-_PLAIN = {"0": 0, "1": 1}
-
-
-@dataclass(frozen=True)
-class Task:
-    """The layout of a task's file."""
-
-    columns: int  # number of columns
-    texts: tuple[int, ...]  # columns of the text, or of the two texts
-    label: int  # column of the class
-    classes: dict[str, int]  # number of each class, by its name in the file
-    has_header: bool = True  # whether the first line names the columns
-
-
-TASKS = {
-    "SST-2": Task(2, (0,), 1, _PLAIN),
-    "CoLA": Task(4, (3,), 1, _PLAIN, has_header=False),
-    "MRPC": Task(5, (3, 4), 0, _PLAIN),
-    "RTE": Task(4, (1, 2), 3, {"not_entailment": 0, "entailment": 1}),
-}
-
-ORIGIN = DatasetLocation(
-    "GLUE",
-    folders=("glue",),
-    files=(*(f"{name}/train.tsv" for name in TASKS), _ARCHIVE),
-    other_files=("dev.tsv in the same folder",),
-    source=f"TASK.zip from gluebenchmark.com, unpacked ({_ARCHIVE}: a folder glue of these)",
-    size=", ".join(TASKS),
-)
-
-Rows = list[tuple[tuple[str, ...], int]]
-
-
-def read_task(folder: Path, name: str, split: str) -> Rows:
-    """Texts and class of each row.
-
-    Args:
-        folder: a folder with a folder of each task, or with glue.tar.gz, whose glue/ has these.
-        name: a name of `TASKS`.
-        split: "train" or "dev".
-    """
-    require_choice("GLUE task", name, TASKS)
-    task, file = TASKS[name], f"{name}/{split}.tsv"
-    lines = csv.reader(
-        io.StringIO(_text(folder, file), newline=""), delimiter="\t", quoting=csv.QUOTE_NONE
-    )
-    if task.has_header:
-        next(lines, None)
-    return [
-        _row(row, task, f"{file} in {folder}, row {number}") for number, row in enumerate(lines)
-    ]
-
-
-def _text(folder: Path, file: str) -> str:
-    path, archive = folder / file, folder / _ARCHIVE
-    if path.exists():
-        return text_of(path)
-    if archive.exists():
-        with readable(archive):
-            unzipped = io.BytesIO(gzip.decompress(archive.read_bytes()))  # checks the checksum
-            with tarfile.open(fileobj=unzipped) as tar:
-                name = f"glue/{file}"
-                member = tar.extractfile(name) if name in tar.getnames() else None
-                if member is not None:
-                    return member.read().decode(UTF_8)
-    raise ORIGIN.missing_file(path)
-
-
-def _row(row: list[str], task: Task, position: str) -> tuple[tuple[str, ...], int]:
-    if len(row) != task.columns or row[task.label] not in task.classes:
-        raise RunError(
-            f"{position}, is {row!r}; need {task.columns} columns, the one at {task.label} of "
-            f"{', '.join(task.classes)}"
-        )
-    return tuple(row[column] for column in task.texts), task.classes[row[task.label]]
-
 
 _OFFICIAL = {  # scores, the first of which is the main one, and scikit-learn's metrics
     "SST-2": {"accuracy, %": "accuracy_score"},
