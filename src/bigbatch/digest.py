@@ -60,12 +60,6 @@ def load_state(file: BinaryIO, name: str) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def file_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder, in hexadecimal digits, by its relative path."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
-
-
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
