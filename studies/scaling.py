@@ -69,8 +69,8 @@ def interval(ranks: int) -> InputBytes:
 
 
 def loop(ranks: int) -> InputBytes:
-    """`AdaptiveBatch` adds the sums of `GradientMeter`, seven more, and two a rank."""
-    return {"all-reduce": similarity(ranks)["all-reduce"] + _DOUBLE * (7 + 2 * ranks)}
+    """`AdaptiveBatch` adds the sums of `GradientMeter`, six more, and two a rank."""
+    return {"all-reduce": similarity(ranks)["all-reduce"] + _DOUBLE * (6 + 2 * ranks)}
 
 
 def vr_ddp(model: Model, ranks: int, *, accumulated: bool) -> InputBytes:

@@ -139,7 +139,7 @@ def test_a_recipe_takes_groups(optimizer):
     training = train_run.Training(
         DIGITS, DIGITS.settings().with_changes({**changes, "policy": "fixed"})
     )
-    records = list(training.engine.steps(training.loss))
+    records = list(training.steps())
     plan = training.train.plan
     assert 4 == len(records)
     assert (plan.accumulation * plan.ranks, 64) == (records[0].micro_batches, plan.batch_size)
@@ -163,5 +163,3 @@ def test_deepspeed_is_refused_by_name():
 
     with pytest.raises(SettingError, match=r"groups=8: DeepSpeed reduces in every backward"):
         deepspeed.initialize(model=nn.Linear(1, 1), training_data=data(8), groups=8)
-    with pytest.raises(SettingError, match=r"groups=8 with engine=deepspeed"):
-        DIGITS.settings().with_changes({"groups": 8, "engine": "deepspeed"})

@@ -147,7 +147,7 @@ def loop_steps(rank):
             group.sent.clear()
 
 
-def test_the_loop_adds_seven_sums_and_two_a_rank():
+def test_the_loop_adds_six_sums_and_two_a_rank():
     ranks, gradient = 3, 4 * 15
     expected = Counter({"all-reduce": gradient}) + Counter(scaling.loop(ranks))
     assert expected == by_collective(list(on_ranks(ranks, loop_steps))[2])
