@@ -115,7 +115,8 @@ class Training:
         require_trainable(recipe, settings)  # before data are read, which may take long
         self.settings = settings
         torch.set_num_threads(settings.threads)
-        _seed(settings.seed)
+        _seed_python(settings.seed)
+        torch.manual_seed(settings.seed)
         self.device = device_of(settings)
         self.model = recipe.model(settings).to(self.device)
         if settings.init_from:
@@ -130,9 +131,12 @@ class Training:
         )
         self.data: Data = hold_out(recipe.data(settings), settings)
         self.loss_of = recipe.loss(settings)
+        # other dropout and augmentation on each rank; again on rank 0, as the first import of a
+        # package may draw from Python's numbers: sklearn.datasets does
+        seed = (settings.seed + process_group.rank() * _SEED_STEP) % 2**32
+        _seed_python(seed)
         if not process_group.is_rank_zero():
-            # for other dropout and augmentation on each rank
-            _seed((settings.seed + process_group.rank() * _SEED_STEP) % 2**32)
+            torch.manual_seed(seed)
         self.wrapped_model = process_group.wrap_ddp(self.model)
         self._scaler = GradScaler(settings.device) if settings.precision == "float16" else None
         self.train = build_loop(
@@ -262,7 +266,6 @@ def autocast(device: str, precision: str) -> torch.autocast:
     return torch.autocast(device, CAST.get(precision), enabled=precision in CAST)
 
 
-def _seed(seed: int) -> None:
+def _seed_python(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed)  # noqa: NPY002  # users' data sets may draw from it
-    torch.manual_seed(seed)
