@@ -1,7 +1,6 @@
 """`bigbatch advise`: runs a program, observes its training, prints advice about the batch size.
 
-It needs neither typer nor a launcher of its own: the program handles ranks, signals and warnings as
-it does alone.
+It has no launcher of its own: the program handles ranks, signals and warnings as it does alone.
 """
 
 import argparse
