@@ -293,6 +293,20 @@ def test_the_lines_of_all_trainers_are_the_advised_batch(name, ranks, largest):
 
 
 @pytest.mark.parametrize("name", WITH_LINES)
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("largest", [None, 20, 37])
+def test_megatron_accepts_its_lines(name, ranks, largest):
+    """Its rule: whole micro-batches on all ranks."""
+    made = MADE[name].observations
+    time = replace(made.time, largest=largest)
+    advice = Advice(replace(made, time=time, found=replace(made.found, ranks=ranks)))
+    line = lines_of(advice)["Megatron-LM"]
+    micro, size = numbers_in(line, "micro-batch-size", "global-batch-size")
+    assert 0 == size % (micro * ranks)
+    assert micro <= (largest or size)
+
+
+@pytest.mark.parametrize("name", WITH_LINES)
 def test_a_schedule_is_read_by_bigbatch(name):
     advice = MADE[name]
     line = lines_of(advice)["bigbatch, a schedule"]

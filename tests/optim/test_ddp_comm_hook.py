@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:k = :UserWarning")]
 
 STEPS = 4  # DDP makes its buckets again after the first, with a static graph after the second
 SMALL = 0.0005  # MiB of a bucket: several buckets, as large models have
+EXACT = {"m2_dtype": torch.float64}
 MADE = MAKE | {"VRSGD with beta3": functools.partial(VRSGD, lr=0.1, beta3=0.9)}
 every_vr_optimizer = pytest.mark.parametrize("name", VR)
 
@@ -117,7 +118,7 @@ def bitwise_equal(results):
 @pytest.mark.parametrize("count", [2, 3, 4])
 @every_vr_optimizer
 def test_ranks_step_as_one_process_does(ranks, name, count, accumulation):
-    results = ranks(count)(attached, name, accumulation, {}, {})
+    results = ranks(count)(attached, name, accumulation, EXACT, {})
     assert bitwise_equal(results)
     assert difference(alone(name, count, accumulation), results[0]) < 1e-11
 
@@ -141,7 +142,7 @@ OPTIONS = {
 def test_options_change_nothing_that_they_do_not_change_on_one_process(ranks, name, case):
     ddp_options, own = OPTIONS[case]
     accumulation = 1 if case == "static graph" else 2  # torch: its first backward has to reduce
-    results = ranks(3)(attached, name, accumulation, {}, ddp_options, torch.float64, own)
+    results = ranks(3)(attached, name, accumulation, EXACT, ddp_options, torch.float64, own)
     assert bitwise_equal(results)
     assert difference(alone(name, 3, accumulation, **own), results[0]) < 1e-11
 
@@ -150,7 +151,7 @@ def test_options_change_nothing_that_they_do_not_change_on_one_process(ranks, na
 @pytest.mark.parametrize("accumulation", [1, 2])
 @every_vr_optimizer
 def test_two_levels_of_ranks_step_as_one_process_does(ranks, name, accumulation, nodes):
-    results = ranks(4)(attached, name, accumulation, {}, {}, torch.float64, None, nodes)
+    results = ranks(4)(attached, name, accumulation, EXACT, {}, torch.float64, None, nodes)
     assert bitwise_equal(results)
     assert difference(alone(name, 4, accumulation), results[0]) < 1e-11
 
@@ -162,6 +163,27 @@ def test_half_moments_and_single_precision_stay_close(ranks, name, nodes):
     results = ranks(4)(attached, name, 2, {}, {}, torch.float32, None, nodes)
     assert bitwise_equal(results)
     assert difference(alone(name, 4, 2), results[0]) < 2**-8
+
+
+def ranks_as_groups(name, ranks, accumulation):
+    """One process to which all micro-batches of a rank are one."""
+    model = network()
+    optimizer = MAKE[name](model.parameters())
+    for step in range(STEPS):
+        for rank in range(ranks):
+            batches = [micro_batch(step, rank, n, torch.float64) for n in range(accumulation)]
+            x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            (mse_loss(model(x), y) / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@every_vr_optimizer
+def test_ranks_may_be_the_groups(ranks, name):
+    results = ranks(3)(attached, name, 4, {"groups": "ranks"}, {})
+    assert bitwise_equal(results)
+    assert difference(ranks_as_groups(name, 3, 4), results[0]) < 1e-11
 
 
 def nine_layers():
@@ -179,7 +201,7 @@ def sixty_steps(rank, ranks):
     """Nine layers in as many buckets and more."""
     ddp = DistributedDataParallel(nine_layers(), bucket_cap_mb=0.0002)
     optimizer = MAKE["VRAdam"](ddp.parameters())
-    optimizer.attach(ddp)
+    optimizer.attach(ddp, **EXACT)
     norms = []
     for step in range(60):
         nine_layers_backward(ddp, step, rank, 1.0)
@@ -299,7 +321,7 @@ def parts(rank, ranks, static):
         model, find_unused_parameters=True, bucket_cap_mb=SMALL, gradient_as_bucket_view=static
     )
     optimizer = MAKE["VRMomentum"](groups_of(model), watch=True)
-    optimizer.attach(ddp)
+    optimizer.attach(ddp, **EXACT)
     reports = []
     train_parts(ddp, optimizer, rank, ranks, reports)
     return weights(model), reports
@@ -334,7 +356,7 @@ def test_groups_frozen_unused_and_channels_last_weights_are_those_of_one_process
 def clipped(rank, ranks, scaled):
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     optimizer = MAKE["VRMomentum"](ddp.parameters())
-    stats = optimizer.attach(ddp)
+    stats = optimizer.attach(ddp, **EXACT)
     scaler = GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     norms = []
     for step in range(STEPS):
@@ -397,7 +419,7 @@ def measured(rank, ranks, name):
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     optimizer = MAKE[name](ddp.parameters())
     if name in VR:
-        optimizer.attach(ddp)
+        optimizer.attach(ddp, **EXACT)
         for group in optimizer.param_groups:
             group["lr"] = 0.0  # so that the gradients are those of any other optimizer
     read = []
@@ -444,12 +466,12 @@ def two_legs(rank, ranks, name, state, first, last, attach_first=True):
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     optimizer = MAKE[name](ddp.parameters())
     if attach_first:
-        optimizer.attach(ddp)
+        optimizer.attach(ddp, **EXACT)
     if state is not None:
         ddp.module.load_state_dict(state[0])
         optimizer.load_state_dict(copy.deepcopy(state[1]))  # pipes share memory between ranks
     if not attach_first:
-        optimizer.attach(ddp)
+        optimizer.attach(ddp, **EXACT)
     train(ddp, optimizer, rank, 2, range(first, last))
     optimizer.attached.consolidate()
     return ddp.module.state_dict(), optimizer.state_dict()
@@ -525,6 +547,10 @@ def refused(rank, ranks, case):
     if case == "construction":
         with pytest.raises(SettingError, match="Sequential"):
             optimizer.attach(ddp.module)
+        with pytest.raises(SettingError, match="float16"):
+            optimizer.attach(ddp, m2_dtype=torch.float16)
+        with pytest.raises(SettingError, match="by layer"):
+            optimizer.attach(ddp, groups="by layer")
         other = MAKE["VRSGD"]([nn.Parameter(torch.zeros(1))])
         with pytest.raises(SettingError, match="outside the DDP wrapper"):
             other.attach(ddp)
@@ -656,7 +682,7 @@ def over_some(rank, ranks):
         return None
     ddp = DistributedDataParallel(network(), process_group=group)
     optimizer = MAKE["VRAdam"](ddp.parameters())
-    optimizer.attach(ddp)
+    optimizer.attach(ddp, **EXACT)
     for step in range(STEPS):
         accumulate(ddp, step, rank - 1, 2)
         optimizer.step()
@@ -724,7 +750,7 @@ def reached_by_one_rank(rank, ranks):
     model = TwoParts()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = MAKE["VRSGD"](parts_of(model))
-    stats = optimizer.attach(ddp)
+    stats = optimizer.attach(ddp, **EXACT)
     for number in range(2):
         x, _ = micro_batch(0, rank, number, torch.float64)
         with contextlib.nullcontext() if number else ddp.no_sync():
@@ -751,7 +777,7 @@ def norm_of_a_part(rank, ranks):
     model = TwoParts()
     ddp = DistributedDataParallel(model)
     optimizer = MAKE["VRSGD"](model.shared.parameters())
-    stats = optimizer.attach(ddp)
+    stats = optimizer.attach(ddp, **EXACT)
     x, _ = micro_batch(0, rank, 0, torch.float64)
     ddp(x, True).backward()
     rest = torch.cat([p.grad.flatten() for p in model.somewhere.parameters()])
@@ -774,11 +800,11 @@ def wrapped_again(rank, ranks):
     model = network()
     ddp = DistributedDataParallel(model)
     optimizer = MAKE["VRAdam"](model.parameters())
-    optimizer.attach(ddp)
+    optimizer.attach(ddp, **EXACT)
     for step in range(STEPS):
         if step == 2:
             ddp = DistributedDataParallel(model)
-            optimizer.attach(ddp)
+            optimizer.attach(ddp, **EXACT)
         accumulate(ddp, step, rank, 2)
         optimizer.step()
         optimizer.zero_grad()
@@ -824,7 +850,7 @@ def hooked_before(rank, ranks):
     model[0].weight.register_hook(lambda gradient: 3 * gradient)
     ddp = DistributedDataParallel(model)
     optimizer = MAKE["VRMomentum"](model.parameters())
-    optimizer.attach(ddp)
+    optimizer.attach(ddp, **EXACT)
     train(ddp, optimizer, rank, 2)
     return weights(model)
 
@@ -883,7 +909,7 @@ def flattened(rank, ranks, name):
     def made():
         ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
         optimizer = MADE[name](ddp.parameters())
-        optimizer.attach(ddp)
+        optimizer.attach(ddp, **EXACT)
         return ddp, optimizer
 
     used, used_optimizer = made()
@@ -913,7 +939,7 @@ def loaded_back(rank, ranks):
     """Two steps, a state, two more, back to the state, and the same two again."""
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     optimizer = MAKE["VRAdam"](ddp.parameters())
-    optimizer.attach(ddp)
+    optimizer.attach(ddp, **EXACT)
     ends = []
     for step in (0, 1, 2, 3, 2, 3):
         if step == 2 and not ends:
@@ -946,7 +972,7 @@ def unequal(rank, ranks, nodes):
     optimizer = MAKE["VRAdam"](ddp.parameters())
     groups = [dist.new_group(node) for node in nodes]
     node = groups[[rank in node for node in nodes].index(True)]
-    optimizer.attach(ddp, node_group=node)
+    optimizer.attach(ddp, node_group=node, **EXACT)
     for step in range(STEPS):
         for number in range(UNEQUAL[rank]):
             last = number == UNEQUAL[rank] - 1

@@ -48,6 +48,7 @@ def lines_to_add(advice: BatchAdvice) -> list[SettingLines]:
             f"DataLoader(..., batch_size={micro})\nTrainer(accumulate_grad_batches={accumulation})",
         ),
         SettingLines("DeepSpeed", json.dumps(deepspeed)),
+        SettingLines("Megatron-LM", f"--micro-batch-size {micro} --global-batch-size {batch}"),
         SettingLines("bigbatch, a schedule", f'policy=bb.Schedule("{schedule(advice)}")'),
         SettingLines(
             "bigbatch, measuring",

@@ -38,8 +38,9 @@ class BucketPipeline:
     state: GsnrState  # the optimizer's moments, momentum and options
     group: dist.ProcessGroup  # the process group
     weights: list[float]  # weight of the micro-batches of each rank
-    k: int  # number of micro-batches
+    k: int  # number of groups that are compared
     sends_m2: bool  # whether any rank has an M2 of its own
+    m2_dtype: torch.dtype | None  # the type in which M2 is sent; None: see `Bucket`
 
     def __post_init__(self) -> None:
         self.done = False
@@ -54,7 +55,7 @@ class BucketPipeline:
     def take(self, shard: Shard, buffer: Tensor) -> Future[Tensor]:
         """Scatters a bucket, and moves the buckets before it to their next stage."""
         m2 = self._m2_of if self.sends_m2 else None
-        self._in_flight.append(Bucket(shard, buffer, m2))
+        self._in_flight.append(Bucket(shard, buffer, m2, self.m2_dtype))
         future = self._in_flight[-1].future
         self._advance(unscaled=1, in_flight=2)
         return future

@@ -146,15 +146,18 @@ class Bucket:
         shard: this rank's shard of the bucket.
         buffer: the sums of this rank; in the end, the scaled gradient of all ranks.
         m2_of: returns M2 of a parameter on this rank, flat; None if no rank has any.
+        m2_dtype: the type in which M2 is sent; None: float64 for float64 sums, else bfloat16.
     """
 
-    def __init__(self, shard: Shard, buffer: Tensor, m2_of: M2Of | None) -> None:
+    def __init__(
+        self, shard: Shard, buffer: Tensor, m2_of: M2Of | None, m2_dtype: torch.dtype | None
+    ) -> None:
         self.shard = shard
         self.scaled = False
         self.future = future_on(buffer.device)
         self._buffer, self._m2_of = buffer, m2_of
-        is_double = buffer.dtype is torch.float64
-        self._m2_dtype = torch.float64 if is_double else torch.bfloat16  # in which it is sent
+        default = torch.float64 if buffer.dtype is torch.float64 else torch.bfloat16
+        self._m2_dtype = m2_dtype or default
         self._scattered: list[list[Callable[[], Tensor]]] = []
         self._gathering: list[Callable[[], None]] = []
         for _ in shard.chunks[:_PREFETCHED]:

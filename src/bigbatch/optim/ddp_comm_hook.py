@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from bigbatch.optim.bucket_shards import Shard, Span, future_on
 from bigbatch.optim.collectives import levels_of, new_group
 from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.statistics.norms import flattened
+
+Groups = Literal["all", "ranks"]
 
 _EPS = 1e-6  # that of torch's clipping
 _FAULTS = (  # of which one on any rank refuses a step
@@ -57,13 +59,20 @@ class DDPCommHook(ReducedShards, Subscriber):
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, state: GsnrState, node_group: dist.ProcessGroup | None
+        self,
+        ddp: DistributedDataParallel,
+        state: GsnrState,
+        groups: Groups,
+        m2_dtype: torch.dtype | None,
+        node_group: dist.ProcessGroup | None,
     ) -> None:
         self.ranks = dist.get_world_size(ddp.process_group)
+        self.by_ranks = groups == "ranks"
         self._ddp = weakref.ref(ddp)  # DDP keeps the hook in C++, unseen by the garbage collector
         self._live_state: GsnrState | None = state  # None after `release`
         self._group: dist.ProcessGroup = ddp.process_group
         self._levels = levels_of(ddp.process_group, node_group)
+        self._m2_dtype = m2_dtype
         self._refusal = ""  # why the current step is refused
         self._taken = False  # whether step() has used the current step's gradients
         self._count_and_weight = [0.0, 0.0]  # of this rank's micro-batches
@@ -84,7 +93,11 @@ class DDPCommHook(ReducedShards, Subscriber):
 
     @property
     def grad_norm(self) -> Tensor:
-        """|g| over the optimizer's parameters, before r, in the unit of the losses; 0-dim."""
+        """|g| over the optimizer's parameters, before r, in the unit of the losses; 0-dim.
+
+        Raises:
+            GradientError: the current step is not reduced yet.
+        """
         all_squares = self._require_done("grad_norm").squares
         parameters = set(self._state.parameters())
         squares = [square for p, square in all_squares.items() if p in parameters]
@@ -121,12 +134,12 @@ class DDPCommHook(ReducedShards, Subscriber):
     # gradient scaling
 
     def bind(self, source: GradientSource) -> list[Subscriber]:
-        """The hook subscribes, for the weights, and the moments.
+        """The hook subscribes, for the weights; the moments too, unless r compares ranks.
 
         The moments read their sums from `.grad`, which under no_sync is this rank's sum.
         """
         self._state.moments.sum_guard = source.guard
-        return [self, self._state.moments]
+        return [self] if self.by_ranks else [self, self._state.moments]
 
     @property
     def has_untaken_step(self) -> bool:
@@ -142,7 +155,11 @@ class DDPCommHook(ReducedShards, Subscriber):
         return self._ddp() is ddp
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
-        """Takes the gradients that the last reduction has scaled, and the next p."""
+        """Takes the gradients that the last reduction has scaled, and the next p.
+
+        Raises:
+            GradientError: the step is not reduced, was refused, or is taken already.
+        """
         pipeline = self._require_done("step()")
         if self._taken:
             raise GradientError("step() was called twice for one backward; .grad is r g already")
@@ -247,16 +264,17 @@ class DDPCommHook(ReducedShards, Subscriber):
         rows = [torch.empty_like(row) for _ in range(self.ranks)]
         dist.all_gather(rows, row, group=self._host_group)
         counts, weights, *faults = torch.stack(rows).T.tolist()
-        k = round(sum(counts))
+        k = sum(map(bool, counts)) if self.by_ranks else round(sum(counts))
         reasons = [text for text, on_ranks in zip(_FAULTS, faults, strict=True) if any(on_ranks)]
         if k < 2:
-            reasons.append(
-                f"{k} micro-batches over all ranks in a step: r needs at least 2 (8 are better)"
-            )
+            groups = "ranks with gradients" if self.by_ranks else "micro-batches over all ranks"
+            reasons.append(f"{k} {groups} in a step: r needs at least 2 (8 are better)")
         self._pipeline, self._refusal = None, next(iter(reasons), "")
         if state is not None and not self._refusal:
-            sends_m2 = max(counts) > 1
-            self._pipeline = BucketPipeline(state, self._group, weights, k, sends_m2)
+            sends_m2 = not self.by_ranks and max(counts) > 1
+            self._pipeline = BucketPipeline(
+                state, self._group, weights, k, sends_m2, self._m2_dtype
+            )
 
     def _shard_of(self, bucket: Any) -> Shard:
         """This rank's shard of a bucket; if DDP has rebuilt its buckets, p moves to new shards."""
@@ -294,8 +312,17 @@ class DDPCommHook(ReducedShards, Subscriber):
         return self._live_state
 
 
-def require_attachable(ddp: Any, parameters: Sequence[Tensor]) -> None:
+def require_attachable(
+    ddp: Any, parameters: Sequence[Tensor], groups: str, m2_dtype: torch.dtype | None
+) -> None:
     """Raises SettingError if gradients cannot be scaled under this DDP model."""
+    if groups not in ("all", "ranks"):
+        raise SettingError(f'groups={groups!r} is unknown; choose "all" or "ranks"')
+    if m2_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
+        raise SettingError(
+            f"m2_dtype={m2_dtype} does not have the range of squares; choose torch.bfloat16, "
+            "float32 or float64"
+        )
     if not isinstance(ddp, DistributedDataParallel):
         raise SettingError(
             f"attach() takes the DistributedDataParallel model, not {type(ddp).__name__}; under "

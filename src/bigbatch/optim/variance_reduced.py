@@ -14,7 +14,7 @@ from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import DDPReducer, DDPSource
 from bigbatch.optim.apply_gsnr import AppliedGsnr, LayerGsnr
-from bigbatch.optim.ddp_comm_hook import DDPCommHook, require_attachable
+from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable
 from bigbatch.optim.fused_step import BaseStep
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
 from bigbatch.optim.gsnr_options import Factor, Gamma, RMax, require_base, require_valid
@@ -159,33 +159,41 @@ class VarianceReduced(Optimizer):
     # one step
 
     def attach(
-        self, ddp: DistributedDataParallel, *, node_group: dist.ProcessGroup | None = None
+        self,
+        ddp: DistributedDataParallel,
+        *,
+        groups: Groups = "all",
+        m2_dtype: torch.dtype | None = None,
+        node_group: dist.ProcessGroup | None = None,
     ) -> DDPCommHook:
         """Scales gradients inside the all-reduce of a DDP model. Collective; once, before training.
 
         With one micro-batch per rank and step it sends as much as a plain all-reduce, with several
-        a quarter more. After the last backward `.grad` is r g, the same on every rank. All
-        backwards of a step except the last must run under `ddp.no_sync()`. `AdaptiveBatch` attaches
-        by itself.
-
-        M2 is sent in bfloat16, with which the error of r g is about 5e-4, or in float64 for float64
-        gradients.
+        a quarter more (half more if M2 is sent in float32). After the last backward `.grad` is r g,
+        the same on every rank. All backwards of a step except the last must run under
+        `ddp.no_sync()`. `AdaptiveBatch` attaches by itself.
 
         Args:
             ddp: the wrapped model.
+            groups: the gradients that r compares: "all", those of all micro-batches of all ranks,
+                or "ranks", one mean gradient per rank, for which no M2 is kept or sent. "ranks" is
+                good enough from 8 ranks on.
+            m2_dtype: the type in which M2 is sent. None: float64 for float64 gradients, else
+                bfloat16, with which the error of r g is about 5e-4.
             node_group: the ranks of this node, if there are several nodes with equally many ranks.
         Returns:
             The hook, which is also `self.attached`: `grad_norm`, `clip_grad_norm_`, `consolidate`.
         Raises:
-            SettingError: `ddp` is not a DDP model, or has a communication hook.
+            SettingError: `ddp` is not a DDP model or has a communication hook, or an option is
+                unknown.
         Source:
             docs/decisions/0009.
         """
         parameters = list(self.gsnr_state.vr_parameters)
-        require_attachable(ddp, parameters)
+        require_attachable(ddp, parameters, groups, m2_dtype)
         if self.attached is not None:
             self.attached.consolidate()  # p moves to the new hook
-        self.attached = DDPCommHook(ddp, self.gsnr_state, node_group)
+        self.attached = DDPCommHook(ddp, self.gsnr_state, groups, m2_dtype, node_group)
         weakref.finalize(self, self.attached.release).atexit = False
         self.bind(DDPSource(ddp, parameters), self.attached)
         return self.attached
