@@ -91,7 +91,7 @@ def test_the_plan_at_the_start_is_that_of_the_training(arm, ranks):
     assert expected == dry_run(DIGITS, asked, ranks).plans["start"].plan
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 768])
+@pytest.mark.parametrize("ranks", [1, 2, 512])  # the largest batch of the digits
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_samples_of_a_paper_are_counted_and_not_listed(recipe, ranks):
     """In a second, also for the billions of rows of a click log."""
