@@ -108,7 +108,8 @@ class Controller:
             "confidence": confidence,
             "warmup": self._warmup and str(self._warmup),
         }
-        self._settings = {name: _as_text(value) for name, value in settings.items()}
+        # as text, without addresses of objects: a resumed run names what changed
+        self.settings = {name: _as_text(value) for name, value in settings.items()}
         self._decide_every, self._max_change = decide_every, largest_change
         self._samples = 0.0
         self._steps = 0
@@ -223,7 +224,7 @@ class Controller:
             "steps": self._steps,
             "average": None if self._average is None else self._average.state_dict(),
             "policy": None if self._stateful_policy is None else self._stateful_policy.state_dict(),
-            "settings": dict(self._settings),
+            "settings": dict(self.settings),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -243,7 +244,7 @@ class Controller:
             self._average.load_state_dict(saved)  # else there was none, or one of another kind
         if self._stateful_policy is not None and state["policy"] is not None:
             self._stateful_policy.load_state_dict(state["policy"])
-        warn_of_changes(state["settings"], self._settings)
+        warn_of_changes(state["settings"], self.settings)
 
     def _ask_policy(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
         # None only for a policy that needs none

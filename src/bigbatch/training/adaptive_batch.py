@@ -513,7 +513,7 @@ class AdaptiveBatch:
         every = options.get("every") or (self.meter.every if self.meter.every > 1 else None)
         log.rank = self._collectives.rank
         log.loop_settings = {
-            "policy": type(policy).__name__ if " object at 0x" in repr(policy) else repr(policy),
+            "policy": self.controller.settings["policy"],
             **({"target": policy.target} if isinstance(policy, SimiGrad) else {}),
             "batch_size": self.controller.decision.batch_size,
             "base_batch": self.controller.base_batch,
