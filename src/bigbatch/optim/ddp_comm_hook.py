@@ -84,7 +84,11 @@ class DDPCommHook(ReducedShards, Subscriber):
 
     @property
     def grad_norm(self) -> Tensor:
-        """|g| over the optimizer's parameters, before r, in the unit of the losses; 0-dim."""
+        """|g| over the optimizer's parameters, before r, in the unit of the losses; 0-dim.
+
+        Raises:
+            GradientError: the current step is not reduced yet.
+        """
         all_squares = self._require_done("grad_norm").squares
         parameters = set(self._state.parameters())
         squares = [square for p, square in all_squares.items() if p in parameters]
@@ -98,6 +102,8 @@ class DDPCommHook(ReducedShards, Subscriber):
             scaler: the scaler of the losses. Call `scaler.unscale_(optimizer)` before, as usual.
         Returns:
             |g| before clipping.
+        Raises:
+            GradientError: the current step is not reduced yet.
         """
         norm = self.grad_norm
         if scaler is not None:
@@ -142,7 +148,11 @@ class DDPCommHook(ReducedShards, Subscriber):
         return self._ddp() is ddp
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
-        """Takes the gradients that the last reduction has scaled, and the next p."""
+        """Takes the gradients that the last reduction has scaled, and the next p.
+
+        Raises:
+            GradientError: the step is not reduced, was refused, or is taken already.
+        """
         pipeline = self._require_done("step()")
         if self._taken:
             raise GradientError("step() was called twice for one backward; .grad is r g already")
