@@ -115,7 +115,11 @@ class ForwardWatch:
         self._handles.clear()
 
     def take_samples(self) -> list[int | None]:
-        """The samples of each forward since the last backward; None where no tensor has any."""
+        """The samples of each forward since the last backward; None where no tensor has any.
+
+        Raises:
+            GradientError: an earlier backward of the step was of the same samples.
+        """
         self._depth = 0
         samples, self._samples = self._samples, []
         inputs, self._inputs = self._inputs, []

@@ -73,7 +73,11 @@ class FoundTraining:
     def find(
         cls, optimizers: Iterable[Optimizer], caller: Caller, model: nn.Module | None = None
     ) -> "FoundTraining":
-        """Finds the model of some optimizers."""
+        """Finds the model of some optimizers.
+
+        Raises:
+            SettingError: the training cannot be measured; says what was seen.
+        """
         optimizers = tuple(optimizers)
         for optimizer in optimizers:
             _require_one_gradient(optimizer)

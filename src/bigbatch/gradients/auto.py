@@ -34,7 +34,11 @@ class SingleProcessSource(GradientSource):
 
 
 def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
-    """The source of a model's gradients, chosen by its wrappers; compiled or not."""
+    """The source of a model's gradients, chosen by its wrappers; compiled or not.
+
+    Raises:
+        SettingError: the model has a wrapper that cannot be measured, or several wrappers.
+    """
     if not isinstance(model, nn.Module):
         return SingleProcessSource(model)
     modules = list(model.modules())

@@ -54,7 +54,11 @@ class ExternalLoop:
     def announce(
         self, samples: int, *, ends_epoch: bool = False, remaining: int | None = None
     ) -> None:
-        """Announces the next micro-batch, before its forward."""
+        """Announces the next micro-batch, before its forward.
+
+        Raises:
+            LoopError: the optimizer has not stepped for the previous step.
+        """
         assert isinstance(self.train.batches, ExternalBatches)
         if self._step is not None and self._step.complete and not self._step.ended:
             raise LoopError(

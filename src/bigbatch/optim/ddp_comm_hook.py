@@ -111,6 +111,8 @@ class DDPCommHook(ReducedShards, Subscriber):
             scaler: the scaler of the losses. Call `scaler.unscale_(optimizer)` before, as usual.
         Returns:
             |g| before clipping.
+        Raises:
+            GradientError: the current step is not reduced yet.
         """
         norm = self.grad_norm
         if scaler is not None:

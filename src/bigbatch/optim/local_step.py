@@ -33,7 +33,11 @@ class LocalStep:
         return [self._state.moments]
 
     def apply(self, source: GradientSource) -> AppliedGsnr:
-        """Replaces g by r g, or by p_hat g with momentum."""
+        """Replaces g by r g, or by p_hat g with momentum.
+
+        Raises:
+            GradientError: fewer than two micro-batches, or a gradient that none of them computed.
+        """
         moments, checks = self._state.moments, self._state.warnings
         if not source.micro_batches or moments.micro_batches < 2:
             raise GradientError(

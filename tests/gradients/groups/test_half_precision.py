@@ -126,3 +126,28 @@ def test_a_convolution_gets_operands_of_one_dtype_under_autocast(name, per_layer
         m.read(samples=[len(x)])
     assert dtypes.calls
     assert all(len(call) == 1 for call in dtypes.calls)
+
+
+class Casts(TorchDispatchMode):
+    """The shapes of the tensors that are cast from bfloat16 to float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_cast = function is torch.ops.aten._to_copy.default
+        if is_cast and args[0].dtype is torch.bfloat16 and kwargs["dtype"] is torch.float32:
+            self.shapes.append(tuple(args[0].shape))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("per_layer", [False, True], ids=["projected", "exact"])
+def test_a_convolution_casts_its_weight_once_in_a_backward_and_not_for_every_group(per_layer):
+    model = nn.Conv2d(12, 16, 3).bfloat16()
+    with GradientMeter(model, groups=4, per_layer=per_layer) as meter:
+        loss = model(normal(*IMAGES).bfloat16()).float().mean()
+        with Casts() as casts:
+            loss.backward()
+        meter.read(samples=[8])
+    assert casts.shapes.count((16, 12, 3, 3)) <= 2  # the weight, and its gradient for comparison

@@ -120,17 +120,16 @@ def _embedding(call: Call) -> Contributions:
 def _convolution(call: Call) -> Contributions:
     gradients: dict[int, Contribution] = {}
     if 1 in call.operands:
-        gradients[1] = Convolutions(
-            call.gradient, call.saved("input"), call.grouping, partial(_of_weight, call)
-        )
+        of_weight = partial(_of_weight, call.node, call.saved("weight"))  # cast once for all groups
+        gradients[1] = Convolutions(call.gradient, call.saved("input"), call.grouping, of_weight)
     if 2 in call.operands:
         gradients[2] = call.sums(call.gradient.flatten(2).sum(2), 2)
     return gradients
 
 
-def _of_weight(call: Call, gradient: Tensor, inputs: Tensor) -> Tensor:
+def _of_weight(node: Node, weight: Tensor, gradient: Tensor, inputs: Tensor) -> Tensor:
     """The weight's gradient, of the convolution or of a projected one with fewer channels."""
-    node, weight, channels = call.node, call.saved("weight"), (gradient.shape[1], inputs.shape[1])
+    channels = gradient.shape[1], inputs.shape[1]
     has_all = weight.shape[:2] == channels or node._saved_groups > 1 or node._saved_transposed
     if not has_all:
         weight = weight[:1, :1].expand(*channels, *weight.shape[2:])

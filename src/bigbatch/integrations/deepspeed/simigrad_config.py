@@ -45,6 +45,9 @@ class AdaptiveBatchParams:
         """Reads a dictionary; None, or `enable_adjust` None, turns adaptation off.
 
         A number as `enable_adjust`, which the example in the README passes, counts as True.
+
+        Raises:
+            SettingError: an unknown key, or a value of another type or out of range.
         """
         values = dict(params or {})
         keys = [field.name for field in fields(cls)]
