@@ -17,6 +17,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -64,14 +65,11 @@ def forking() -> ForkServerContext:
     modules = [name for name in sys.modules if name.partition(".")[0] in SLOW_TO_IMPORT]
     late = [name for user, names in IMPORTED_LATE.items() if user in sys.modules for name in names]
     context.set_forkserver_preload([*modules, *late, "rank_server"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(Path(__file__).parent), str(Path(__file__).parents[1]), before])
-    )
-    forkserver.ensure_running()
-    os.environ.pop("PYTHONPATH")
-    if before is not None:
-        os.environ["PYTHONPATH"] = before
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
+    # engines choose a GPU by themselves where there is one, and gloo has none for every rank
+    with patch.dict(os.environ, PYTHONPATH=path, CUDA_VISIBLE_DEVICES=""):
+        forkserver.ensure_running()
     return context
 
 

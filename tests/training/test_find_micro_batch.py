@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -307,6 +308,7 @@ class Network(nn.Module):
     def forward(self, x):
         return self.layers(Keeps.apply(x.requires_grad_()))
 
+Network()(torch.randn(2, 4)).sum().backward()  # what the first backward allocates for good
 torch.manual_seed(0)
 model = Network()
 optimizer = torch.optim.Adam(model.parameters())
@@ -448,6 +450,12 @@ def wrapped(wrapper, ranks):
     return ENGINES[wrapper](network, ranks)
 
 
+def require_errors_in(wrapper):
+    """Skips the test where this torch cannot continue after an error in the wrapper."""
+    if wrapper in ("fsdp2", "hsdp") and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("fully_shard continues after an error from torch 2.13 on")
+
+
 def on_ranks(rank, ranks, *, wrapper, where, fitting, searches):
     """What is found, and training after it."""
     seeded()
@@ -486,6 +494,7 @@ def local(tensor):
     ],
 )
 def test_all_ranks_find_what_fits_on_each_and_train_as_without(ranks, wrapper, where):
+    require_errors_in(wrapper)
     fitting = [21, 5] if "ddp" in wrapper else [5, 5]  # fully_shard waits for other ranks
     run = partial(on_ranks, wrapper=wrapper, where=where, fitting=fitting)
     plain = ranks(2)(partial(run, searches=False))
