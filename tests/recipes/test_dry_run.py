@@ -1,6 +1,8 @@
 """What a training would take, said beforehand; held to real trainings where they fit here."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from bigbatch_recipes.recipe import Sweep
 from bigbatch_recipes.study import start_study
 from bigbatch_recipes.sweep import points_of
 from bigbatch_recipes.train_run import Training
+from bigbatch_recipes.validate import count_parameters
 
 ARMS = [
     pytest.param(
@@ -255,3 +258,39 @@ def test_rates_that_another_run_multiplies_are_said_to_be_without_it(bigbatch):
     status, out, _ = bigbatch("train", "cifar10-resnet56", "--dry-run", *arm)
     assert 0 == status
     assert "The mean r of lr_control_from is known when that run has ended" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("name", ["bert-pretrain", "squad", "glue"])
+def test_the_outline_of_bert_has_as_many_weights_as_the_model(name):
+    recipe = RECIPES[name]
+    for size in ("tiny", "mini"):
+        asked = recipe.settings().with_changes({"size": size})
+        model = dataclasses.replace(recipe, outline=None)
+        assert count_parameters(model, asked) == count_parameters(recipe, asked)
+
+
+def command_without(packages, *arguments, folder):
+    """Runs the command where these packages cannot be imported, as if they were not installed."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({packages}))\n"
+    code += "from bigbatch.cli import main; main()"
+    line = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=False, cwd=folder)
+
+
+OF_DATA = ("transformers", "tokenizers", "sklearn", "pandas")
+
+
+@pytest.mark.parametrize("name", ["digits", "dlrm", "bert-pretrain", "squad", "glue"])
+def test_a_dry_run_needs_no_package_of_data_or_model(name, tmp_path):
+    ended = command_without(OF_DATA, "train", name, "--dry-run", folder=tmp_path)
+    assert (0, "") == (ended.returncode, ended.stderr)
+
+
+@pytest.mark.parametrize("arguments", [["train", "bert-pretrain"], ["sweep", "bert-pretrain"]])
+def test_a_missing_package_is_named_before_anything_is_written(arguments, tmp_path):
+    ended = command_without(("tokenizers",), *arguments, folder=tmp_path)
+    note, line = ended.stderr.splitlines()
+    assert note.startswith("bigbatch: note: no --data")
+    assert line.startswith("bigbatch: bigbatch-recipes[bert] needs tokenizers, which is not")
+    assert "; run: pip install " in line
+    assert [] == list(tmp_path.rglob("*.yaml"))

@@ -11,7 +11,15 @@ from pathlib import Path
 from bigbatch_recipes import vrgd_paper
 from bigbatch_recipes.datasets.sentence_pairs import Book, Masking, SentencePairs, spread
 from bigbatch_recipes.datasets.text import ORIGIN, corpus_of
-from bigbatch_recipes.models.bert import SAVED_AS, TINY, bert, load_tokenizer, vocabulary_file
+from bigbatch_recipes.models.bert import (
+    PACKAGES,
+    SAVED_AS,
+    TINY,
+    bert,
+    load_tokenizer,
+    outline,
+    vocabulary_file,
+)
 from bigbatch_recipes.pretraining_loss import example, loss_of, scores_of
 from bigbatch_recipes.recipe import OURS, Arm, Data, Recipe, Result, Sweep, sourced
 from bigbatch_recipes.settings import Settings
@@ -124,6 +132,8 @@ BERT_PRETRAIN = Recipe(
     paper_seeds=vrgd_paper.MEDIAN,
     results={"table-1": Result(arms=tuple(_LAMB))},
     model=lambda settings: bert(settings, "Pretraining"),
+    outline=lambda settings: outline(settings, "Pretraining"),
+    packages=PACKAGES,
     loss=lambda settings: loss_of,
     data=_data,
     example=example,

@@ -21,11 +21,13 @@ from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
 from bigbatch_recipes.models.bert import (
     FINE_TUNING_ARMS,
+    PACKAGES,
     SAVED_AS,
     TINY,
     bert,
     example_rows,
     load_tokenizer,
+    outline,
     vocabulary_file,
 )
 from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep, sourced
@@ -106,6 +108,8 @@ GLUE = Recipe(
     sweep=Sweep(({"arm": tuple(FINE_TUNING_ARMS), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
     paper_sweep=Sweep(({"arm": tuple(FINE_TUNING_ARMS), "lr": (2e-5, 3e-5, 5e-5)},), ("lr",)),
     model=lambda settings: bert(settings, "Classifier"),
+    outline=lambda settings: outline(settings, "Classifier"),
+    packages=PACKAGES,
     loss=lambda _: _loss,
     data=_data,
     example=_example,

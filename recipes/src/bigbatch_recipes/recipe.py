@@ -93,6 +93,9 @@ class Recipe:
     higher_is_better: bool = True  # whether the main score is better when higher
     # builds the network; draws from torch's global generator
     model: Callable[[Settings], nn.Module]
+    # builds, on the meta device, layers with as many weights; None where `model` needs torch alone
+    outline: Callable[[Settings], nn.Module] | None = None
+    packages: tuple[str, ...] = ()  # of the extra `bert`, which trainings need
     # builds the mean loss over a micro-batch; it may augment in training mode
     loss: Callable[[Settings], LossOf]
     # reads the data of `settings.data`, or data that need no folder

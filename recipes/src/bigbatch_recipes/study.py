@@ -22,7 +22,7 @@ from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.sweep_page import write_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
 from bigbatch_recipes.train_run import Training, train_run
-from bigbatch_recipes.validate import require_trainable
+from bigbatch_recipes.validate import require_packages, require_trainable
 
 
 def start_study(
@@ -46,6 +46,7 @@ def start_study(
         }
         return arm_settings.with_changes({"seed": seed, **before})
 
+    require_packages(recipe)
     require_trainable(recipe, *(settings_of(arm, 0) for arm in arms))
     trainings = {
         f"{arm}-seed{seed}": settings_of(arm, seed) for seed in range(seeds) for arm in arms

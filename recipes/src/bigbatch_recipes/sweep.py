@@ -10,7 +10,7 @@ from bigbatch.errors import SettingError
 from bigbatch_recipes.recipe import Grid, Recipe, Sweep
 from bigbatch_recipes.settings import Settings, Value, policy_name
 from bigbatch_recipes.study import write_study
-from bigbatch_recipes.validate import require_trainable, unused_in
+from bigbatch_recipes.validate import require_packages, require_trainable, unused_in
 
 _NOT_SWEEPABLE = {"recipe": "it is the command's first argument", "seed": "give --seeds instead"}
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.+_]+")
@@ -149,6 +149,7 @@ def start_sweep(
             sample is held out.
         RunError: something is at `path` already.
     """
+    require_packages(recipe)
     tuned = list(tuned)
     if tune_seeds and not tuned:
         raise SettingError("tune-seeds has no effect without --tune; name settings to tune")

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from bigbatch.errors import BigbatchError, SettingError
+from bigbatch.optional_packages import import_optional
 from bigbatch.policies.parse import POLICIES
 from bigbatch_recipes.build_loop import build_controller, require_optimizer
 from bigbatch_recipes.recipe import Recipe
@@ -14,14 +15,20 @@ _VR_SETTINGS = {"gamma", "r_max", "factor", "beta3"}
 
 
 def build_on_meta_device(recipe: Recipe, settings: Settings) -> nn.Module:
-    """The model on the meta device."""
+    """The model on the meta device, or its outline."""
     with torch.device("meta"):
-        return recipe.model(settings)
+        return (recipe.outline or recipe.model)(settings)
 
 
 def count_parameters(recipe: Recipe, settings: Settings) -> int:
     """Number of weights of the model; shared ones count once."""
     return sum(p.numel() for p in build_on_meta_device(recipe, settings).parameters())
+
+
+def require_packages(recipe: Recipe) -> None:
+    """Raises MissingPackageError if a package that the recipe's trainings need is missing."""
+    for package in recipe.packages:
+        import_optional(package, "bert", "bigbatch-recipes")
 
 
 def require_trainable(recipe: Recipe, *settings_list: Settings) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from textwrap import fill
 
-from bigbatch.errors import MissingPackageError, RunError
+from bigbatch.errors import RunError
 from bigbatch_recipes import EXPERIMENTS, RECIPES, get_recipe
 from bigbatch_recipes.cli.options import CommandParser
 from bigbatch_recipes.console import LiveView
@@ -109,13 +109,8 @@ def _place(origin: DatasetLocation, given: Path | None) -> str:
 
 
 def _weight_counts(recipe: Recipe) -> list[str]:
-    try:
-        counts = [
-            count_parameters(recipe, recipe.settings(paper_scale=one)) for one in (False, True)
-        ]
-    except MissingPackageError:
-        return ["?", "?"]  # `bigbatch train` names the package
-    return [_rounded(count) for count in counts]
+    scales = (recipe.settings(paper_scale=one) for one in (False, True))
+    return [_rounded(count_parameters(recipe, settings)) for settings in scales]
 
 
 def _rounded(count: int) -> str:

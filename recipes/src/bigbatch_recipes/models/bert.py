@@ -1,6 +1,6 @@
 """BERT as three recipes build it from their settings: network, vocabulary, rows.
 
-All of it needs `transformers` and `tokenizers`, which are imported where something is built.
+Trainings need `transformers` and `tokenizers`, which are imported where something is built.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from bigbatch_recipes.datasets.sequence_pair import SequencePair
 from bigbatch_recipes.datasets.text import VOCAB
 from bigbatch_recipes.process_group import run_on_rank_zero
 from bigbatch_recipes.recipe import Arms, Changes
-from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.settings import Settings, require_choice
 
 if TYPE_CHECKING:
     from bigbatch_recipes.models.hf_bert.wordpiece import WordPieceTokenizer
@@ -24,7 +24,25 @@ if TYPE_CHECKING:
 FINE_TUNING_ARMS: Arms = {"adam": {}, "vr-adam": {"optimizer": "vr-adam"}}
 SAVED_AS = {"vocab": VOCAB}  # of each recipe with tokens
 TINY: Changes = {"size": "tiny", "vocabulary": 300}  # the small scale of all three recipes
-_MIN_LENGTH, _MAX_LENGTH = 16, 512  # tokens of a row; BERT has 512 positions
+PACKAGES = ("transformers", "tokenizers")  # of the extra `bert`
+POSITIONS = 512  # of every published BERT, so that weights fit at any length
+HEAD_WIDTH = 64
+FEED_FORWARD = 4  # widths
+SIZES = {  # (layers, width)
+    "tiny": (2, 128),
+    "mini": (4, 256),
+    "small": (4, 512),
+    "medium": (8, 512),
+    "base": (12, 768),
+    "large": (24, 1024),
+}
+_MIN_LENGTH = 16  # tokens of a row
+
+
+def size_of(name: str) -> tuple[int, int]:
+    """Layers and width of a size of `SIZES`."""
+    require_choice("BERT of size", name, SIZES)
+    return SIZES[name]
 
 
 def bert(settings: Settings, head: str) -> nn.Module:
@@ -34,6 +52,27 @@ def bert(settings: Settings, head: str) -> nn.Module:
     task = settings.task
     model: nn.Module = getattr(bert_heads, head)(task["size"], task["vocabulary"], task["dropout"])
     return model
+
+
+def outline(settings: Settings, head: str) -> nn.Module:
+    """Layers of torch with as many weights as `bert` has; a dry run needs no `transformers`."""
+    vocabulary, dropout = int(settings.task["vocabulary"]), float(settings.task["dropout"])
+    layers, width = size_of(str(settings.task["size"]))
+    tokens, pooler = nn.Embedding(vocabulary, width), nn.Linear(width, width)
+    shape = (width, width // HEAD_WIDTH, FEED_FORWARD * width, dropout)
+    body: list[nn.Module] = [
+        tokens,
+        nn.Embedding(POSITIONS, width),
+        nn.Embedding(2, width),
+        nn.LayerNorm(width),
+    ]
+    body += [nn.TransformerEncoderLayer(*shape) for _ in range(layers)]
+    body += [nn.Linear(width, 2)] if head == "SpanFinder" else [pooler, nn.Linear(width, 2)]
+    if head == "Pretraining":
+        decoder = nn.Linear(width, vocabulary)
+        decoder.weight = tokens.weight
+        body += [nn.Linear(width, width), nn.LayerNorm(width), decoder]
+    return nn.Sequential(*body)
 
 
 def load_tokenizer(
@@ -94,6 +133,6 @@ def example_rows(settings: Settings, samples: int) -> tuple[Tensor, Tensor, Tens
 
 def _length(settings: Settings) -> int:
     length = int(settings.task["length"])
-    if not _MIN_LENGTH <= length <= _MAX_LENGTH:
-        raise SettingError(f"length={length} must be from {_MIN_LENGTH} to {_MAX_LENGTH} tokens")
+    if not _MIN_LENGTH <= length <= POSITIONS:
+        raise SettingError(f"length={length} must be from {_MIN_LENGTH} to {POSITIONS} tokens")
     return length

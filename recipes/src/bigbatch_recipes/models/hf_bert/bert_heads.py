@@ -12,33 +12,18 @@ from transformers.models.bert import (
     BertModel,
 )
 
-from bigbatch.errors import SettingError
-
-_POSITIONS = 512  # of every published BERT, so that weights fit at any length
-_HEAD_WIDTH = 64
-_FEED_FORWARD = 4  # widths
-
-SIZES = {  # (layers, width)
-    "tiny": (2, 128),
-    "mini": (4, 256),
-    "small": (4, 512),
-    "medium": (8, 512),
-    "base": (12, 768),
-    "large": (24, 1024),
-}
+from bigbatch_recipes.models.bert import FEED_FORWARD, HEAD_WIDTH, POSITIONS, size_of
 
 
 def _config(size: str, vocabulary: int, dropout: float, **more: int) -> BertConfig:
-    if size not in SIZES:
-        raise SettingError(f"BERT of size {size!r} is unknown; choose one of: {', '.join(SIZES)}")
-    layers, width = SIZES[size]
+    layers, width = size_of(size)
     return BertConfig(
         vocab_size=vocabulary,
         hidden_size=width,
         num_hidden_layers=layers,
-        num_attention_heads=width // _HEAD_WIDTH,
-        intermediate_size=_FEED_FORWARD * width,
-        max_position_embeddings=_POSITIONS,
+        num_attention_heads=width // HEAD_WIDTH,
+        intermediate_size=FEED_FORWARD * width,
+        max_position_embeddings=POSITIONS,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
         attn_implementation="sdpa",
