@@ -3,7 +3,7 @@
 import pytest
 
 from bigbatch.errors import RunError
-from bigbatch.log.atomic_files import require_own_file
+from bigbatch.log.atomic_files import require_own_file, write_atomically
 from bigbatch.log.chart import Panel, Series
 from bigbatch.log.chart_svg import svg
 from bigbatch.log.html_report import write_text
@@ -69,6 +69,14 @@ def test_a_figure_as_png_is_refused_with_the_name_of_the_svg(bigbatch, run, tmp_
 def test_a_folder_is_no_place_for_a_file(tmp_path):
     with pytest.raises(RunError, match="is not a file"):
         require_own_file(tmp_path)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
+    target = tmp_path / "file"
+    write_atomically(target, b"old")
+    with pytest.raises(TypeError):
+        write_atomically(target, "no bytes")
+    assert (b"old", [target]) == (target.read_bytes(), list(tmp_path.iterdir()))
 
 
 def test_a_figure_that_does_not_fit_leaves_the_old_one(tmp_path):

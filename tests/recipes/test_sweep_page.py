@@ -86,6 +86,35 @@ def test_a_sweep_ends_with_those_of_its_shown_points_and_its_page_has_them_twice
     assert "<td>lr=0.2,target=0.2</td><td>-12.00</td>" in page
 
 
+def test_a_study_ends_with_its_differences(tmp_path, capsys):
+    path = tmp_path / "study"
+    path.mkdir()
+    scores = {"a": [90.0, 91.0, 95.0], "b": [91.0, 93.0, 98.0]}
+    trainings = {
+        f"{arm}-seed{seed}": {"arm": arm, "seed": seed, "epochs": 1, "policy": "fixed"}
+        for arm in scores
+        for seed in range(3)
+    }
+    (path / "study.yaml").write_bytes(study_yaml({"trainings": trainings}))
+    for name, settings in trainings.items():
+        score = scores[settings["arm"]][settings["seed"]]
+        write_log(path / name, [row(1, metrics={ACCURACY: score})], settings)
+    report_study(path, LiveView())
+    out = capsys.readouterr().out
+    assert out.index("standard deviation") < out.index("difference from a, paired by seed, 95 %")
+    assert "[-0.48, +4.48]" in out
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_the_commands_of_logs_take_the_folder_of_a_sweep(bigbatch, tmp_path, command):
+    sweep(tmp_path / "sweep", SWEPT)
+    status, out, err = bigbatch(command, tmp_path / "sweep")
+    assert (0, "") == (status, err)
+    page = out if command == "compare" else (tmp_path / "sweep" / "report.html").read_text()
+    for name in ("lr=0.1,target=0.2", "lr=0.2,target=0.4"):
+        assert name in page.replace("\n", "")
+
+
 def test_the_figure_has_a_point_with_its_error_bar_for_each_shown_point_and_the_front(tmp_path):
     results = sweep(tmp_path / "sweep", SWEPT)
     front, group = sweep_panel(results, (400, 300)).series
