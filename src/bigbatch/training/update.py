@@ -257,7 +257,8 @@ class Update:
         scale = self._scale(step.samples, step.statistics)
         lr_factor = scale * self._controller.decision.lr_factor
         complete, situation = self._batches.is_complete(step.samples, self.plan), self._situation
-        with scale_lr(self.optimizer, lr_factor) as rates, self._transport(step.samples, scale):
+        ratio = step.samples / self.clock.base_batch if self._transports else 1.0
+        with scale_lr(self.optimizer, lr_factor) as rates, transported(self.optimizer, ratio, scale):
             self._half_done = True
             follows_rates = self.clock.follows_rates  # then it decides by the next step's rate
             decision = None if follows_rates else self._decide(step, complete=complete)
@@ -345,11 +346,6 @@ class Update:
             )
             return self._controller.next(step.statistics, now)
         return Decision(present.batch_size, reason, present.lr_factor)
-
-    def _transport(self, batch_size: int, scale: float) -> AbstractContextManager[None]:
-        if not self._transports:
-            return nullcontext()
-        return transported(self.optimizer, batch_size / self.clock.base_batch, scale)
 
     def _warn_without_scheduler(self) -> None:
         """Warns before the first step if the policy follows a scheduler and there is none."""
