@@ -253,6 +253,17 @@ def test_a_pair_of_steps_that_is_timed_keeps_its_batch(clock):
     assert train.every > 2
 
 
+def test_a_schedule_that_changes_the_batch_between_two_steps_leaves_the_pair_untimed(clock):
+    train = adaptive(clock, policy=bb.Schedule("64, 128 from 128 samples"), micro_batch=128)
+    records = trained(train, 4)
+    assert [(64, 4), (64, 1), (128, 4), (128, 1)] == [
+        (record.batch_size, record.micro_batches) for record in records
+    ]
+    assert [] == train.state_dict()["shared"]["interval"]["ratios"]
+    trained(train, 2)
+    assert 1 == len(train.state_dict()["shared"]["interval"]["ratios"])
+
+
 def test_the_end_of_an_epoch_and_a_skipped_step_are_measured_again(clock):
     policy = bb.SimiGrad(0.9, max_batch=4096)
     train = adaptive(clock, 64 * 4 + 40, policy=policy, batch_size=64, every=5)

@@ -162,18 +162,17 @@ class Controller:
         self, statistics: GradientStatistics | None, now: TrainingState | None
     ) -> TrainingState:
         """Counts a step; returns the state of the training with the controller's own sizes."""
-        if statistics is None and now is None:
-            raise SettingError("a step without statistics needs now=, the state of the training")
-        self._steps += 1
         if statistics is not None:
-            self._samples += statistics.samples
-            batch_size, samples = round(statistics.samples), round(self._samples)
-            now = now or TrainingState(0, batch_size, samples=samples, steps=self._steps)
+            size = statistics.samples
+        elif now is not None:
+            size = now.batch_size
         else:
-            assert now is not None
-            self._samples += now.batch_size
+            raise SettingError("a step without statistics needs now=, the state of the training")
+        self._samples += size
+        self._steps += 1
+        counted = TrainingState(0, round(size), samples=round(self._samples), steps=self._steps)
         return replace(
-            now,
+            now or counted,
             target_batch_size=self.decision.batch_size,
             min_batch=self.min_batch,
             max_batch=self.max_batch,

@@ -94,7 +94,7 @@ class GradientMeter:
         self.every = every
         self.scaler = scaler
         self.step = 0  # steps since the meter was made
-        self._due = True
+        self._due = False
         self.source: GradientSource = source or find_source(model)
         if not any(p.requires_grad for p in self.source.parameters):
             raise SettingError("no parameter requires a gradient, so there is nothing to measure")
@@ -118,8 +118,7 @@ class GradientMeter:
             half_batch_cosine=half_batch_cosine,
         )
         self._sanity_checks = SanityChecks(loss, warns=self.source.rank == 0)
-        self._subscribed = False
-        self._update_subscriptions()
+        self.at_step(0)
 
     def __enter__(self) -> "GradientMeter":
         return self
@@ -207,8 +206,10 @@ class GradientMeter:
             groups: k; None for the meter's own, if it has any.
             model: the model that they are of.
         Raises:
-            SettingError: the meter's loss is not "weighted".
+            SettingError: the meter's loss is not "weighted", or its own number is another.
         """
+        if groups is not None and self.groups not in (None, groups):
+            raise SettingError(f"groups={groups}, and groups={self.groups} of the meter: pass one")
         if self._forward_hook is not None:
             self._forward_hook.remove()
         if groups is None or groups == self.groups:
@@ -236,8 +237,12 @@ class GradientMeter:
         self.step = number
         if self.source.group_tap is not None:
             self.source.group_tap.restart(number)
-        self._due = number % self.every == 0 if due is None else due
-        self._update_subscriptions()
+        due = number % self.every == 0 if due is None else due
+        if due != self._due:
+            self._due = due
+            update = self.source.subscribe if due else self.source.unsubscribe
+            for subscriber in self._sums.subscribers:
+                update(subscriber)
 
     @property
     def micro_batch_sqnorms(self) -> list[Tensor]:
@@ -321,15 +326,6 @@ class GradientMeter:
             layers=layers,
             half_batch_cosine=self._cosine(totals, c),
         )
-
-    def _update_subscriptions(self) -> None:
-        """Subscribes to the gradients of a step that is due, and unsubscribes in other steps."""
-        if self.due == self._subscribed:
-            return
-        self._subscribed = self.due
-        update = self.source.subscribe if self.due else self.source.unsubscribe
-        for subscriber in self._sums.subscribers:
-            update(subscriber)
 
     def _estimate(
         self, totals: StepTotals, unit: float, c: float, sums: Iterable[float]

@@ -73,17 +73,17 @@ class SanityChecks:
         pairs = [(min(pair), max(pair)) for pair in itertools.pairwise(order)]
         equal_norm_steps = {}
         for one, other in pairs:
-            a, b = ranks[one], ranks[other]
-            if a.sqnorm_sum == b.sqnorm_sum and a.numbered_sqnorm_sum == b.numbered_sqnorm_sum:
+            a, b = ((r.sqnorm_sum, r.numbered_sqnorm_sum) for r in (ranks[one], ranks[other]))
+            if a == b:
                 equal_norm_steps[one, other] = _SURE_STEPS
-            elif _nearly_equal(a.sqnorm_sum, b.sqnorm_sum) and _nearly_equal(
-                a.numbered_sqnorm_sum, b.numbered_sqnorm_sum
-            ):
+            elif all(map(_nearly_equal, a, b)):
                 equal_norm_steps[one, other] = self._equal_norm_steps.get((one, other), 0) + 1
         self._equal_norm_steps = equal_norm_steps
-        steps_of = equal_norm_steps.items()
-        sure = [pair for pair, steps in steps_of if steps >= _SURE_STEPS]
-        sure_pairs = [pair for pair in sure if ranks[pair[0]].sqnorm_sum]
+        sure_pairs = [
+            pair
+            for pair, steps in equal_norm_steps.items()
+            if steps >= _SURE_STEPS and ranks[pair[0]].sqnorm_sum
+        ]
         if not sure_pairs:
             return ""
         first, second = sure_pairs[0]

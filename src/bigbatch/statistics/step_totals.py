@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -31,7 +31,6 @@ class RankTotals:
     grad_sqnorm: float  # |.grad|^2 of this rank's shards
 
 
-FIELDS = len(fields(RankTotals))
 RANK_COUNTS = 3  # the first fields, which the host of the rank knows
 
 

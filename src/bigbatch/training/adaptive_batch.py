@@ -127,7 +127,7 @@ class AdaptiveBatch:
         self.optimizer = optimizer
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
-        self._cut_backwards(options.get("groups"))
+        self.meter.cut_backwards(options.get("groups"), model)
         self._reader = micro_batch_optimizer(optimizer)
         self._replacement_check = ReplacementCheck(model)
         self._bind_source()
@@ -430,14 +430,6 @@ class AdaptiveBatch:
             )
 
     # construction
-
-    def _cut_backwards(self, groups: int | None) -> None:
-        """Lets every backward measure that many groups; None for the meter's own number, if any."""
-        if groups is not None and self.meter.groups not in (None, groups):
-            raise SettingError(
-                f"groups={groups}, and groups={self.meter.groups} of the meter: pass one"
-            )
-        self.meter.cut_backwards(groups or self.meter.groups, self.model)
 
     def _bind_source(self) -> None:
         """Lets one set of hooks serve the meter and the optimizer, inside step.backward only."""

@@ -17,6 +17,7 @@ from bigbatch.data.rng_state import seed_torch
 from bigbatch.errors import BatchError, SettingError
 from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
 from bigbatch.training.branch_plan import BranchPlan, BranchRequest, averaging_steps
+from bigbatch.training.loss_check import one_number
 from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.snapshot import TrainingSnapshot
 from bigbatch.training.update import Update
@@ -135,26 +136,20 @@ def branch_test(
     )
 
 
+@dataclass
 class _Branches:
     """Trains every branch of every repeat from one snapshot."""
 
-    def __init__(
-        self,
-        update: Update,
-        loss_of: LossOf,
-        samples: PeekedSamples,
-        snapshot: TrainingSnapshot,
-        plan: BranchPlan,
-        factors: tuple[float, ...],
-    ) -> None:
-        self._source, self._optimizer = update.meter.source, update.optimizer
-        self._collectives, self._micro_batch = update.collectives, update.max_micro_batch
-        self._loss_of, self._samples, self._snapshot = loss_of, samples, snapshot
-        self._plan, self._factors = plan, factors
+    update: Update
+    loss_of: LossOf
+    samples: PeekedSamples
+    snapshot: TrainingSnapshot
+    plan: BranchPlan
+    factors: tuple[float, ...]
 
     def train(self) -> tuple[list[float], list[BranchCurve]]:
         """The losses before the branches, by repeat, and the curve of each branch. Collective."""
-        plan, ranks = self._plan, self._collectives.ranks
+        plan, ranks = self.plan, self.update.collectives.ranks
         # of its own on each rank, for dropout; the same for all branches of a repeat
         seeds = torch.randint(2**40, (plan.repeats,)).tolist()
         points = [plan.points(size) for size in plan.batch_sizes]
@@ -164,11 +159,11 @@ class _Branches:
             start = repeat * plan.read // plan.repeats // ranks
             self._restart()
             sums = [self._loss_sum(start, seed)]
-            for size, factor, steps in zip(plan.batch_sizes, self._factors, points, strict=True):
+            for size, factor, steps in zip(plan.batch_sizes, self.factors, points, strict=True):
                 self._restart()
-                with scale_lr(self._optimizer, factor):
+                with scale_lr(self.update.optimizer, factor):
                     sums += self._train_branch(size // ranks, steps, start, seed)
-            rows = zip(*self._collectives.all_gather(*sums), strict=True)
+            rows = zip(*self.update.collectives.all_gather(*sums), strict=True)
             first, *losses = (math.fsum(row) / plan.held_aside for row in rows)
             first_losses.append(first)
             for of_branch, steps in zip(gains, points, strict=True):
@@ -180,22 +175,22 @@ class _Branches:
         ]
 
     def _restart(self) -> None:
-        self._snapshot.restore()
-        self._source.zero_grad()
+        self.snapshot.restore()
+        self.update.meter.source.zero_grad()
 
     def _train_branch(self, rows: int, points: list[int], start: int, seed: int) -> list[float]:
         """The losses of one branch after so many steps of `rows` samples of this rank."""
         sums = []
-        first = start + self._plan.held_aside // self._collectives.ranks
+        first = start + self.plan.held_aside // self.update.collectives.ranks
         seed_torch(seed)
         for step in range(1, points[-1] + 1):
             parts = self._parts(first, first + rows)
             for number, (batch, samples) in enumerate(parts, start=1):
                 # before the forward, which reads it
-                self._source.reducer.set_requires_gradient_sync(number == len(parts))
+                self.update.meter.source.reducer.set_requires_gradient_sync(number == len(parts))
                 (self._loss(batch) * (samples / rows)).backward()  # type: ignore[no-untyped-call]
-            self._optimizer.step()
-            self._source.zero_grad()
+            self.update.optimizer.step()
+            self.update.meter.source.zero_grad()
             first += rows
             if step in points:
                 sums.append(self._loss_sum(start, seed))
@@ -206,19 +201,19 @@ class _Branches:
     def _loss_sum(self, start: int, seed: int) -> float:
         """The loss over this rank's held-aside samples, times their number."""
         seed_torch(seed)  # so that dropout is the same for all branches
-        stop = start + self._plan.held_aside // self._collectives.ranks
+        stop = start + self.plan.held_aside // self.update.collectives.ranks
         parts = self._parts(start, stop)
         loss = math.fsum(float(self._loss(batch)) * samples for batch, samples in parts)
-        self._source.zero_grad()  # what an engine has gathered for the forward
+        self.update.meter.source.zero_grad()  # what an engine has gathered for the forward
         return loss
 
     def _parts(self, start: int, stop: int) -> list[tuple[Batch, int]]:
         """Samples of this rank as micro-batches of about equal sizes."""
         rows = stop - start
-        count = -(-rows // self._micro_batch)
+        count = -(-rows // self.update.max_micro_batch)
         cuts = [start + rows * number // count for number in range(count + 1)]
-        parts = [part for cut in pairwise(cuts) for part in self._samples.batches(*cut)]
-        if len(parts) > count and self._source.reducer.lockstep:
+        parts = [part for cut in pairwise(cuts) for part in self.samples.batches(*cut)]
+        if len(parts) > count and self.update.meter.source.reducer.lockstep:
             raise BatchError(
                 "batches of different shapes cannot be concatenated, and the ranks must do equally "
                 "many backwards; pad them to one length in the collate function"
@@ -226,11 +221,4 @@ class _Branches:
         return parts
 
     def _loss(self, batch: Batch) -> Tensor:
-        loss = self._loss_of(batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise SettingError(
-                f"loss_of(batch) gave {shape}; return the mean loss of the batch, a Tensor of one "
-                "number"
-            )
-        return loss
+        return one_number(self.loss_of(batch), "loss_of")

@@ -20,6 +20,7 @@ from bigbatch.gradients.groups.grouping import Grouping, Groups
 from bigbatch.optim.sharding import is_sharded
 from bigbatch.setting_types import Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics, from_weighted_losses
+from bigbatch.training.loss_check import one_number
 
 LossFunction = Callable[[Any, Any], Tensor]
 """(output of the model, y) -> mean loss, one number."""
@@ -195,20 +196,20 @@ class _ComparedGradients:
         self._sums = {p: torch.zeros_like(p) for p in self._groups}  # sum_d h'_d
         self._errors = dict.fromkeys(self._groups, 0.0)  # sum_d |h_d - h'_d|^2
         self._squares = dict.fromkeys(self._groups, 0.0)  # sum_d |h'_d|^2
-        self._scatter = 0.0  # sum_d |h'_d|^2 / n_d
+        self._scatters = [0.0, 0.0]  # sum_d |h_d|^2 / n_d, sum_d |h'_d|^2 / n_d
 
     def add_group(self, d: int, loss: Tensor) -> None:
         """Runs the backward of the mean loss of group d alone."""
         share = self.weights[d] / sum(self.weights)
         gradients = gradients_of(loss, list(self._groups))
         for parameter, groups in self._groups.items():
-            reached = parameter in gradients
-            expected = gradients[parameter] * share if reached else torch.zeros_like(parameter)
+            expected = share * gradients.get(parameter, torch.zeros_like(parameter))
+            own, square = _square(groups[d]), _square(expected)
             self._sums[parameter] += expected
-            square = _square(expected)
             self._squares[parameter] += square
             self._errors[parameter] += _square(groups[d].to(expected.dtype) - expected)
-            self._scatter += square / self.weights[d]
+            self._scatters[0] += own / self.weights[d]
+            self._scatters[1] += square / self.weights[d]
 
     def parameters(self) -> tuple[ParameterCheck, ...]:
         """The result of every parameter that has a gradient."""
@@ -230,20 +231,15 @@ class _ComparedGradients:
 
     def statistics(self) -> tuple[GradientStatistics, GradientStatistics]:
         """Statistics of the groups of one backward, and of the loop; over covered parameters."""
-        scatter = math.fsum(
-            _square(groups[d]) / n
-            for groups in self._groups.values()
-            for d, n in enumerate(self.weights)
-            if n
-        )
         k, n = sum(map(bool, self.weights)), sum(self.weights)
-        square = math.fsum(_square(self._whole[p]) for p in self._groups)
-        of_loop = math.fsum(map(_square, self._sums.values()))
-        eps = math.inf  # sums that do not fit together are what is looked for
-        return (
-            from_weighted_losses(scatter, square, k, n, eps),
-            from_weighted_losses(self._scatter, of_loop, k, n, eps),
+        sums = (self._whole[p] for p in self._groups), self._sums.values()
+        squares = (math.fsum(map(_square, gradients)) for gradients in sums)
+        one_backward, loop = (
+            # sums that do not fit together are what is looked for
+            from_weighted_losses(scatter, square, k, n, eps=math.inf)
+            for scatter, square in zip(self._scatters, squares, strict=True)
         )
+        return one_backward, loop
 
 
 def gradients_of(loss: Tensor, parameters: list[Tensor]) -> dict[Tensor, Tensor]:
@@ -258,11 +254,7 @@ def _loss(model: nn.Module, loss_fn: LossFunction, x: Batch, y: Batch) -> Tensor
         output = model(**x)
     else:
         output = model(*x) if isinstance(x, tuple) else model(x)
-    loss = loss_fn(output, y)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise SettingError(f"loss_fn returned {what}; return the mean loss, a tensor of one number")
-    return loss.reshape(())
+    return one_number(loss_fn(output, y), "loss_fn").reshape(())
 
 
 def _set_mode(model: nn.Module, loss_of: Callable[[], Tensor]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from bigbatch.errors import LoopError
+from bigbatch.errors import LoopError, SettingError
 
 _EXAMINED = 8  # losses of a training: its code does not change
 _DEPTH = 3  # nodes of the graph, from the loss
@@ -152,3 +152,13 @@ def _division_message(nodes: list[Any], micro_batches: int) -> str:
         "micro-batches by itself, so the gradient would be as many times too short: pass the "
         "undivided loss, or, if the division does not come from accumulation, continue"
     )
+
+
+def one_number(loss: object, function: str) -> Tensor:
+    """The mean loss that a function of the user's returned, checked."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise SettingError(
+            f"{function} returned {what}; return the mean loss of the batch, a tensor of one number"
+        )
+    return loss

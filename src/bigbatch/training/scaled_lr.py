@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from bigbatch.errors import LoopError, SettingError
 
@@ -41,19 +42,30 @@ def scale_lr(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
                 f"parameter group {number} has no learning rate to scale; give it lr=, or pass "
                 "lr_scaling=None"
             )
-    rates = [group["lr"] for group in groups]
-    tensors = {lr: lr.detach().clone() for lr in rates if isinstance(lr, Tensor)}
-    for tensor in tensors:
-        tensor.detach().mul_(factor)
-    for group, lr in zip(groups, rates, strict=True):
-        group["lr"] = lr if isinstance(lr, Tensor) else lr * factor
-    scaled = [(lr, times_written(lr), _number(lr)) for lr in (group["lr"] for group in groups)]
-    try:
+    with restored(groups, "lr") as tensors:
+        for tensor in tensors:
+            tensor.detach().mul_(factor)
+        for group in groups:
+            group["lr"] = lr if isinstance(lr := group["lr"], Tensor) else lr * factor
+        scaled = [(lr, times_written(lr), _number(lr)) for lr in (group["lr"] for group in groups)]
         yield [value for _, _, value in scaled]
         _require_unchanged(groups, scaled)
+
+
+@contextmanager
+def restored(groups: list[dict[str, Any]], *names: str) -> Iterator[list[Tensor]]:
+    """Restores these settings of the groups afterwards; yields those that are tensors, each once.
+
+    A tensor stays the same tensor, as compiled and captured steps need.
+    """
+    saved = [(group, {name: group[name] for name in names if name in group}) for group in groups]
+    leaves = tree_leaves([values for _, values in saved])
+    tensors = {leaf: leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)}
+    try:
+        yield [*tensors]
     finally:
-        for group, lr in zip(groups, rates, strict=True):
-            group["lr"] = lr
+        for group, values in saved:
+            group.update(values)
         for tensor, value in tensors.items():
             tensor.detach().copy_(value)
 

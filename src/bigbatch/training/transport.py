@@ -9,6 +9,7 @@ from torch.optim import AdamW, Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.setting_types import Count, Share, checked
+from bigbatch.training.scaled_lr import restored
 
 RANGE = 4  # the measured range: B / B_base from 1/4 to 4
 
@@ -86,24 +87,15 @@ def transported(optimizer: Optimizer, ratio: float, lr_factor: float) -> Iterato
     """
     ratio = min(max(ratio, 1 / RANGE), RANGE)
     groups = [group for group in optimizer.param_groups if "betas" in group]
-    saved = [(group, group["betas"], group.get("weight_decay", 0)) for group in groups]
-    betas = [beta for _, pair, _ in saved for beta in pair]
-    tensors = {beta: beta.detach().clone() for beta in betas if isinstance(beta, Tensor)}
-    for tensor in tensors:
-        tensor.detach().pow_(ratio)
-    for group, pair, decay in saved:
-        group["betas"] = type(pair)(b if isinstance(b, Tensor) else b**ratio for b in pair)
-        if decay and lr_factor and _is_decoupled(optimizer, group):
-            group["weight_decay"] = decay * ratio / lr_factor
-    try:
+    with restored(groups, "betas", "weight_decay"):
+        for tensor in {b for group in groups for b in group["betas"] if isinstance(b, Tensor)}:
+            tensor.detach().pow_(ratio)
+        for group in groups:
+            pair, decay = group["betas"], group.get("weight_decay", 0)
+            group["betas"] = type(pair)(b if isinstance(b, Tensor) else b**ratio for b in pair)
+            if decay and lr_factor and _is_decoupled(optimizer, group):
+                group["weight_decay"] = decay * ratio / lr_factor
         yield
-    finally:
-        for group, pair, decay in saved:
-            group["betas"] = pair
-            if decay:
-                group["weight_decay"] = decay
-        for tensor, value in tensors.items():
-            tensor.detach().copy_(value)
 
 
 def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch.optim import Optimizer
@@ -21,7 +22,7 @@ from bigbatch.policies.controller import Controller
 from bigbatch.policies.loss_trend import LossTrend
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
-from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state, needs_of
+from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state
 from bigbatch.policies.step_time import StepTimes
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
@@ -112,21 +113,24 @@ class Update:
         }
         self.interval = interval
         self._scaling: Any = resolve_scaling(lr_scaling, controller.base_batch)
-        self._batches, self._controller, self._constraints = batches, controller, constraints
+        self._batches, self._controller = batches, controller
+        self._fit_plan = lru_cache(maxsize=4)(constraints.plan)
         self._lr_changes = LRChanges(optimizer, warns=warns)
         self._has_weights: set[bool] = set()  # of each rank, once it was asked
         self._half_done = False  # whether a step has failed after it may have changed something
         self._earlier_seconds = 0.0  # before the last resumption
         self._started = self._step_started = time.perf_counter()
-        self._plans: dict[bool, BatchPlan] = {}  # of a measured step and another
-        self._planned: tuple[int, int, int | None] | None = None  # the size and its bounds
-        self._plan_step()
         meter.at_step(0, due=interval.due)
+        policy = type(controller.policy).__name__
         if controller.needs.statistics:
-            interval.require_statistics(f"policy={type(controller.policy).__name__}")
+            interval.require_statistics(f"policy={policy}")
         if lr_scaling == "adascale":
             interval.require_statistics('lr_scaling="adascale"')
-        _require_lr_scaling(controller.policy, lr_scaling)
+        if (needed := controller.needs.lr_scaling) not in ("any", lr_scaling):
+            raise SettingError(
+                f"lr_scaling={lr_scaling!r} with {policy}, which changes the learning rate itself, "
+                f"gives a wrong one; pass lr_scaling={needed!r}"
+            )
         self.clock.follows_rates = controller.needs.lr_decay
         self._warns_without_scheduler = warns and self.clock.follows_rates
         self._transports = transport
@@ -143,6 +147,17 @@ class Update:
 
     # between two steps
 
+    @property
+    def plan(self) -> BatchPlan:
+        """How the next step is cut into micro-batches."""
+        return self._plan(measured=self.interval.due)
+
+    def _plan(self, *, measured: bool) -> BatchPlan:
+        """The plan of the next step, if it is measured and if not: one backward may do then."""
+        controller, compared = self._controller, measured or self.reader is not None
+        bounds = controller.min_batch, controller.max_batch
+        return self._fit_plan(controller.decision.batch_size, *bounds, compared=compared)
+
     def end_pass(self) -> None:
         """Counts an epoch; the length of the loader is known now."""
         self.limit_batch()
@@ -153,12 +168,6 @@ class Update:
         samples = self._batches.samples
         if samples is not None and samples >= self._controller.min_batch:
             self._controller.limit(max_batch=samples)
-        self._plan_step()
-
-    def fit_plan(self, batch_size: int, *, compared: bool = True) -> BatchPlan:
-        """The plan of a step of so many samples; one backward may do if none are compared."""
-        bounds = self._controller.min_batch, self._controller.max_batch
-        return self._constraints.plan(batch_size, *bounds, compared=compared)
 
     def factor(self, batch_size: int, statistics: GradientStatistics | None) -> float:
         """The factor of the learning rate in a step of so many samples."""
@@ -247,8 +256,9 @@ class Update:
         target_batch_size = self._controller.decision.batch_size
         scale = self._scale(step.samples, step.statistics)
         lr_factor = scale * self._controller.decision.lr_factor
-        complete = self._batches.is_complete(step.samples, self.plan)
-        with scale_lr(self.optimizer, lr_factor) as rates, self._transport(step.samples, scale):
+        complete, situation = self._batches.is_complete(step.samples, self.plan), self._situation
+        ratio = step.samples / self.clock.base_batch if self._transports else 1.0
+        with scale_lr(self.optimizer, lr_factor) as rates, transported(self.optimizer, ratio, scale):
             self._half_done = True
             follows_rates = self.clock.follows_rates  # then it decides by the next step's rate
             decision = None if follows_rates else self._decide(step, complete=complete)
@@ -261,7 +271,7 @@ class Update:
         self.steps += step.finite
         self.skipped += not step.finite
         self._half_done = False
-        self._choose_next(step, complete=complete)
+        self._choose_next(step, situation, complete=complete)
         self.record = StepRecord(
             step=self.steps + self.skipped,
             epoch=self.epoch,
@@ -290,20 +300,18 @@ class Update:
         now = time.perf_counter()
         self.step_seconds, self._step_started = now - self._step_started, now
 
-    def _choose_next(self, step: StepStatistics, *, complete: bool) -> None:
-        """Chooses whether the next step is measured, and plans it."""
-        measured, situation = self.interval.due, self._situation
+    def _choose_next(self, step: StepStatistics, situation: Situation, *, complete: bool) -> None:
+        """Chooses whether the next step is measured, after one in this situation."""
+        measured = self.interval.due
         if self._controller.needs.history:
             self._note_history(step)
         self.interval.add_seconds(step.previous_seconds)
-        self._plan_step()
         self.interval.end_step(
             situation,
             self._situation,
             self._controller.decision.batch_size,
             decides=step.finite and complete and (step.statistics is not None or not measured),
         )
-        self.plan = self._plans[self.interval.due]
         self.meter.at_step(self.meter.step + 1, due=self.interval.due)
 
     def _note_history(self, step: StepStatistics) -> None:
@@ -339,11 +347,6 @@ class Update:
             return self._controller.next(step.statistics, now)
         return Decision(present.batch_size, reason, present.lr_factor)
 
-    def _transport(self, batch_size: int, scale: float) -> AbstractContextManager[None]:
-        if not self._transports:
-            return nullcontext()
-        return transported(self.optimizer, batch_size / self.clock.base_batch, scale)
-
     def _warn_without_scheduler(self) -> None:
         """Warns before the first step if the policy follows a scheduler and there is none."""
         if self._warns_without_scheduler and self.clock.scheduler is None:
@@ -361,23 +364,10 @@ class Update:
         if self.reader is not None and (reduced := self.reader.reduced_source()) is not None:
             reduced.restart()
 
-    def _plan_step(self) -> None:
-        """Plans the next step, if it is measured and if not, where something has changed."""
-        controller, is_vr = self._controller, self.reader is not None
-        size = controller.decision.batch_size
-        planned = size, controller.min_batch, controller.max_batch
-        if planned != self._planned:
-            self._planned = planned
-            self._plans = {
-                measured: self.fit_plan(size, compared=measured or is_vr)
-                for measured in (True, False)
-            }
-        self.plan = self._plans[self.interval.due]
-
     @property
     def _situation(self) -> Situation:
         """What the cost of measuring the next step depends on."""
-        measured, other = (self._plans[kind].micro_batches for kind in (True, False))
+        measured, other = (self._plan(measured=kind).micro_batches for kind in (True, False))
         return measured, other, self._controller.decision.batch_size.bit_length() - 1
 
     # what must be equal on all ranks
@@ -450,13 +440,3 @@ class Update:
         self._loss_trend.load(state["loss_trend"])
         self.noise_average.load_state_dict(state["noise"])
         self.meter.at_step(self.steps + self.skipped, due=self.interval.due)
-
-
-def _require_lr_scaling(policy: Any, lr_scaling: LRScaling) -> None:
-    """Raises SettingError if the learning rate would follow the batch against the policy."""
-    needed = needs_of(policy).lr_scaling
-    if needed not in ("any", lr_scaling):
-        raise SettingError(
-            f"lr_scaling={lr_scaling!r} with {type(policy).__name__}, which changes the learning "
-            f"rate itself, gives a wrong one; pass lr_scaling={needed!r}"
-        )
