@@ -108,7 +108,7 @@ class Controller:
             "confidence": confidence,
             "warmup": self._warmup and str(self._warmup),
         }
-        self._settings = {name: _as_text(value) for name, value in settings.items()}
+        self._settings = {name: as_text(value) for name, value in settings.items()}
         self._decide_every, self._max_change = decide_every, largest_change
         self._samples = 0.0
         self._steps = 0
@@ -360,10 +360,10 @@ def _stateful(policy: Policy, *, has_hysteresis: bool) -> Any:
     return part
 
 
-def _as_text(value: object) -> str:
+def as_text(value: object) -> str:
     """A text that is the same in every process, without addresses of objects."""
     if is_dataclass(value):
-        parts = (f"{f.name}={_as_text(getattr(value, f.name))}" for f in fields(value) if f.repr)
+        parts = (f"{f.name}={as_text(getattr(value, f.name))}" for f in fields(value) if f.repr)
         return f"{type(value).__name__}({', '.join(parts)})"
     if isinstance(value, float) and value.is_integer():
         return repr(int(value))

@@ -23,7 +23,7 @@ from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.variance_reduced import micro_batch_optimizer
-from bigbatch.policies.controller import Controller, controller_of, warn_of_changes
+from bigbatch.policies.controller import Controller, as_text, controller_of, warn_of_changes
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Policy, SimiGrad, needs_of
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
@@ -513,7 +513,7 @@ class AdaptiveBatch:
         every = options.get("every") or (self.meter.every if self.meter.every > 1 else None)
         log.rank = self._collectives.rank
         log.loop_settings = {
-            "policy": type(policy).__name__ if " object at 0x" in repr(policy) else repr(policy),
+            "policy": as_text(policy),
             **({"target": policy.target} if isinstance(policy, SimiGrad) else {}),
             "batch_size": self.controller.decision.batch_size,
             "base_batch": self.controller.base_batch,
