@@ -76,7 +76,7 @@ def parse_command(words: list[str]) -> None:
         case ["bigbatch", "advise", *arguments]:
             argument_parser().parse_args(arguments)
         case ["bigbatch", "compare" | "report" | "replay" as command, *arguments]:
-            getattr(log_commands, f"{command}_parser")().parse_args(arguments)
+            log_commands.parser_of(command).parse_args(arguments)
         case ["bigbatch", "train" | "sweep" | "list" as command, *arguments]:
             parse_recipe_command(command, arguments)
         case ["bigbatch", *_]:

@@ -1,5 +1,6 @@
 """The log of any loop: written at once, by one process, and continued after a kill."""
 
+import dataclasses
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -169,6 +171,23 @@ def test_settings_are_those_of_the_loop_with_the_users_own(tmp_path):
     assert (0.3, False) == (history.target, history.higher_is_better)
     document = json.loads((tmp_path / "run" / "settings.json").read_text())
     assert (3, bb.__version__) == (document["schema"], document["versions"]["bigbatch"])
+
+
+@dataclasses.dataclass
+class HoldSize:
+    """A policy with a function, whose repr has an address."""
+
+    of: Callable = lambda size: size
+
+    def decide(self, statistics, state):
+        return bb.Decision(self.of(state.batch_size), "held")
+
+
+def test_the_text_of_a_policy_is_that_of_another_process_too(tmp_path):
+    for seed in (0, 1):
+        log = bb.RunLog(tmp_path / f"mine-seed{seed}", settings={"seed": seed})
+        train_steps(loop(log, policy=HoldSize(lambda size: size)), 1)
+    assert 1 == len(table_of([history_of(run) for run in find_runs(tmp_path)]).rows)
 
 
 @pytest.mark.parametrize(

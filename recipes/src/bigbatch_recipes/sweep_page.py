@@ -14,6 +14,7 @@ from bigbatch.log.history import History, history_of
 from bigbatch.log.report_summary import ArmSummary, summaries_of
 from bigbatch.log.row_schema import finite
 from bigbatch.log.series_style import NEUTRAL, style_of
+from bigbatch.log.web_page import html_table
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults, value_text
 
 _RUN_COLUMNS = ("average_batch", "steps", "skipped", "elapsed_seconds", "diverged")
@@ -150,7 +151,7 @@ def _sections(sweep: SweepResults, histories: list[History]) -> Iterator[str]:
         caption = f"<figcaption>{escape(sweep.score)}<output></output></figcaption>"
         yield f'<figure class="{kind}">{caption}{svg([chart], titles=False)}</figure>'
     yield html_report.note("Dotted: the front, the best score for at least this batch.")
-    yield html_report.table_section(sweep.table())
+    yield html_table(*sweep.table())
     yield from html_report.difference_section(sweep.differences())
     all_drawn = len(sweep.drawn) == len(sweep.begun)
     words = (

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -25,48 +25,6 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
-
-
-_Options = dict[str, dict[str, Any]]
-_LIMITS: _Options = {
-    "--steps": {"type": _count, "default": 2000, "help": "optimizer steps to observe [2000]"},
-    "--budget": {
-        "default": "2min",
-        "metavar": "TIME",
-        "help": "or at most so long, 90s or 5min, from the first step on [2min]",
-    },
-    "--go-on": {"action": "store_true", "help": "let the program continue; default: end it"},
-    "-o --out": {
-        "action": "append",
-        "default": [],
-        "metavar": "FILE",
-        "help": "also write a .html page, a .json or a .txt file; may be repeated",
-    },
-}
-_ASSUMPTIONS: _Options = {
-    "--groups": {
-        "type": _count,
-        "default": 8,
-        "help": "groups of samples of a backward that are compared [8]",
-    },
-    "--micro-batch": {
-        "type": _count,
-        "metavar": "N",
-        "help": "samples of a backward and rank [dimension 0 of the model's first tensor]",
-    },
-    "--bandwidth": {
-        "type": float,
-        "default": 12.5,
-        "metavar": "GB/s",
-        "help": "assumed for a device's network [12.5]",
-    },
-    "--latency": {
-        "type": float,
-        "default": 30,
-        "metavar": "US",
-        "help": "assumed for a message, in microseconds [30]",
-    },
-}
 
 
 def advise(arguments: Sequence[str]) -> NoReturn:
@@ -136,12 +94,22 @@ def argument_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module")
-    limits = parser.add_argument_group("how long to observe, and what to write")
-    for flags, options in _LIMITS.items():
-        limits.add_argument(*flags.split(), **options)
-    assumptions = parser.add_argument_group("assumptions")
-    for flags, options in _ASSUMPTIONS.items():
-        assumptions.add_argument(flags, **options)
+    add = parser.add_argument_group("how long to observe, and what to write").add_argument
+    add("--steps", type=_count, default=2000, help="optimizer steps to observe [2000]")
+    budget = "or at most so long, 90s or 5min, from the first step on [2min]"
+    add("--budget", default="2min", metavar="TIME", help=budget)
+    add("--go-on", action="store_true", help="let the program continue; default: end it")
+    out = "also write a .html page, a .json or a .txt file; may be repeated"
+    add("-o", "--out", action="append", default=[], metavar="FILE", help=out)
+    add = parser.add_argument_group("assumptions").add_argument
+    groups = "groups of samples of a backward that are compared [8]"
+    add("--groups", type=_count, default=8, help=groups)
+    micro_batch = "samples of a backward and rank [dimension 0 of the model's first tensor]"
+    add("--micro-batch", type=_count, metavar="N", help=micro_batch)
+    bandwidth = "assumed for a device's network [12.5]"
+    add("--bandwidth", type=float, default=12.5, metavar="GB/s", help=bandwidth)
+    latency = "assumed for a message, in microseconds [30]"
+    add("--latency", type=float, default=30, metavar="US", help=latency)
     parser.add_argument("target", metavar="SCRIPT", help="your script, or module with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
     return parser

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
+from bigbatch.cli import COMMANDS
 from bigbatch.errors import SettingError
 from bigbatch.log.atomic_files import require_own_file
 from bigbatch.log.history import (
@@ -47,85 +48,57 @@ class _Parser(argparse.ArgumentParser):
         raise SettingError(f"{message}; {self.prog} --help lists the options")
 
 
-def _parser(name: str, description: str, examples: str, out: str = "") -> _Parser:
-    """The parser of a command, with -o where it has an `out`."""
-    raw = argparse.RawDescriptionHelpFormatter
-    texts: Any = {"description": description, "epilog": f"examples:\n{examples}"}
-    parser = _Parser(f"bigbatch {name}", formatter_class=raw, allow_abbrev=False, **texts)
-    runs = "folder of a log, or of such folders"
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help=runs)
-    if out:
-        parser.add_argument("-o", "--out", type=Path, help=f"{out}; replaces only bigbatch's own")
+_EXAMPLES = {
+    "compare": "  bigbatch compare runs/digits-1 runs/digits-2\n"
+    "  bigbatch compare runs/digits-1 --against simigrad   differences from one arm\n"
+    "  bigbatch compare runs/digits-1 --to 85 --to 90      the time to these scores",
+    "report": "  bigbatch report runs/digits-1                  into the folder itself\n"
+    "  bigbatch report runs/digits-1 -o curves.svg    the curves as a figure\n"
+    "  bigbatch report runs/digits-1 runs/digits-2 -o both.html",
+    "replay": "  bigbatch replay runs/digits-1/simigrad-seed0 --policy simigrad:target=0.5\n"
+    '  bigbatch replay RUN --policy "schedule:32, x2 every 8K samples"',
+}
+_MORE = {  # of the descriptions, after what the list of commands says
+    "compare": " Runs that differ in their seed are one row.",
+    "replay": " Signal and noise are\n"
+    "those of the log, whatever the batch size; see docs/policies.md.",
+}
+_OUT = {
+    "report": "a .html page, or a .svg figure of the curves",
+    "replay": "a .svg figure of batch sizes",
+}
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The options of `compare`, `report` or `replay`."""
+    parser = _Parser(
+        f"bigbatch {name}",
+        description=COMMANDS[name] + _MORE.get(name, ""),
+        epilog=f"examples:\n{_EXAMPLES[name]}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", type=Path, help="folder of a log, or of such folders")
+    if name in _OUT:
+        add("-o", "--out", type=Path, help=f"{_OUT[name]}; replaces only bigbatch's own")
+    if name == "replay":
+        policies = f"a policy, may be repeated: {', '.join(POLICIES)}"
+        form = "NAME:KEY=VALUE,..."
+        add("--policy", action="append", required=True, metavar=form, help=policies)
+        group = parser.add_argument_group("the controller of each policy")
+        for option, text in _CONTROLLER.items():
+            group.add_argument(f"--{option.replace('_', '-')}", metavar="VALUE", help=text)
+    else:
+        scores = "show steps, samples and seconds to this score; may be repeated"
+        add("--against", metavar="ARM", help="show the others' differences from it [the first]")
+        add("--to", action="append", type=float, metavar="SCORE", help=scores)
     return parser
-
-
-def compare_parser() -> argparse.ArgumentParser:
-    """The options of `compare`."""
-    parser = _parser(
-        "compare",
-        "Shows the logs of runs in one table. Runs that differ in their seed are one row.",
-        "  bigbatch compare runs/digits-1 runs/digits-2\n"
-        "  bigbatch compare runs/digits-1 --against simigrad   differences from one arm\n"
-        "  bigbatch compare runs/digits-1 --to 85 --to 90      the time to these scores",
-    )
-    _add_comparison(parser)
-    return parser
-
-
-def report_parser() -> argparse.ArgumentParser:
-    """The options of `report`."""
-    parser = _parser(
-        "report",
-        "Writes a page of runs side by side: tables, curves, layers.",
-        "  bigbatch report runs/digits-1                  into the folder itself\n"
-        "  bigbatch report runs/digits-1 -o curves.svg    the curves as a figure\n"
-        "  bigbatch report runs/digits-1 runs/digits-2 -o both.html",
-        "a .html page, or a .svg figure of the curves",
-    )
-    _add_comparison(parser)
-    return parser
-
-
-def replay_parser() -> argparse.ArgumentParser:
-    """The options of `replay`."""
-    parser = _parser(
-        "replay",
-        "Shows batch sizes and cost of other policies in a run. Signal and noise are\n"
-        "those of the log, whatever the batch size; see docs/policies.md.",
-        "  bigbatch replay runs/digits-1/simigrad-seed0 --policy simigrad:target=0.5\n"
-        '  bigbatch replay RUN --policy "schedule:32, x2 every 8K samples"',
-        "a .svg figure of batch sizes",
-    )
-    parser.add_argument(
-        "--policy",
-        action="append",
-        required=True,
-        metavar="NAME:KEY=VALUE,...",
-        help=f"a policy, may be repeated: {', '.join(POLICIES)}",
-    )
-    group = parser.add_argument_group("the controller of each policy")
-    for name, text in _CONTROLLER.items():
-        group.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=text)
-    return parser
-
-
-def _add_comparison(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--against", metavar="ARM", help="show the others' differences from it [the first]"
-    )
-    parser.add_argument(
-        "--to",
-        action="append",
-        type=float,
-        metavar="SCORE",
-        help="show steps, samples and seconds to this score; may be repeated",
-    )
 
 
 def compare(arguments: Sequence[str]) -> None:
     """Runs `bigbatch compare`."""
-    options = compare_parser().parse_args(arguments)
-    _require_rank_zero()
+    options = _options("compare", arguments)
     targets = ScoreTargets(options.to) if options.to else None
     histories = _histories(options.runs)
     require_reference(options.against, group_seeds(histories))
@@ -140,8 +113,7 @@ def compare(arguments: Sequence[str]) -> None:
 
 def report(arguments: Sequence[str]) -> None:
     """Runs `bigbatch report`."""
-    options = report_parser().parse_args(arguments)
-    _require_rank_zero()
+    options = _options("report", arguments)
     if options.out is None and len(options.runs) > 1:
         raise SettingError("several runs have no common place for their report; name it with -o")
     out: Path = options.out or options.runs[0] / "report.html"  # which is ours, whoever wrote it
@@ -161,8 +133,7 @@ def report(arguments: Sequence[str]) -> None:
 
 def replay(arguments: Sequence[str]) -> None:
     """Runs `bigbatch replay`."""
-    options = replay_parser().parse_args(arguments)
-    _require_rank_zero()
+    options = _options("replay", arguments)
     policies = {text: parse_policy(text) for text in options.policy}
     kinds = get_type_hints(Controller.__init__, include_extras=True)
     given: dict[str, Any] = {
@@ -191,10 +162,12 @@ def _histories(paths: Sequence[Path]) -> list[History]:
     return [history_of(run) for path in paths for run in find_runs(path)]
 
 
-def _require_rank_zero() -> None:
-    """Ends the other ranks of a launch: one reads the logs."""
+def _options(name: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; ends the other ranks of a launch, since one reads the logs."""
+    options = parser_of(name).parse_args(arguments)
     if os.environ.get("RANK", "0") != "0":
         sys.exit(0)
+    return options
 
 
 def _show(table: Table, title: str) -> None:

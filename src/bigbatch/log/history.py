@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shortened
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigbatch.errors import RunError
 from bigbatch.log.row_schema import (
@@ -268,8 +268,7 @@ def _range_text(counts: list[int]) -> str:
     return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Rows of text under columns."""
 
     columns: tuple[str, ...]

@@ -12,7 +12,7 @@ from bigbatch.log.atomic_files import write_atomically
 from bigbatch.log.chart import HeatMap, Panel
 from bigbatch.log.chart_svg import svg, swatch
 from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, key_names, panels_of
-from bigbatch.log.history import History, Table, group_seeds, seeds_of, table_of
+from bigbatch.log.history import History, group_seeds, seeds_of, table_of
 from bigbatch.log.paired_differences import Differences, differences_of
 from bigbatch.log.report_summary import ArmSummary, summaries_of
 from bigbatch.log.row_schema import Row
@@ -103,16 +103,11 @@ def note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
-def table_section(table: Table) -> str:
-    """A table."""
-    return html_table(table.columns, table.rows)
-
-
 def difference_section(differences: Differences | None) -> Iterator[str]:
     """The table of differences; nothing where there is no other arm."""
     if differences is not None:
         yield note(differences.title)
-        yield table_section(differences.table())
+        yield html_table(*differences.table())
 
 
 def summary_list(summaries: Sequence[ArmSummary], most: int) -> Iterator[str]:
@@ -143,11 +138,11 @@ def table_sections(
         f"Table: {seeds_of(histories)}. Average batch is the mean over the steps that were not "
         "skipped."
     )
-    yield table_section(table_of(histories))
+    yield html_table(*table_of(histories))
     yield from difference_section(differences)
     if targets is not None:
         yield note(targets.title(histories))
-        yield table_section(targets.table(histories))
+        yield html_table(*targets.table(histories))
 
 
 def curve_sections(histories: list[History]) -> Iterator[str]:

@@ -308,10 +308,12 @@ class RunLog:
         """Writes the rows that are not in the file yet; returns whether that succeeded."""
         if not self._unwritten:
             return True
-        if self.metrics.exists() and self.metrics.stat().st_size > self._length:
-            raise RunError(f"{self.metrics} has rows of another writer too; give each its own log")
         try:
             with self.metrics.open("ab") as file:
+                if file.tell() > self._length:
+                    raise RunError(
+                        f"{self.metrics} has rows of another writer too; give each its own log"
+                    )
                 while self._unwritten:
                     file.write(self._unwritten[0])
                     file.flush()
