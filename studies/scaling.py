@@ -6,16 +6,16 @@ python -m studies.scaling
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from bigbatch.optim.bucket_shards import CHUNK_BYTES
-from bigbatch.statistics.step_totals import FIELDS
+from bigbatch.statistics.step_totals import RankTotals
 from studies.comm_bytes import ring_bytes
 from studies.markdown_tables import Row, show
 
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2
-_SUMS = 22  # doubles of a measured step, in addition to three a layer and `FIELDS` a rank
+_SUMS = 22  # doubles of a measured step, in addition to three a layer and those of `RankTotals`
 _SKETCH = 1021  # doubles that an interval adds
 _NODE = 8  # ranks of a node
 
@@ -60,7 +60,7 @@ def plain_fsdp2(model: Model, ranks: int, micro_batches: int = 1) -> InputBytes:
 
 def similarity(ranks: int, layers: int = 1) -> InputBytes:
     """`GradientMeter` adds three sums a layer, 22 others, and 7 a rank."""
-    return {"all-reduce": _DOUBLE * (3 * layers + _SUMS + FIELDS * ranks)}
+    return {"all-reduce": _DOUBLE * (3 * layers + _SUMS + len(fields(RankTotals)) * ranks)}
 
 
 def interval(ranks: int) -> InputBytes:

@@ -1,14 +1,12 @@
 """What studies time is what their tables say: networks of that size, batches that fit them."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
 
 from bigbatch.data.collate import count_samples
 from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
-from studies import measure_cost, overhead, projection_accuracy, sized_networks
+from studies import overhead, projection_accuracy, sized_networks
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import copy
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -257,8 +257,9 @@ class Update:
         scale = self._scale(step.samples, step.statistics)
         lr_factor = scale * self._controller.decision.lr_factor
         complete, situation = self._batches.is_complete(step.samples, self.plan), self._situation
-        ratio = step.samples / self.clock.base_batch if self._transports else 1.0
-        with scale_lr(self.optimizer, lr_factor) as rates, transported(self.optimizer, ratio, scale):
+        ratio = step.samples / self.clock.base_batch
+        moved = transported(self.optimizer, ratio, scale) if self._transports else nullcontext()
+        with scale_lr(self.optimizer, lr_factor) as rates, moved:
             self._half_done = True
             follows_rates = self.clock.follows_rates  # then it decides by the next step's rate
             decision = None if follows_rates else self._decide(step, complete=complete)
