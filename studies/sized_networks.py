@@ -25,6 +25,8 @@ class GPT(nn.Module):
         self.embedding, self.positions = nn.Embedding(tokens, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(_Block(width) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
+        for table in (self.embedding, self.positions):
+            nn.init.normal_(table.weight, std=0.02)  # larger logits leave subnormal gradients
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of every position, (samples, length, tokens)."""

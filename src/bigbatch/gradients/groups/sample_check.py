@@ -236,13 +236,14 @@ class _Attempt:
     def _gradients(self, members: Tensor) -> Sequence[Tensor | None]:
         """The gradients of the last uses."""
         found, edges, gradients = self._found, [], []
-        generator = torch.Generator().manual_seed(0)
         for (number, output, _), place in self._places:
             metadata = found.nodes[number]._input_metadata[output]
-            gradient = torch.randn(tuple(metadata.shape), generator=generator)
-            gradient *= place.mask(members, gradient)
+            shape, device = tuple(metadata.shape), metadata.device
+            generator = torch.Generator(device).manual_seed(len(gradients))
+            gradient = torch.randn(shape, generator=generator, device=device)  # drawn where it is
+            gradient *= place.mask(members.to(device), gradient)
             edges.append(GradientEdge(found.nodes[number], output))
-            gradients.append(gradient.to(metadata.device, metadata.dtype))
+            gradients.append(gradient.to(metadata.dtype))
         ends = [GradientEdge(found.nodes[use.number], 0) for use in self._frontier.last_uses]
         if not edges or not ends:
             return [None] * len(ends)
