@@ -11,7 +11,6 @@ from bigbatch.log import html_report
 from bigbatch.log.chart import Panel, Series
 from bigbatch.log.chart_svg import svg, swatch
 from bigbatch.log.history import History, history_of
-from bigbatch.log.report_summary import ArmSummary, summaries_of
 from bigbatch.log.row_schema import finite
 from bigbatch.log.series_style import NEUTRAL, style_of
 from bigbatch.log.web_page import html_table
@@ -137,8 +136,7 @@ def _numeric_values(point: SweepPoint, sweep: SweepResults) -> dict[str, Any]:
 
 
 def _sections(sweep: SweepResults, histories: list[History]) -> Iterator[str]:
-    yield from html_report.summary_list([ArmSummary(sweep.name, sweep_summary(sweep))], 1)
-    yield from html_report.summary_list(summaries_of(histories), 0)
+    yield html_report.note(f"{sweep.name}: {sweep_summary(sweep)}.")
     edges = (f" {place}: the best value is at the edge of the grid." for place in sweep.at_edges)
     yield html_report.note(f"{sweep.title}.{''.join(edges)}")
     charts = {kind: sweep_panel(sweep, size) for kind, size in _SIZES.items()}

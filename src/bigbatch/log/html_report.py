@@ -14,7 +14,6 @@ from bigbatch.log.chart_svg import svg, swatch
 from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, key_names, panels_of
 from bigbatch.log.history import History, group_seeds, seeds_of, table_of
 from bigbatch.log.paired_differences import Differences, differences_of
-from bigbatch.log.report_summary import ArmSummary, summaries_of
 from bigbatch.log.row_schema import Row
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.log.series_style import style_of
@@ -32,7 +31,6 @@ _MAPS = (
     ("layers", "noise scale, samples", 0, None, True),
     ("layers", "similarity", 1, 1.0, False),
 )
-_MOST_SUMMARIES = 8  # sentences that are shown at once
 _HEAT_MAP_BYTES = 400_000  # after so many, no further map is drawn: the page stays small
 
 
@@ -67,12 +65,8 @@ def write_report(
     if out.suffix == ".svg":
         write_text(out, svg(panels_of(started, "samples"), columns=2, key=True, standalone=True))
         return
-    sections = (
-        summary_list(summaries_of(histories, against), _MOST_SUMMARIES),
-        table_sections(histories, against, targets),
-        curve_sections(histories),
-    )
-    write_page(out, title, (part for section in sections for part in section))
+    parts = [*table_sections(histories, against, targets), *curve_sections(histories)]
+    write_page(out, title, parts)
 
 
 def write_page(out: Path, title: str, parts: Iterable[str], extra_style: str = "") -> None:
@@ -110,36 +104,16 @@ def difference_section(differences: Differences | None) -> Iterator[str]:
         yield html_table(*differences.table())
 
 
-def summary_list(summaries: Sequence[ArmSummary], most: int) -> Iterator[str]:
-    """Sentences, of which those after the first `most` are hidden at first."""
-    items = [f"<li><b>{escape(one.name)}</b>: {escape(one.text)}</li>\n" for one in summaries]
-    shown, hidden = (
-        f'<ul class="summary">\n{"".join(part)}</ul>' for part in (items[:most], items[most:])
-    )
-    if items[:most]:
-        yield shown
-    if items[most:]:
-        words = f"a sentence on each of {len(items[most:])} {'more' if most else 'settings'}"
-        yield f"<details><summary>{words}</summary>{hidden}</details>"
-
-
 def table_sections(
     histories: list[History], against: str | None = None, targets: ScoreTargets | None = None
 ) -> Iterator[str]:
     """The table of runs, which counts those without a step; differences; times to scores."""
-    differences = differences_of(histories, against)
-    text = "The last batch is the mean over the last tenth of the samples."
-    if differences:
-        text += (
-            " The range is that of the runs and no test; the table of differences has intervals."
-        )
-    yield note(text)
     yield note(
         f"Table: {seeds_of(histories)}. Average batch is the mean over the steps that were not "
         "skipped."
     )
     yield html_table(*table_of(histories))
-    yield from difference_section(differences)
+    yield from difference_section(differences_of(histories, against))
     if targets is not None:
         yield note(targets.title(histories))
         yield html_table(*targets.table(histories))

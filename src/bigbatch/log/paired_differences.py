@@ -149,23 +149,15 @@ def differences_between(
 
 
 def differences_of(histories: list[History], against: str | None = None) -> Differences | None:
-    """Differences of the reference's main score between groups of seeds; None for one group."""
+    """Differences of the main score between groups of seeds; None for one group."""
     groups = group_seeds(histories)
     if len(groups) < 2:
         return None
-    reference, score = reference_of(groups, against)
-    score = score or "score"
-    scores = {name: _scores_by_seed(runs, score) for name, runs in groups.items()}
-    return differences_between(scores, score, reference)
-
-
-def reference_of(
-    groups: Mapping[str, list[History]], against: str | None
-) -> tuple[str, str | None]:
-    """The arm with this name, else the first; and its main score, else that of another arm."""
     reference = against if against is not None and against in groups else next(iter(groups))
     runs = [*groups[reference], *(run for each in groups.values() for run in each)]
-    return reference, next(filter(None, (run.score for run in runs)), None)
+    score = next(filter(None, (run.score for run in runs)), "score")
+    scores = {name: _scores_by_seed(runs, score) for name, runs in groups.items()}
+    return differences_between(scores, score, reference)
 
 
 def _scores_by_seed(runs: list[History], score: str) -> SeedScores:
