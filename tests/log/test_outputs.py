@@ -71,7 +71,7 @@ def test_a_folder_is_no_place_for_a_file(tmp_path):
         require_own_file(tmp_path)
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path):
     target = tmp_path / "file"
     write_atomically(target, b"old")
     with pytest.raises(TypeError):
