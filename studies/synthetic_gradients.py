@@ -1,13 +1,11 @@
 """Gradients of known mean and variance, and steps of them that a meter measures."""
 
-import gzip
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -15,6 +13,7 @@ from torch.nn import functional
 
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch_recipes.datasets.idx_files import read_idx
 
 SIMILARITIES = (0.1, 0.3, 0.7)  # similarities that N is chosen for
 
@@ -142,7 +141,9 @@ def populations(seed: int, data: Path | None) -> Iterator[Population]:
         remedy = "name a data folder" if data is None else f"there is no {folder}"
         warnings.warn(f"without gradients of a trained network: {remedy}", stacklevel=2)
         return
-    yield from recorded_stages(*read_images(folder), seed)
+    images = read_idx(folder / "train-images-idx3-ubyte.gz", 3)[:, None]
+    labels = read_idx(folder / "train-labels-idx1-ubyte.gz", 1).long()
+    yield from recorded_stages((images.float() / 255 - 0.286) / 0.353, labels, seed)
 
 
 def synthetic(
@@ -167,13 +168,6 @@ def spectrum(count: int, effective_dimension: float) -> Tensor:
         too_flat = 1 / float(values.square().sum()) > effective_dimension
         low, high = (exponent, high) if too_flat else (low, exponent)
     return values.float()
-
-
-def read_images(folder: Path) -> tuple[Tensor, Tensor]:
-    """Fashion-MNIST's training set: images (60000, 1, 28, 28), standardized, and labels."""
-    x = _read_bytes(folder / "train-images-idx3-ubyte.gz", 16).reshape(-1, 1, 28, 28)
-    y = _read_bytes(folder / "train-labels-idx1-ubyte.gz", 8)
-    return (torch.tensor(x).float() / 255 - 0.286) / 0.353, torch.tensor(y).long()
 
 
 def recorded_stages(x: Tensor, y: Tensor, seed: int) -> Iterator[Recorded]:
@@ -248,8 +242,3 @@ def accumulate_gradients(
     for gradient in population.gradients(sizes, signal_factor) * shares[:, None]:
         flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
         torch.dot(flat, gradient).backward()  # type: ignore[no-untyped-call]
-
-
-def _read_bytes(file: Path, header: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    with gzip.open(file) as stream:
-        return np.frombuffer(stream.read(), np.uint8, offset=header)

@@ -1,9 +1,7 @@
 """The populations that intervals are judged by: is what they say of themselves true?"""
 
-import gzip
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +17,6 @@ from studies.synthetic_gradients import (
     network,
     per_sample_gradients,
     populations,
-    read_images,
     recorded_stages,
     spectrum,
     synthetic,
@@ -264,19 +261,6 @@ def test_training_does_not_depend_on_what_was_drawn_between():
         actual.grad_variance,
     )
     assert before != actual.grad_sqnorm
-
-
-def test_images_and_labels_are_read_from_the_publishers_files(tmp_path):
-    x = np.random.default_rng(26).integers(256, size=(3, 28, 28), dtype=np.uint8)
-    header = bytes(16)
-    with gzip.open(tmp_path / "train-images-idx3-ubyte.gz", "wb") as file:
-        file.write(header + x.tobytes())
-    with gzip.open(tmp_path / "train-labels-idx1-ubyte.gz", "wb") as file:
-        file.write(header[:8] + bytes([7, 0, 9]))
-    actual, labels = read_images(tmp_path)
-    expected = (torch.tensor(x / 255) - 0.286) / 0.353
-    assert torch.allclose(expected.float()[:, None], actual, atol=1e-5)  # float32
-    assert [7, 0, 9] == labels.tolist()
 
 
 @pytest.mark.parametrize("given_folder", [False, True])
