@@ -92,7 +92,7 @@ def figure(comparisons: Sequence[Comparison]) -> list[Panel]:
             line = [one for one in comparisons if (one.population, one.near) == (name, near)]
             counts = [one.micro_batches for one in line]
             truths = [one.truth for one in line]
-            series.append(Series("truth", counts, truths, style=NEUTRAL, label=""))
+            series.append(Series("truth", counts, truths, style=NEUTRAL))
             estimates = {
                 "similarity, all pairs": [one.similarities for one in line],
                 "halves": [one.halves for one in line],
@@ -110,7 +110,6 @@ def figure(comparisons: Sequence[Comparison]) -> list[Panel]:
                         bars=True,
                         markers=True,
                         style=style,
-                        label="",
                     )
                 )
         panels.append(Panel(f"similarity: {name}", "micro-batches", series, x_log=2))

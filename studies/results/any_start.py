@@ -126,7 +126,6 @@ def figure(log: ComparisonLog, target: float) -> list[Panel]:
                     [_mean_score(log, arm_of(policy, batch, warmup), rate) for rate in RATES],
                     markers=True,
                     style=style,
-                    label="",
                 )
                 for style, policy in enumerate(POLICIES, start=NEUTRAL)
             ],

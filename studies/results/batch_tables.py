@@ -324,13 +324,12 @@ def score_over_steps(log: ComparisonLog, arms: Sequence[str]) -> list[Panel]:
         scores = [[_at(run, 3, x) for run in runs] for x in samples]
         series.append(
             Series(
-                arm,
+                f"{arm}, {steps[-1]:,.0f} steps",
                 steps,
                 [fmean(values) for values in scores],
                 low=[min(values) for values in scores],
                 high=[max(values) for values in scores],
                 style=style,
-                label=f"{arm}, {steps[-1]:,.0f} steps",
             )
         )
     first, last = max(series[0].high[:1]), series[0].y[-1]

@@ -89,7 +89,7 @@ def draw(logs: Path) -> list[Path]:
     for name in found:
         for file, charts in QUESTIONS[name].figures(logs).items():
             columns = 2 if len(charts) > 1 else 1
-            text = svg(charts, columns=columns, key=len(charts) > 1, standalone=True)
+            text = svg(charts, columns=columns, key=True, standalone=True)
             written[logs / f"{file}.svg"] = text
     for path, text in written.items():
         write_atomically(path, text.encode())

@@ -230,9 +230,7 @@ def _curves(title: str, versions: list[list[Scores]]) -> Panel:
         low, high = ([pick(one, default=math.nan) for one in known] for pick in (min, max))
         means = [fmean(one) if one else math.nan for one in known]
         series.append(
-            Series(
-                version, _sizes(), means, low=low, high=high, markers=True, style=style, label=""
-            )
+            Series(version, _sizes(), means, low=low, high=high, markers=True, style=style)
         )
     return Panel(f"test accuracy, %: {title}", "batch", series, x_log=2)
 

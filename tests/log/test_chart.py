@@ -5,10 +5,14 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bigbatch.log.chart import HeatMap, Mark, Panel, Series
+from bigbatch.log.chart_axis import Axis
 from bigbatch.log.chart_svg import stylesheet, svg, swatch
 from bigbatch.log.series_style import NEUTRAL, style_of
+from property_tests import property_test
 
 XS = [1.0, 2.0, 3.0, 4.0]
 
@@ -93,19 +97,18 @@ def test_categories_are_named_from_top_to_bottom_and_points_lie_at_their_height(
     assert tops == pytest.approx([heights["one"], heights["two"]], abs=6)
 
 
-def test_names_stand_at_the_ends_of_lines_and_marks():
-    panel = Panel(
-        "similarity", "samples", [Series("a < b", XS, XS), Series("other", XS, XS, label="")],
-        marks=[Mark("target 2", y=2.0)],
-    )  # fmt: skip
-    labels = parts(drawn(panel), "label")
-    assert [label.findtext("text") for label in labels] == ["a < b", "target 2"]
+def test_a_mark_has_its_name_above_its_line():
+    series = [Series("a < b", XS, XS)]
+    element = drawn(Panel("similarity", "samples", series, marks=[Mark("target 2", y=2.0)]))
+    (line,) = parts(element, "mark")
+    (name,) = [text for text in element.iter("text") if text.text == "target 2"]
+    assert float(name.get("y")) == pytest.approx(float(line.get("y1")) - 4)
 
 
 def test_a_series_has_one_style_in_all_panels_and_in_the_key():
     panels = [
-        Panel("loss", "samples", [Series("a", XS, XS), Series("b", XS, XS)], end_labels=False),
-        Panel("score", "samples", [Series("b", XS, XS)], end_labels=False),
+        Panel("loss", "samples", [Series("a", XS, XS), Series("b", XS, XS)]),
+        Panel("score", "samples", [Series("b", XS, XS)]),
     ]
     element = ElementTree.fromstring(svg(panels, key=True))
     assert [one.get("data-series") for one in parts(element, "series")] == ["0", "1", "1"]
@@ -186,3 +189,13 @@ def test_a_chart_stays_within_its_frame(xs, ys, log_x):
         assert all(0 <= float(one.get(name, 0)) <= 400 for name in ("x1", "x2", "x"))
         assert all(0 <= float(one.get(name, 0)) <= 250 for name in ("y1", "y2", "y"))
     assert len(parts(element, "grid")) <= 7
+
+
+@property_test(200)
+@given(st.floats(1e-6, 1e6), st.floats(0, 1e6), st.sampled_from([None, 2, 10]), st.integers(2, 8))
+def test_an_axis_has_few_ticks_within_its_ends(low, span, base, most):
+    axis = Axis(low, low + span, 0.0, 100.0, log_base=base)
+    ticks = axis.ticks(most)
+    assert 1 <= len(ticks) <= most
+    assert all(low * (1 - 1e-9) <= tick <= (low + span) * (1 + 1e-9) for tick in ticks)
+    assert sorted(ticks) == ticks

@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 
 from bigbatch.log.chart_svg import svg
-from bigbatch.log.curve_series import AXES, chosen_rows, panels_of, short_names
+from bigbatch.log.curve_series import AXES, chosen_rows, panels_of
 from bigbatch.log.history import History
 from log_rows import row
 
@@ -168,18 +168,3 @@ def test_a_run_that_ended_early_never_turns_a_line_back(tmp_path):
     fast = [row(s, elapsed_seconds=1.0 * s) for s in range(1, 21)]
     xs = one_of([run(tmp_path, slow), run(tmp_path, fast, 1)], LOSS, "elapsed_seconds").x
     assert sorted(xs) == xs
-
-
-@pytest.mark.parametrize(
-    ("names", "labels"),
-    [
-        (["fixed-32", "simigrad"], ["fixed-32", "simigrad"]),
-        (["policy=simigrad,lr=0.1", "policy=simigrad,lr=0.2"], ["lr=0.1", "lr=0.2"]),
-        (["policy=fixed,batch_size=32", "policy=simigrad,target=0.2"], ["1", "2"]),
-        (["policy=simigrad,target=0.2"], ["1"]),
-        (["policy=simigrad,lr=0.1", "policy=simigrad"], ["1", "2"]),
-        ([], []),
-    ],
-)
-def test_long_names_are_shortened_or_numbered(names, labels):
-    assert labels == short_names(names)

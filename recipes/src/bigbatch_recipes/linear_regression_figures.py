@@ -48,7 +48,7 @@ def _panel(
     y_log: int | None = None,
     y_range: tuple[float, float] | None = None,
 ) -> Panel:
-    return Panel(title, "step", series, y_log=y_log, y_range=y_range, end_labels=False, size=_SIZE)
+    return Panel(title, "step", series, y_log=y_log, y_range=y_range, size=_SIZE)
 
 
 def _losses(method: str, trace: Trace) -> Series:
@@ -93,7 +93,6 @@ def figure3(findings: Sequence[Findings]) -> str:
             x_log=_BASES[parameter],
             y_log=10,
             marks=(Mark("", y=1.0), *_COMPARED[parameter]),
-            end_labels=False,
             size=_SIZE,
         )
         for parameter in ("gamma", "k")

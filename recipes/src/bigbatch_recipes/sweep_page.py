@@ -89,7 +89,7 @@ def sweep_panel(sweep: SweepResults, size: tuple[int, int]) -> Panel:
         _group(name, points, sweep, number) for number, (name, points) in enumerate(groups.items())
     ]
     x_label = "average batch, samples a step"
-    return Panel(sweep.score, x_label, [front, *series], x_log=2, end_labels=False, size=size)
+    return Panel(sweep.score, x_label, [front, *series], x_log=2, size=size)
 
 
 def _group(name: str, points: list[SweepPoint], sweep: SweepResults, number: int) -> Series:

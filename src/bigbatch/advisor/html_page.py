@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from html import escape
 
 from bigbatch.advisor.batch_advice import BatchAdvice
@@ -87,7 +86,7 @@ def _chart(y: str, x: str, series: Series, marks: Sequence[Mark], x_log: int | N
     panel = Panel(
         f"{series.name}: {y}",
         x,
-        [replace(series, label="")],
+        [series],
         y_label=y,
         x_log=x_log,
         y_log=10,

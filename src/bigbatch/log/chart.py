@@ -14,7 +14,7 @@ Ends = tuple[float, float]
 class Series:
     """A line, steps or points. A value that is not finite leaves a gap."""
 
-    name: str  # in the key
+    name: str  # in a key
     x: Sequence[float]
     y: Sequence[float]
     _: KW_ONLY
@@ -32,20 +32,12 @@ class Series:
     # number of its colour, dash and marker, or `NEUTRAL`; None for the number of its name among
     # those of the whole figure: give all styles of a figure, or none
     style: int | None = None
-    label: str | None = None  # at the end of its line; None for the name of a line, "" for none
     notes: Sequence[str] = ()  # shown while the pointer rests on each point
 
     @property
     def has_bars(self) -> bool:
         """Whether `low` and `high` are error bars, not a band."""
         return self.bars or self.kind == "points"
-
-    @property
-    def end_label(self) -> str:
-        """The text at the end of the line."""
-        if self.label is not None:
-            return self.label
-        return "" if self.dotted or self.kind == "points" else self.name
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,6 @@ class Panel:
     y_range: Ends | None = None
     y_names: Sequence[str] = ()  # categories from top to bottom, at 0, 1 and so on
     marks: Sequence[Mark] = ()  # what to compare the series with
-    end_labels: bool = True  # False where a key names the lines
     size: tuple[int, int] = (400, 250)  # text is 11.5 high
 
     @property

@@ -1,7 +1,7 @@
-"""The axes of a chart: values to positions, round values for ticks, places of labels."""
+"""The axes of a chart: values to positions, and round values for ticks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 _FACTORS = (1, 2, 5)
 _QUARTERS = (1, 1.25, 1.5, 1.75)  # between powers of 2
@@ -61,27 +61,3 @@ def number_text(value: float) -> str:
 def text_width(text: str, size: float) -> float:
     """An upper estimate of the width of a text of this font size."""
     return _LETTER * size * len(text)
-
-
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float] | None:
-    """Places at least `gap` apart in [low, high], as near to the wanted ones as possible.
-
-    In the order of `wanted`; None where so many do not fit. They minimize the sum of the squared
-    distances (isotonic regression by pooling adjacent violators), then are moved into the range.
-    """
-    top = high - gap * (len(wanted) - 1)
-    if top < low:
-        return None
-    order = sorted(range(len(wanted)), key=wanted.__getitem__)
-    blocks: list[tuple[float, int]] = []  # mean and size of places that touch
-    for rank, index in enumerate(order):
-        mean, size = wanted[index] - rank * gap, 1
-        while blocks and blocks[-1][0] >= mean:
-            other, count = blocks.pop()
-            mean, size = (mean * size + other * count) / (size + count), size + count
-        blocks.append((mean, size))
-    shifted = [mean for mean, size in blocks for _ in range(size)]
-    places = [0.0] * len(wanted)
-    for rank, (index, place) in enumerate(zip(order, shifted, strict=True)):
-        places[index] = min(max(place, low), top) + rank * gap
-    return places

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from bigbatch.log.atomic_files import GENERATOR
 from bigbatch.log.chart import HeatMap, Panel, Series, is_shown
-from bigbatch.log.chart_axis import Axis, number_text, spread, text_width
+from bigbatch.log.chart_axis import Axis, number_text, text_width
 from bigbatch.log.series_style import style_of
 
 Line = Sequence[tuple[float, float]]
@@ -23,8 +23,6 @@ T = TypeVar("T")
 
 _TEXT = 11.5  # font size, as in chart.css
 _TITLE, _TICKS, _AXIS_LABEL, _EDGE = 19, 20, 16, 8  # heights of lines of text, and of the edge
-_LEADER = 12  # width of the lines from the ends of series to their labels
-_LABEL_GAP = 1.15 * _TEXT
 _KEY_LINE = 19
 _TICK_PITCH = 55, 34  # least distance of ticks of the x and the y axis
 _GAP = 14  # between charts
@@ -158,10 +156,7 @@ class _PanelDrawing:
         self.up = Axis(*panel.y_ends, *vertical, log_base=panel.y_log)
         self._y_ticks = _ticks(self.up, panel.y_names, (bottom - top) / _TICK_PITCH[1])
         left = 10 + max((text_width(text, 0.95 * _TEXT) for _, text in self._y_ticks), default=0)
-        names = [one.end_label for one in panel.series] if panel.end_labels else []
-        names += [mark.name for mark in panel.marks if mark.y is not None]
-        longest = max((text_width(name, _TEXT) for name in names), default=0)
-        right = width - (_LEADER + longest + 2 if longest else _EDGE)
+        right = width - _EDGE
         self.across = Axis(*panel.x_ends, left, right, log_base=panel.x_log)
         self._frame = (left, top, right, bottom)
 
@@ -173,7 +168,6 @@ class _PanelDrawing:
             *(self._band(one) for one in panel.series if one.low and not one.has_bars),
             *self._marks(),
             *(self._series(one) for one in panel.series),
-            *self._end_labels(),
             '<circle class="dot" r="3.5"/>',
         ]
         attributes = (
@@ -207,6 +201,7 @@ class _PanelDrawing:
             if mark.y is not None:
                 y = self.up(mark.y)
                 yield _line("mark", left, y, right, y)
+                yield _text(right - 2, y - 4, mark.name, "end")
             if mark.x is not None:
                 x = self.across(mark.x)
                 yield _line("mark", x, top, x, bottom)
@@ -263,31 +258,6 @@ class _PanelDrawing:
         hollow = " hollow" if one.hollow and one.hollow[place] else ""
         note = f"<title>{escape(one.notes[place])}</title>" if one.notes else ""
         return f'<path class="marker{hollow}" d="M{x:.1f} {y:.1f}{path}">{note}</path>'
-
-    def _end_labels(self) -> Iterator[str]:
-        """Labels in a column on the right, and a line to each from the end of its series.
-
-        None where so many do not fit.
-        """
-        ends: list[tuple[str, float, float, str]] = []  # text, position, attributes
-        for one in self.panel.series if self.panel.end_labels else ():
-            shown = [*filter(self._is_shown, zip(one.x, one.y, strict=True))]
-            if one.end_label and shown:
-                number = self._number(one)
-                css = f'class="label {style_of(number).color}" data-series="{number}"'
-                ends.append((one.end_label, *self._inside(*shown[-1]), css))
-        for mark in self.panel.marks:
-            if mark.y is not None and mark.name:
-                x, y = self._inside(self.across.high, mark.y)
-                ends.append((mark.name, x, y, 'class="label neutral"'))
-        _, top, right, bottom = self._frame
-        places = spread([y for _, _, y, _ in ends], _LABEL_GAP, top + 4, bottom - 2)
-        for place, (text, x, y, attributes) in zip(places or (), ends, strict=bool(places)):
-            yield (
-                f'<g {attributes}><path class="leader" d="M{x:.1f} {y:.1f}'
-                f'H{right:.1f}L{right + _LEADER - 3:.1f} {place:.1f}"/>'
-                f"{_text(right + _LEADER, place + 0.35 * _TEXT, text, 'start')}</g>"
-            )
 
     def _number(self, one: Series) -> int:
         return self._styles[one.name] if one.style is None else one.style

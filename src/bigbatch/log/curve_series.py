@@ -25,7 +25,6 @@ _NOISE_STEPS, _FEW_NOISE_POINTS = 4, 5  # measured steps of a run a point; point
 _FEW_POINTS = 20  # points of a curve where a page has very many
 _PAGE_POINTS = 1000  # of all curves of a panel, so that the page stays small
 _LARGEST = 1e200  # of a value; sums of larger ones may overflow
-_LONGEST_LABEL = 18  # letters
 
 Rows = Sequence[Row]
 Bins = dict[int, list[Row]]  # the rows of a run by the number of their bin
@@ -60,7 +59,6 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
     is the number of its arm.
     """
     groups = group_seeds(histories)
-    labels, names = short_names(list(groups)), key_names(list(groups))
     most = max(_FEW_POINTS, min(POINTS, _PAGE_POINTS // max(1, len(groups))))
     summary = SeedSummary.of(history.settings for history in histories)
     scores = " or ".join(dict.fromkeys(history.score or "score" for history in histories))
@@ -69,8 +67,8 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
     for quantity in _QUANTITIES:
         series = [
             one
-            for arm, runs in enumerate(groups.values())
-            for one in _series(quantity, runs, x, most, summary, (arm, names[arm], labels[arm]))
+            for arm, (name, runs) in enumerate(groups.items())
+            for one in _series(quantity, name, arm, runs, x, most, summary)
         ]
         panels.append(
             Panel(
@@ -85,25 +83,6 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
             )
         )
     return panels
-
-
-def short_names(names: list[str]) -> list[str]:
-    """Names for labels: whole, without the settings that all share, or numbers that a key lists."""
-    parts = [name.split(",") for name in names]
-    shared = set(parts[0]).intersection(*parts[1:]) if len(parts) > 1 else set()
-    without = [",".join(part for part in one if part not in shared) for one in parts]
-    for candidate in (names, without):
-        if all(0 < len(name) <= _LONGEST_LABEL for name in candidate):
-            return candidate
-    return [str(number) for number in range(1, len(names) + 1)]
-
-
-def key_names(names: list[str]) -> list[str]:
-    """Whole names, after the number that stands for one that is too long for a label."""
-    return [
-        f"{label}: {name}" if label.isdecimal() and label != name else name
-        for name, label in zip(names, short_names(names), strict=True)
-    ]
 
 
 def chosen_rows(rows: Rows) -> list[Row]:
@@ -123,13 +102,14 @@ def chosen_rows(rows: Rows) -> list[Row]:
 
 def _series(
     quantity: _Quantity,
+    name: str,
+    style: int,
     runs: list[History],
     x: str,
     most: int,
     summary: SeedSummary,
-    arm: tuple[int, str, str],
 ) -> Iterator[Series]:
-    """The line of an arm (number, name and label) with its band, and the ends of its interval."""
+    """The line of an arm with its band, and the ends of its interval."""
     rows = [of_run for of_run in map(quantity.rows_of, runs) if of_run]
     count = _bin_count(runs, rows, most, is_noise=quantity.is_noise)
     samples = max((run.rows[-1]["samples"] for run in runs if run.rows), default=1)
@@ -140,13 +120,12 @@ def _series(
         points = _summary_points(quantity, binned, x, summary)
     if not any(math.isfinite(point.center) for point in points):
         return
-    style, name, label = arm
     # x never falls where a run that ended early leaves a mean of the others
     xs = list(accumulate((point.x for point in points), max))
     lows, highs = [point.low for point in points], [point.high for point in points]
     lows, highs = (lows, highs) if len(runs) > 1 else ([], [])
     centers = [point.center for point in points]
-    yield Series(name, xs, centers, low=lows, high=highs, style=style, label=label)
+    yield Series(name, xs, centers, low=lows, high=highs, style=style)
     if ends := _interval_points(quantity.interval, binned, x, count):
         for values in ([end.low for end in ends], [end.high for end in ends]):
             yield Series(name, [end.x for end in ends], values, dotted=True, style=style)

@@ -11,7 +11,7 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import write_atomically
 from bigbatch.log.chart import HeatMap, Panel
 from bigbatch.log.chart_svg import svg, swatch
-from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, key_names, panels_of
+from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, panels_of
 from bigbatch.log.history import History, group_seeds, seeds_of, table_of
 from bigbatch.log.paired_differences import Differences, differences_of
 from bigbatch.log.row_schema import Row
@@ -124,7 +124,7 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
     started = [history for history in histories if history.rows]
     panels = {label: panels_of(started, x) for x, label in AXES.items()}
     yield '<h2>Curves</h2>\n<div class="arms"><div class="keys" role="group" aria-label="arms">'
-    for arm, name in enumerate(key_names(list(group_seeds(started)))):
+    for arm, name in enumerate(group_seeds(started)):
         yield (  # a click keeps the arm in view
             f'<button type="button" class="key {style_of(arm).color}" data-series="{arm}" '
             f'aria-pressed="false">{swatch(arm)}{escape(name)}</button>'

@@ -15,7 +15,7 @@ import numpy
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.chart import Panel, Series
 from bigbatch.log.chart_svg import svg
-from bigbatch.log.curve_series import chosen_rows, key_names, short_names
+from bigbatch.log.curve_series import chosen_rows
 from bigbatch.log.history import History, Table, measured_rows
 from bigbatch.log.row_schema import Row
 from bigbatch.policies.controller import Controller
@@ -270,12 +270,9 @@ def chart_of_replays(replays: list[Replay]) -> str:
         for one in replay.replayed:
             last = max(1, len(one.ends) - 1)
             drawn.append(Trajectory(one.name, one.ends[:last], one.batch_sizes[:last]))
-        names = [one.name for one in drawn]
         series = [
-            Series(name, one.ends, one.batch_sizes, kind="step", style=number, label=label)
-            for number, (name, label, one) in enumerate(
-                zip(key_names(names), short_names(names), drawn, strict=True)
-            )
+            Series(one.name, one.ends, one.batch_sizes, kind="step", style=number)
+            for number, one in enumerate(drawn)
         ]
         title = f"{replay.history.label}: batch size, samples"
         panels.append(Panel(title, "samples", series, y_log=2, size=(640, 300)))

@@ -235,7 +235,8 @@ class _Attempt:
 
     def _gradients(self, members: Tensor) -> Sequence[Tensor | None]:
         """The gradients of the last uses."""
-        found, edges, gradients = self._found, [], []
+        found, edges = self._found, []
+        gradients: list[Tensor] = []
         for (number, output, _), place in self._places:
             metadata = found.nodes[number]._input_metadata[output]
             shape, device = tuple(metadata.shape), metadata.device
