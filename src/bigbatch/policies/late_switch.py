@@ -5,7 +5,7 @@ from typing import Annotated
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, WarmupLength
-from bigbatch.policies.policy import Decision, Needs, Policy, TrainingState, Wrapper, needs_of
+from bigbatch.policies.policy import Decision, Needs, Policy, TrainingState, needs_of
 from bigbatch.setting_types import In, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -14,7 +14,7 @@ SwitchMoment = WarmupLength | Annotated[float, In("(0, 1)", "a share of the larg
 
 @checked
 @dataclass(frozen=True)
-class LateSwitch(Wrapper):
+class LateSwitch:
     """Keeps the first batch size until a moment; from then on a policy decides.
 
     The moment is an amount of training, or a share d of the scheduled learning rate's largest value
@@ -41,6 +41,9 @@ lr_factor=1.0)
 
     at: SwitchMoment
     policy: Policy
+
+    def __post_init__(self) -> None:
+        needs_of(self.policy)  # refuses what is not a policy
 
     @property
     def needs(self) -> Needs:

@@ -11,7 +11,6 @@ from bigbatch.policies.policy import (
     Needs,
     Policy,
     TrainingState,
-    Wrapper,
     needs_of,
     require_policy,
     rounded_size,
@@ -22,7 +21,7 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 
 @checked
 @dataclass(frozen=True)
-class Seesaw(Wrapper):
+class Seesaw:
     """Shares each cut of the learning rate between the rate and the batch.
 
     Where a schedule cuts the rate by x, the rate falls by sqrt(x) and the batch grows by x:
@@ -83,25 +82,28 @@ class Seesaw(Wrapper):
 
     def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
         """The batch that the rate or the schedule asks for, within the cap."""
-        first = now.first_batch_size if self.schedule is None else self.schedule.batch_size
-        size, reason, lr_factor = self._uncapped(now)
-        trial = False
+        decision = self._by_rate(now) if self.schedule is None else self._by(self.schedule, now)
         if self.cap is not None:
             # None only for a cap that needs none
             limit = self.cap.decide(statistics, now)  # type: ignore[arg-type]
-            if limit.batch_size < size:
-                size = max(min(first, size), limit.batch_size)
-                reason += f"; capped: {limit.reason}"
-                trial = limit.trial
-        return Decision(clamp(size, 1, self.max_batch), reason, lr_factor, trial=trial)
+            if limit.batch_size < decision.batch_size:
+                first = now.first_batch_size if self.schedule is None else self.schedule.batch_size
+                decision = replace(
+                    decision,
+                    batch_size=max(min(first, decision.batch_size), limit.batch_size),
+                    reason=f"{decision.reason}; capped: {limit.reason}",
+                    trial=limit.trial,
+                )
+        return replace(decision, batch_size=clamp(decision.batch_size, 1, self.max_batch))
 
-    def _uncapped(self, now: TrainingState) -> tuple[int, str, float]:
-        """Batch size, reason and factor of the rate, without the caps."""
-        if self.schedule is not None:
-            decision = self.schedule.decide(None, replace(now, max_batch=None))
-            # "then decay": the growth beyond the schedule's own cap is in its factor
-            growth = decision.batch_size / decision.lr_factor / self.schedule.batch_size
-            return decision.batch_size, decision.reason, 1 / growth
+    def _by(self, schedule: Schedule, now: TrainingState) -> Decision:
+        """The decision of the schedule, with its growth in the rate too."""
+        decision = schedule.decide(None, replace(now, max_batch=None))
+        # "then decay": the growth beyond the schedule's own cap is in its factor
+        growth = decision.batch_size / decision.lr_factor / schedule.batch_size
+        return replace(decision, lr_factor=1 / growth)
+
+    def _by_rate(self, now: TrainingState) -> Decision:
         if now.lr_decay is None:
             raise SettingError(
                 "Seesaw follows the scheduled learning rate, and now.lr_decay is None; pass "
@@ -109,4 +111,4 @@ class Seesaw(Wrapper):
             )
         size = now.first_batch_size / now.lr_decay if now.lr_decay else math.inf
         reason = f"learning rate at {now.lr_decay:.3g} of its peak"
-        return rounded_size(round, size, now, self.max_batch), reason, 1.0
+        return Decision(rounded_size(size, now, self.max_batch), reason)

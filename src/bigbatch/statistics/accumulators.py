@@ -14,7 +14,7 @@ from bigbatch.statistics.confidence import leave_one_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
-from bigbatch.statistics.step_totals import RANK_COUNTS, pack, unpack
+from bigbatch.statistics.step_totals import pack, unpack
 
 
 class StepAccumulators:
@@ -73,7 +73,7 @@ class StepAccumulators:
             parts["spread"] = n @ means.square().sum(1)
             packed = self._all_reduce(parts)
             totals = unpack(packed, self.lengths)
-            count, samples = totals["rank_counts"].view(RANK_COUNTS, -1)[:2].sum(1)
+            count, samples = totals["ranks"].view(-1, source.ranks)[:2].sum(1)
             x = leave_one_out(means, n, totals["weighted_sum"], totals["spread"][0], count, samples)
             sums = torch.stack([x.sum(), x.square().sum()])
             source.reducer.all_reduce(sums)
@@ -115,12 +115,10 @@ class StepAccumulators:
         """This rank's share of every sum; k = 0 if it has no micro-batch."""
         k, rank, ranks = len(sizes), self._source.rank, self._source.ranks
         inverse_sizes = [1 / n for n in sizes]
-        counts = [0.0] * (RANK_COUNTS * ranks)
-        groups = sum(n > 0 for n in self._group_sizes(sizes))
-        counts[rank::ranks] = groups, math.fsum(sizes), failed
+        counts = sum(n > 0 for n in self._group_sizes(sizes)), math.fsum(sizes), failed
         numbers = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
         known = self._vector([*numbers, 1 / ranks, math.fsum(inverse_sizes), *counts])
-        factors, scale, inverse_sum, rank_counts = known.tensor_split((3 * k, 3 * k + 1, 3 * k + 2))
+        factors, scale, inverse_sum, own_counts = known.tensor_split((3 * k, 3 * k + 1, 3 * k + 2))
         squares = [to_device(s, scale.device, scale.dtype) for s in self.norms.squares]
         sqnorms = torch.stack(squares) if k else scale.new_zeros(0, self.norms.count)  # (k, L)
         over_sizes, totals, numbered = factors.view(3, k) @ sqnorms
@@ -128,9 +126,8 @@ class StepAccumulators:
         micro_batch_sqnorms = sqnorms.sum(1)
         # x - x is nan for the first one that is not finite, and nan is the largest
         first = 1 + (micro_batch_sqnorms - micro_batch_sqnorms).argmax() if k else scale[0]
-        rank_sums = torch.stack([totals.sum(), numbered.sum(), first, grad_sqnorms.sum()])
-        if ranks > 1:
-            rank_sums = functional.pad(rank_sums[:, None], (rank, ranks - 1 - rank))
+        rank_sums = totals.sum(), numbered.sum(), first, grad_sqnorms.sum()
+        rank_totals = torch.stack([*own_counts, *rank_sums])[:, None]
         projections = self.projections
         grouped = [norms for norms in self._source.group_norms if norms is not None]
         within = [norms.scatter(self.norms.count, scale.device) for norms in grouped]
@@ -143,8 +140,7 @@ class StepAccumulators:
             "micro_batch_projections": projections.sum(0),
             "grad_projections": self._probe.grad_projections(),
             "projection_sqnorm": projections.square().sum(),
-            "rank_counts": rank_counts,
-            "rank_sums": rank_sums,
+            "ranks": functional.pad(rank_totals, (rank, ranks - 1 - rank)),
             "scale": scale if scaler is None else scaler.scale(scale),
         }
         if self._source.group_tap is not None:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import torch
@@ -31,9 +31,6 @@ class RankTotals:
     grad_sqnorm: float  # |.grad|^2 of this rank's shards
 
 
-RANK_COUNTS = 3  # the first fields, which the host of the rank knows
-
-
 class StepTotals:
     """The totals of a step on the host, over all ranks."""
 
@@ -50,9 +47,8 @@ class StepTotals:
         self._micro_batch_projections = parts["micro_batch_projections"]
         self._grad_projections = parts["grad_projections"]
         (self._projection_sqnorm,) = parts["projection_sqnorm"]
-        counts, sums = parts["rank_counts"], parts["rank_sums"]  # a column of each for a rank
-        ranks = len(counts) // RANK_COUNTS
-        self.ranks = [RankTotals(*counts[i::ranks], *sums[i::ranks]) for i in range(ranks)]
+        ranks = len(parts["ranks"]) // len(fields(RankTotals))  # a column for each
+        self.ranks = [RankTotals(*parts["ranks"][i::ranks]) for i in range(ranks)]
         self.micro_batches = round(sum(rank.micro_batches for rank in self.ranks))
         self.samples = math.fsum(rank.samples for rank in self.ranks)
 
