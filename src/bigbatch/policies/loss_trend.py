@@ -49,8 +49,8 @@ class LossTrend:
             remaining += samples
         if min(map(len, windows)) < _MIN_PARTS:
             return None
-        (later, later_square), (earlier, earlier_square) = map(_mean_and_error, windows)
-        error = math.sqrt(later_square + earlier_square)
+        later, earlier = map(fmean, windows)
+        error = math.sqrt(sum(variance(window) / len(window) for window in windows))
         if error == 0:
             return math.copysign(math.inf, earlier - later) if earlier != later else 0.0
         return (earlier - later) / error
@@ -70,8 +70,3 @@ def _merged(parts: list[tuple[int, float]]) -> list[tuple[int, float]]:
     pairs = zip(parts[::2], parts[1::2], strict=False)
     merged = [(n + m, total + other) for (n, total), (m, other) in pairs]
     return merged + (parts[-1:] if len(parts) % 2 else [])
-
-
-def _mean_and_error(values: list[float]) -> tuple[float, float]:
-    """The mean, and the square of its standard error."""
-    return fmean(values), variance(values) / len(values)

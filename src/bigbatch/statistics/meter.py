@@ -132,21 +132,11 @@ class GradientMeter:
         if self._forward_hook is not None:
             self._forward_hook.remove()
 
-    def add(self, parameters: Iterable[Tensor]) -> None:
-        """Measures more parameters from the next step on; their layer is "others"."""
-        self.source.add(parameters)
-        self._number_others()
-
     def select(self, parameters: Iterable[Tensor]) -> None:
         """Measures only these from the next step on; the layer of new parameters is "others"."""
         self.source.select(parameters)
-        self._number_others()
-
-    def _number_others(self) -> None:
-        if not self._layer_names:
-            return
         new = [p for p in self.source.parameters if p not in self._layer_numbers]
-        if new:
+        if new and self._layer_names:
             self._layer_names = list(dict.fromkeys([*self._layer_names, "others"]))
             self._layer_numbers.update(dict.fromkeys(new, self._layer_names.index("others")))
 
