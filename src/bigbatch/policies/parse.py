@@ -13,9 +13,8 @@ from typing import Any
 from bigbatch.errors import SettingError
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.goodput import Goodput
-from bigbatch.policies.late_switch import LateSwitch
+from bigbatch.policies.lr_policies import LateSwitch, Seesaw
 from bigbatch.policies.policy import Fixed, NoiseScale, NormTest, Policy, SimiGrad, require_policy
-from bigbatch.policies.seesaw import Seesaw
 from bigbatch.setting_types import parse_setting
 
 POLICIES: dict[str, type[Any]] = {
