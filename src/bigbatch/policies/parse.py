@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from importlib import import_module
-from pathlib import Path
 from runpy import run_path
 from typing import Any
 
@@ -126,12 +125,12 @@ def _own_policy(text: str) -> Policy:
 
 def _names_in(place: str, text: str) -> dict[str, Any]:
     """The names that a module or a file defines."""
-    file = Path(place) if place.endswith(".py") else None
-    folder = str(file.parent) if file else ""  # the working directory
-    if folder not in sys.path:
+    folder, _, file = place.replace("\\", "/").rpartition("/")
+    if folder not in sys.path:  # "" is the working directory
         sys.path.insert(0, folder)
     try:
-        return run_path(place, run_name=file.stem) if file else vars(import_module(place))
+        name = file.removesuffix(".py")
+        return run_path(place, run_name=name) if name != file else vars(import_module(place))
     except (FileNotFoundError, ModuleNotFoundError) as error:
         raise SettingError(
             f"policy {text!r}: {error}; name a module that Python finds, or a file: FILE.py:CLASS"
