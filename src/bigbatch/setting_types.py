@@ -105,10 +105,10 @@ def _checked(function: Called) -> Called:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        kinds, options = all_kinds()
-        if options and (unknown := sorted(kwargs.keys() - kinds.keys())):
-            names = ", ".join(options)
-            raise SettingError(f"{', '.join(unknown)} is unknown here; there are {names}")
+        kinds = all_kinds()
+        unknown = ", ".join(sorted(kwargs.keys() - kinds.keys()))
+        if unknown and (options := ", ".join(name for name in kinds if name not in signature)):
+            raise SettingError(f"{unknown} is unknown here; there are {options}")
         values = [kinds[name].check(name, x) for name, x in zip(positional, args, strict=False)]
         named_values = {
             name: kinds[name].check(name, x) if name in kinds else x for name, x in kwargs.items()
@@ -249,7 +249,7 @@ def parse_setting(name: str, text: str, annotation: Any) -> Any:
 def argument_kinds(cls: type) -> dict[str, Kind]:
     """Kinds of a constructor's arguments, those of its base classes too."""
     inits = [vars(base)["__init__"] for base in reversed(cls.__mro__) if "__init__" in vars(base)]
-    return {name: kind for init in inits for name, kind in _kinds(init)[0].items()}
+    return {name: kind for init in inits for name, kind in _kinds(init).items()}
 
 
 _NOT_ALLOWED = (TypeError, ValueError, OverflowError)  # raised by `Kind._read`
@@ -275,17 +275,17 @@ _WORDS = {
 }
 
 
-def _kinds(function: Callable[..., Any]) -> tuple[dict[str, Kind], list[str]]:
-    """Kinds of a function's arguments, and the names of those that a TypedDict has."""
+def _kinds(function: Callable[..., Any]) -> dict[str, Kind]:
+    """Kinds of a function's arguments, and of those that its TypedDict has."""
     hints = get_type_hints(function, include_extras=True)
-    kinds, options = {}, {}
+    kinds: dict[str, Any] = {}
     for name, one in inspect.signature(function).parameters.items():
         annotation = hints.get(name, Any)
         if get_origin(annotation) is Unpack:
-            options = get_type_hints(get_args(annotation)[0], include_extras=True)
+            kinds |= get_type_hints(get_args(annotation)[0], include_extras=True)
         elif one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             kinds[name] = annotation
-    return {name: Kind(each) for name, each in (kinds | options).items()}, list(options)
+    return {name: Kind(annotation) for name, annotation in kinds.items()}
 
 
 def _shown(value: Any) -> str:

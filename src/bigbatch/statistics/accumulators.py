@@ -14,7 +14,7 @@ from bigbatch.statistics.confidence import leave_one_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
-from bigbatch.statistics.step_totals import pack, unpack
+from bigbatch.statistics.step_totals import unpack
 
 
 class StepAccumulators:
@@ -181,6 +181,6 @@ class StepAccumulators:
     def _all_reduce(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Packs the parts and sums them over the ranks."""
         self.lengths = {name: part.numel() for name, part in parts.items()}
-        packed = pack(parts)
+        packed = torch.cat([part.flatten() for part in parts.values()])
         self._source.reducer.all_reduce(packed)
         return packed

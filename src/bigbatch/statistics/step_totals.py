@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
@@ -95,11 +94,6 @@ class StepTotals:
                 "clipping and step(), let every backward be seen, and compress nothing"
             )
         return c
-
-
-def pack(parts: Mapping[str, Tensor]) -> Tensor:
-    """All parts in one vector."""
-    return torch.cat([part if part.dim() == 1 else part.reshape(-1) for part in parts.values()])
 
 
 def unpack(values: Vector, lengths: Mapping[str, int]) -> dict[str, Vector]:
