@@ -69,9 +69,7 @@ class Goodput(Bounded):
             reason += f"; at most x{_REACH} beyond the timed sizes"
         trend = now.loss_trend
         if size > now.target_batch_size and trend is not None and trend < _MIN_TREND:
-            return self.bounded(
-                now.target_batch_size, f"{reason}; held: the loss falls no more", now
-            )
+            size, reason = now.target_batch_size, f"{reason}; held: the loss falls no more"
         return self.bounded(size, reason, now)
 
     def _trial(self, now: TrainingState) -> Decision:

@@ -20,7 +20,6 @@ from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.groups.grouping import Grouping, Groups
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck, has_gradient
 from bigbatch.setting_types import Count, Coverage, checked
-from bigbatch.statistics.accumulators import StepAccumulators
 from bigbatch.statistics.confidence import Interval, jackknife, log_ratio
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.noise_scale import (
@@ -29,7 +28,7 @@ from bigbatch.statistics.noise_scale import (
     from_weighted_losses,
 )
 from bigbatch.statistics.sanity_checks import SanityChecks
-from bigbatch.statistics.step_totals import StepTotals, unpack
+from bigbatch.statistics.step_totals import StepAccumulators, StepTotals, unpack
 
 
 class GradientMeter:
