@@ -17,8 +17,7 @@ from bigbatch.log.chart import Mark, Panel, Series
 from bigbatch.log.chart_svg import svg
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.goodput import Goodput
-from bigbatch.policies.loss_trend import LossTrend
+from bigbatch.policies.goodput import Goodput, LossTrend
 from bigbatch.policies.lr_policies import LateSwitch, Seesaw
 from bigbatch.policies.policy import (
     MAX_CHANGE,

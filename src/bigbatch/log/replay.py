@@ -19,7 +19,7 @@ from bigbatch.log.curve_series import chosen_rows, key_names, short_names
 from bigbatch.log.history import History, Table, measured_rows
 from bigbatch.log.row_schema import Row
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.loss_trend import LossTrend
+from bigbatch.policies.goodput import LossTrend
 from bigbatch.policies.lr_scaling import RULES
 from bigbatch.policies.policy import Policy, TrainingState, needs_of
 from bigbatch.policies.step_time import StepTime, StepTimes, TimedSize
