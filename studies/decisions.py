@@ -17,9 +17,8 @@ from bigbatch.log.chart import Mark, Panel, Series
 from bigbatch.log.chart_svg import svg
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.goodput import Goodput
-from bigbatch.policies.late_switch import LateSwitch
-from bigbatch.policies.loss_trend import LossTrend
+from bigbatch.policies.goodput import Goodput, LossTrend
+from bigbatch.policies.lr_policies import LateSwitch, Seesaw
 from bigbatch.policies.policy import (
     MAX_CHANGE,
     Fixed,
@@ -30,7 +29,6 @@ from bigbatch.policies.policy import (
     TrainingState,
     needs_of,
 )
-from bigbatch.policies.seesaw import Seesaw
 from bigbatch.policies.step_time import StepTimes
 from studies.markdown_tables import Row, show
 from studies.noisy_quadratic import (

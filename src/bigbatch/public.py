@@ -11,7 +11,8 @@ from bigbatch.log.step_record import StepRecord as StepRecord
 from bigbatch.policies.batch_schedule import Schedule as Schedule
 from bigbatch.policies.controller import Controller as Controller
 from bigbatch.policies.goodput import Goodput as Goodput
-from bigbatch.policies.late_switch import LateSwitch as LateSwitch
+from bigbatch.policies.lr_policies import LateSwitch as LateSwitch
+from bigbatch.policies.lr_policies import Seesaw as Seesaw
 from bigbatch.policies.plan import BatchPlan as BatchPlan
 from bigbatch.policies.policy import Decision as Decision
 from bigbatch.policies.policy import Fixed as Fixed
@@ -22,7 +23,6 @@ from bigbatch.policies.policy import Policy as Policy
 from bigbatch.policies.policy import Shadow as Shadow
 from bigbatch.policies.policy import SimiGrad as SimiGrad
 from bigbatch.policies.policy import TrainingState as TrainingState
-from bigbatch.policies.seesaw import Seesaw as Seesaw
 from bigbatch.statistics.averages import NoiseAverage as NoiseAverage
 from bigbatch.statistics.meter import GradientMeter as GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics as GradientStatistics

@@ -105,10 +105,10 @@ def _checked(function: Called) -> Called:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        kinds, options = all_kinds()
-        if options and (unknown := sorted(kwargs.keys() - kinds.keys())):
-            names = ", ".join(options)
-            raise SettingError(f"{', '.join(unknown)} is unknown here; there are {names}")
+        kinds = all_kinds()
+        unknown = ", ".join(sorted(kwargs.keys() - kinds.keys()))
+        if unknown and (options := ", ".join(name for name in kinds if name not in signature)):
+            raise SettingError(f"{unknown} is unknown here; there are {options}")
         values = [kinds[name].check(name, x) for name, x in zip(positional, args, strict=False)]
         named_values = {
             name: kinds[name].check(name, x) if name in kinds else x for name, x in kwargs.items()
@@ -130,11 +130,10 @@ class Kind:
     """
 
     def __init__(self, annotation: Any) -> None:
-        self._annotation, self._origin = annotation, get_origin(annotation) or annotation
-        arguments = get_args(annotation)
-        self._metadata = arguments[1:] if self._origin is Annotated else arguments
-        kinds = arguments[:1] if self._origin is Annotated else arguments
-        self._inner = [Kind(kind) for kind in kinds] if self._origin in _NESTED else []
+        self._annotation, self._arguments = annotation, get_args(annotation)
+        self._type = get_origin(annotation) or annotation
+        inner = self._arguments[:1] if self._type is Annotated else self._arguments
+        self._inner = [Kind(one) for one in inner] if self._type in _NESTED else []
 
     def __contains__(self, value: Any) -> bool:
         try:
@@ -144,7 +143,22 @@ class Kind:
         return True
 
     def __str__(self) -> str:
-        return _words(self._annotation)
+        kind, inner = self._type, list(map(str, self._inner))
+        if kind in _UNIONS:
+            *others, last = dict.fromkeys(inner)
+            return f"{', '.join(others)}, or {last}" if others else last
+        if kind is Annotated:
+            return " ".join([*inner, *map(str, self._arguments[1:])])
+        if kind is Literal:
+            return "one of " + ", ".join(f'"{one}"' for one in self._arguments)
+        if kind is tuple:
+            return f"({', '.join(inner)})"
+        if kind is list:
+            return f"a list, each {inner[0]}"
+        if kind is dict:
+            return f"names, each with {inner[1]}"
+        name = getattr(kind, "__name__", str(kind))
+        return _WORDS.get(kind) or f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
     def check(self, name: str, value: Any) -> Any:
         """The value of a setting, as Python's own number if it was another's.
@@ -155,41 +169,70 @@ class Kind:
         try:
             return self._read(value)
         except _NOT_ALLOWED:
-            remedy = _remedy(value, self._annotation)
+            remedy = self._remedy(value)
             raise SettingError(f"{name}={_shown(value)} must be {self}{remedy}") from None
+
+    def parse(self, name: str, text: str) -> Any:
+        """The value of a setting that is written as text.
+
+        Raises:
+            SettingError: the annotation does not allow it.
+        """
+        value: Any = text
+        for kind in self._types():
+            with suppress(KeyError, ValueError):
+                value = _OF_TEXT[kind](text)
+                break
+        return self.check(name, value)
+
+    def _types(self) -> list[Any]:
+        """The types of the alternatives, without what `Annotated` adds."""
+        if self._type is Annotated or self._type in _UNIONS:
+            return [one for kind in self._inner for one in kind._types()]
+        return [self._annotation]
 
     def _read(self, value: Any) -> Any:
         """The value in this type; raises one of `_NOT_ALLOWED` if it is of another type."""
-        origin, inner = self._origin, self._inner
-        if origin in (int, float):
-            return _number(origin, value)
-        if origin in (Union, UnionType):
-            for kind in inner:
-                try:
-                    return kind._read(value)
-                except _NOT_ALLOWED:
-                    continue
-            raise ValueError
-        if CHECKED_ELSEWHERE in self._metadata:
-            return value
-        if origin is Annotated:
+        kind, inner = self._type, self._inner
+        if kind in (int, float):
+            return _number(kind, value)
+        if kind in _UNIONS:
+            for one in inner:
+                with suppress(*_NOT_ALLOWED):
+                    return one._read(value)
+        elif kind is Annotated:
+            constraints = self._arguments[1:]
+            if CHECKED_ELSEWHERE in constraints:
+                return value
             value = inner[0]._read(value)
-            for interval in self._metadata:
-                _require(value in interval)
-        elif origin is tuple:
-            _require(isinstance(value, tuple | list) and len(value) == len(inner))
-            return tuple(kind._read(one) for kind, one in zip(inner, value, strict=True))
-        elif origin is list:
-            _require(isinstance(value, list))
-            return [inner[0]._read(one) for one in value]
-        elif origin is dict:
-            _require(isinstance(value, dict) and all(isinstance(name, str) for name in value))
-            return {name: inner[1]._read(one) for name, one in value.items()}
-        elif origin is Literal:
-            _require(any(type(value) is type(one) and value == one for one in self._metadata))
-        else:
-            _require(_is_instance(value, origin))
-        return value
+            if all(value in constraint for constraint in constraints):
+                return value
+        elif kind is tuple:
+            if isinstance(value, tuple | list):
+                return tuple(one._read(each) for one, each in zip(inner, value, strict=True))
+        elif kind is list:
+            if isinstance(value, list):
+                return [inner[0]._read(one) for one in value]
+        elif kind is dict:
+            if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+                return {name: inner[1]._read(one) for name, one in value.items()}
+        elif kind is Literal:
+            if any(type(value) is type(one) and value == one for one in self._arguments):
+                return value
+        elif _is_instance(value, kind):
+            return value
+        raise ValueError
+
+    def _remedy(self, value: Any) -> str:
+        """The attribute to pass instead of a wrapper, or the number of a tensor."""
+        types = self._types()
+        if hasattr(value, "item") and (int in types or float in types):
+            return "; pass its .item()"
+        classes = tuple(one for one in types if isinstance(one, type) and one is not NoneType)
+        for name, inside in getattr(value, "__dict__", {}).items():
+            if isinstance(inside, classes) and not name.startswith("_"):
+                return f"; pass its .{name}"
+        return ""
 
 
 def check_setting(name: str, value: Any, annotation: Any) -> Any:
@@ -198,28 +241,20 @@ def check_setting(name: str, value: Any, annotation: Any) -> Any:
 
 
 def parse_setting(name: str, text: str, annotation: Any) -> Any:
-    """The value of a setting that is written as text.
-
-    Raises:
-        SettingError: the annotation does not allow it.
-    """
-    value: Any = text
-    for kind in map(_base, _alternatives(annotation)):
-        with suppress(KeyError, ValueError):
-            value = _OF_TEXT[kind](text)
-            break
-    return check_setting(name, value, annotation)
+    """The value of a setting that is written as text; see `Kind.parse`."""
+    return Kind(annotation).parse(name, text)
 
 
 @cache
 def argument_kinds(cls: type) -> dict[str, Kind]:
     """Kinds of a constructor's arguments, those of its base classes too."""
     inits = [vars(base)["__init__"] for base in reversed(cls.__mro__) if "__init__" in vars(base)]
-    return {name: kind for init in inits for name, kind in _kinds(init)[0].items()}
+    return {name: kind for init in inits for name, kind in _kinds(init).items()}
 
 
 _NOT_ALLOWED = (TypeError, ValueError, OverflowError)  # raised by `Kind._read`
-_NESTED = (Annotated, Union, UnionType, tuple, list, dict)
+_UNIONS = (Union, UnionType)
+_NESTED = (Annotated, *_UNIONS, tuple, list, dict)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _TRUTH = {"true": True, "yes": True, "false": False, "no": False}
 _OF_TEXT: dict[Any, Callable[[str], Any]] = {
@@ -228,30 +263,29 @@ _OF_TEXT: dict[Any, Callable[[str], Any]] = {
     float: float,
     NoneType: lambda text: {"none": None}[text.lower()],
 }
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    NoneType: "None",
+    Callable: "a function",
+    Iterable: "an iterable",
+    Any: "a value",
+}
 
 
-def _kinds(function: Callable[..., Any]) -> tuple[dict[str, Kind], list[str]]:
-    """Kinds of a function's arguments, and the names of those that a TypedDict has."""
+def _kinds(function: Callable[..., Any]) -> dict[str, Kind]:
+    """Kinds of a function's arguments, and of those that its TypedDict has."""
     hints = get_type_hints(function, include_extras=True)
-    kinds, options = {}, {}
+    kinds: dict[str, Any] = {}
     for name, one in inspect.signature(function).parameters.items():
         annotation = hints.get(name, Any)
         if get_origin(annotation) is Unpack:
-            options = get_type_hints(get_args(annotation)[0], include_extras=True)
+            kinds |= get_type_hints(get_args(annotation)[0], include_extras=True)
         elif one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             kinds[name] = annotation
-    kinds |= options
-    return {name: Kind(annotation) for name, annotation in kinds.items()}, list(options)
-
-
-def _alternatives(kind: Any) -> list[Any]:
-    if get_origin(kind) not in (Union, UnionType):
-        return [kind]
-    return [one for each in get_args(kind) for one in _alternatives(each)]
-
-
-def _base(kind: Any) -> Any:
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    return {name: Kind(annotation) for name, annotation in kinds.items()}
 
 
 def _shown(value: Any) -> str:
@@ -259,23 +293,6 @@ def _shown(value: Any) -> str:
     plain = isinstance(value, int | float | str | NoneType | tuple | list | dict)
     text = reprlib.repr(value) if plain else ""
     return text if text and "\n" not in text else f"<{type(value).__name__}>"
-
-
-def _remedy(value: Any, kind: Any) -> str:
-    """The attribute to pass instead of a wrapper, or the number of a tensor."""
-    kinds = [_base(one) for one in _alternatives(kind)]
-    if hasattr(value, "item") and (int in kinds or float in kinds):
-        return "; pass its .item()"
-    classes = tuple(one for one in kinds if isinstance(one, type) and one is not NoneType)
-    for name, inside in vars(value).items() if hasattr(value, "__dict__") else ():
-        if isinstance(inside, classes) and not name.startswith("_"):
-            return f"; pass its .{name}"
-    return ""
-
-
-def _require(allowed: bool) -> None:
-    if not allowed:
-        raise ValueError
 
 
 def _number(kind: type[int | float], value: Any) -> int | float:
@@ -297,37 +314,3 @@ def _is_instance(value: Any, kind: Any) -> bool:
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return True
     return isinstance(value, kind)
-
-
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "True or False",
-    str: "text",
-    NoneType: "None",
-    Callable: "a function",
-    Iterable: "an iterable",
-    Any: "a value",
-}
-
-
-def _words(kind: Any) -> str:
-    words = list(dict.fromkeys(map(_words_of_one, _alternatives(kind))))
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])}, or {words[-1]}"
-
-
-def _words_of_one(kind: Any) -> str:
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return " ".join([_words(inner[0]), *map(str, inner[1:])])
-    if origin is Literal:
-        return "one of " + ", ".join(f'"{one}"' for one in inner)
-    if origin is tuple:
-        return f"({', '.join(map(_words, inner))})"
-    if origin is list:
-        return f"a list, each {_words(inner[0])}"
-    if origin is dict:
-        return f"names, each with {_words(inner[1])}"
-    kind = origin or kind
-    name = getattr(kind, "__name__", str(kind))
-    return _WORDS.get(kind) or f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"

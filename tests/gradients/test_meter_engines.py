@@ -154,7 +154,7 @@ def test_a_complex_parameter_is_refused_by_name():
     with pytest.raises(BigbatchError, match="complex"):
         GradientMeter([weight])
     with GradientMeter(network()) as meter, pytest.raises(BigbatchError, match="complex"):
-        meter.add([weight])
+        meter.select([*meter.source.parameters, weight])
 
 
 def test_a_complex_parameter_that_is_frozen_does_no_harm():
@@ -409,7 +409,7 @@ def test_a_model_that_thaws_while_it_is_measured_is_right_or_refused():
 
         assert right_or_refused(expected_of(model, data()), measure)
         model.zero_grad()
-        meter.add(model.parameters())  # looks for parameters that have no hook yet
+        meter.select(model.parameters())  # looks for parameters that have no hook yet
     accumulate(model, data())
     assert all_right(model, meter.read(RAGGED), data())
 
@@ -440,7 +440,7 @@ def test_parameters_that_are_added_between_steps_are_measured_from_then_on():
         accumulate(model.body, data())
         assert all_right(model.body, meter.read(RAGGED), data())
         model.zero_grad()
-        meter.add(model.extra.parameters())
+        meter.select([*meter.source.parameters, *model.extra.parameters()])
         accumulate(model, data())
         assert all_right(model, meter.read(RAGGED), data())
 
@@ -451,7 +451,7 @@ def test_parameters_that_are_added_within_a_step_are_refused():
     total = sum(RAGGED)
     (x, y), *rest = data()
     (cross_entropy(model(x) + extra(x), y) * len(y) / total).backward()
-    meter.add(extra.parameters())
+    meter.select([*meter.source.parameters, *extra.parameters()])
 
     def measure():
         for x, y in rest:

@@ -912,9 +912,17 @@ class Wrapper(Counting):
         self.policy = bb.Fixed(96)
 
 
-@pytest.mark.parametrize(
-    "build", [Wrapper, lambda: bb.Shadow(bb.Shadow(Counting()))], ids=["its own", "twice advised"]
-)
+class Around:
+    """One that remembers nothing itself, around one that does."""
+
+    def __init__(self):
+        self.policy = Counting()
+
+    def decide(self, noise, now):
+        return self.policy.decide(noise, now)
+
+
+@pytest.mark.parametrize("build", [Wrapper, Around, lambda: bb.Shadow(bb.Shadow(Counting()))])
 def test_what_a_policy_remembers_is_saved_wherever_it_is(build):
     noise = GradientStatistics(1.0, 64.0, samples=10, micro_batches=4)
     first, second = Controller(build(), 10), Controller(build(), 10)

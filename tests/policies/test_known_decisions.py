@@ -11,7 +11,7 @@ from bigbatch.log.replay import Trace, Trajectory
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.goodput import Goodput
-from bigbatch.policies.lr_scaling import square_root
+from bigbatch.policies.lr_scaling import resolve_scaling
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.policies.policy import NoiseScale, NormTest, SimiGrad, TrainingState
 from bigbatch.statistics.averages import NoiseAverage
@@ -71,7 +71,8 @@ def test_simigrads_published_rule(batch_size, similarity, steps, expected):
 
 
 def test_simigrads_learning_rate_factor():
-    assert pytest.approx(4.0, rel=ROUNDING) == square_root(2048, 128)  # deepspeed_light.py
+    factor = resolve_scaling("sqrt", 128)
+    assert pytest.approx(4.0, rel=ROUNDING) == factor(2048, 128, None)  # deepspeed_light.py
 
 
 @pytest.mark.parametrize(("scale", "gain"), [(0.0, 1.0), (64.0, 2 / 1.25), (1e12, 4.0)])

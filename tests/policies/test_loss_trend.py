@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from bigbatch.policies.loss_trend import LossTrend
+from bigbatch.policies.goodput import LossTrend
 
 
 def trend(losses, samples=64):

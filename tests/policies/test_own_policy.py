@@ -58,7 +58,7 @@ def test_a_class_of_a_module_or_a_file_is_a_policy_with_its_arguments(folder, pl
         ("nothing:Policy", "No module named 'nothing'; name a module that Python finds, or a file"),
         ("nothing.py:Policy", "No such file or directory"),
         ("hold_until:Policy", "hold_until has no class 'Policy'; write hold_until:CLASS"),
-        ("hold_until:NoPolicy", "NoPolicy has no method decide"),
+        ("hold_until:NoPolicy", "NoPolicy object at .* has no method decide"),
         ("hold_until:NeedsMore", "missing 1 required positional argument: 'size'; write"),
         ("hold_until:HoldUntil:sample=1", "unexpected keyword argument 'sample'"),
         ("hold_until:HoldUntil:1", "write '1' as KEY=VALUE"),

@@ -144,7 +144,7 @@ def test_parameters_that_are_added_between_have_a_hook_where_it_is_measured_only
     with GradientMeter(model, every=2) as meter:
         accumulate(model)
         meter.read(SIZES)
-        meter.add(extra.parameters())
+        meter.select([*meter.source.parameters, *extra.parameters()])
         assert (0, 0) == (hooks_on(model), hooks_on(extra))
         meter.read(SIZES)
         assert (4, 2) == (hooks_on(model), hooks_on(extra))
@@ -156,7 +156,7 @@ def test_a_closed_meter_puts_no_hook_back(every):
     with GradientMeter(model, every=every) as meter:
         accumulate(model)
     assert same(expected_of(model), meter.read(SIZES))
-    meter.add(nn.Linear(2, 2).parameters())
+    meter.select([*meter.source.parameters, *nn.Linear(2, 2).parameters()])
     if every > 1:
         meter.read(SIZES)
     assert 0 == hooks_on(model)

@@ -222,8 +222,9 @@ def test_parameters_that_are_added_are_one_layer_of_others():
         },
     )
     with GradientMeter(model, per_layer=True) as meter:
-        meter.add(head[0].parameters())
-        meter.add(head.parameters())  # known ones stay where they are
+        meter.select([*meter.source.parameters, *head[0].parameters()])
+        # known ones stay where they are
+        meter.select([*meter.source.parameters, *head.parameters()])
         accumulate(Both(model, head), data())
         assert same(expected, meter.read(RAGGED))
 
@@ -231,7 +232,7 @@ def test_parameters_that_are_added_are_one_layer_of_others():
 def test_parameters_that_the_model_holds_already_are_no_others():
     model = plain()
     with GradientMeter(model, per_layer=True) as meter:
-        meter.add(model.parameters())
+        meter.select([*meter.source.parameters, *model.parameters()])
         accumulate(model, data())
         assert ["0", "2"] == list(meter.read(RAGGED).layers)
 

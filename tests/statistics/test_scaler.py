@@ -185,7 +185,7 @@ def test_unscaling_is_found_whichever_parameters_the_backwards_reach(missed):
 def test_unscaling_is_found_where_only_parameters_are_trained_that_came_later():
     model, head, scaler = network(), nn.Linear(4, 3), scaler_of()
     meter = GradientMeter(model, scaler=scaler)
-    meter.add(head.parameters())
+    meter.select([*meter.source.parameters, *head.parameters()])
     for x, y in data():
         scaler.scale(cross_entropy(head(x), y) * len(y) / 19).backward()
     unscaled(head, scaler)
@@ -199,7 +199,7 @@ def test_unscaling_is_found_where_only_parameters_are_trained_that_were_frozen_a
     meter = GradientMeter(model, scaler=scaler)
     model[0].requires_grad_(True)
     model[2].requires_grad_(False)
-    meter.add(model.parameters())  # looks for parameters that have no hook yet
+    meter.select(model.parameters())  # looks for parameters that have no hook yet
     accumulate(model, scaler)
     unscaled(model, scaler)
     with pytest.raises(GradientError):

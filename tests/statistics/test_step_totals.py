@@ -43,8 +43,7 @@ def totals_of(gradients, grad, counts=None, grad_sqnorms=None):
             "micro_batch_projections": projected.sum((0, 1)).tolist(),
             "grad_projections": (signs @ grad.double()).tolist(),
             "projection_sqnorm": [float(projected.square().sum())],
-            "rank_counts": columns[: 3 * ranks],
-            "rank_sums": columns[3 * ranks :],
+            "ranks": columns,
         }
     )
 

@@ -12,7 +12,7 @@ from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.optim.gsnr_options import Factor, Gamma, RMax
 from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
-from bigbatch.policies.late_switch import SwitchMoment
+from bigbatch.policies.lr_policies import SwitchMoment
 from bigbatch.policies.parse import POLICIES, arguments_of, is_own
 from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiGrad

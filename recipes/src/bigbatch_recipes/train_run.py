@@ -20,7 +20,6 @@ from bigbatch.log.history import history_of
 from bigbatch.log.html_report import write_report
 from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.amounts import Amount
-from bigbatch.policies.parse import target_of
 from bigbatch.training.distributed_state import DistributedState
 from bigbatch.training.oom_hints import is_out_of_memory
 from bigbatch_recipes import process_group
@@ -32,7 +31,7 @@ from bigbatch_recipes.earlier_runs import init_from, mean_factor
 from bigbatch_recipes.lr_schedule import LRSchedule
 from bigbatch_recipes.recipe import Batch, Data, Recipe
 from bigbatch_recipes.run_directory import RunDirectory
-from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.settings import Settings, policy_settings
 from bigbatch_recipes.validate import CAST, require_trainable
 
 
@@ -176,7 +175,7 @@ class Training:
         total = settings.epochs * epoch_samples
         evaluation = Amount.parse(settings.evaluate_every)
         checkpoint = Amount.parse(settings.checkpoint_every)
-        target = target_of(settings.policy, settings.target)
+        target = settings.target if "target" in policy_settings(settings.policy) else None
         progress = TrainingView(view, label, total, train.samples, target)
         for _ in train.epochs(settings.epochs):
             for record in self.steps():

@@ -19,8 +19,8 @@ from bigbatch.log.curve_series import chosen_rows
 from bigbatch.log.history import History, Table, measured_rows
 from bigbatch.log.row_schema import Row
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.loss_trend import LossTrend
-from bigbatch.policies.lr_scaling import Scaling, linear, square_root, unscaled
+from bigbatch.policies.goodput import LossTrend
+from bigbatch.policies.lr_scaling import RULES
 from bigbatch.policies.policy import Policy, TrainingState, needs_of
 from bigbatch.policies.step_time import StepTime, StepTimes, TimedSize
 from bigbatch.setting_types import Count, Kind
@@ -29,7 +29,7 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 _LOGGED = "the run itself"
 _EQUAL = ("steps at equal progress", "samples at equal progress")
 _COLUMNS = ("policy", "steps", "average batch", "seconds", "progress", *_EQUAL)
-_SCALINGS: dict[str, Scaling] = {"sqrt": square_root, "linear": linear, "none": unscaled}
+_SCALINGS = {str(name).lower(): rule for name, rule in RULES.items()}  # as a log names them
 _BINS = 40  # bins of a run; progress in a bin is computed with the bin's mean noise scale
 
 

@@ -2,10 +2,10 @@
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import NUMBER, Amount, amount_pattern
@@ -83,7 +83,7 @@ class Schedule:
 
     @cached_property
     def _parsed(self) -> "_Parsed":
-        return _parse(self.text, self.tokens_per_sample)
+        return _Parsed(self.text, self.tokens_per_sample)
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,20 @@ class _Clause:
 
     text: str  # the clause as it is written
     amount: Amount  # before the change, or between two changes
-    size: int = 0  # the size in the text, 0 without one
-    factor: float = 0.0  # multiplies the size before; 0 without one
-    repeats: bool = False  # whether the factor applies after every `amount`
-    start: int = 0  # the first size of a ramp from the start of the training; 0 without one
-    increment: int = 1  # the samples of one step of the ramp
+    size: int  # the size in the text, 0 without one
+    factor: float | None  # multiplies the size before
+    repeats: bool  # whether the factor applies after every `amount`
+    start: int  # the first size of a ramp from the start of the training; 0 without one
+    increment: int  # the samples of one step of the ramp
+
+    def __post_init__(self) -> None:
+        if self.factor is not None and self.factor <= 1:
+            raise SettingError(f"the factor {self.factor:g} must be above 1")
+        difference = abs(self.size - self.start) if self.start else 0
+        if difference % self.increment:
+            raise SettingError(
+                f"{difference} samples are no whole number of steps of {self.increment}"
+            )
 
     def next_size(self, size: float, now: TrainingState) -> float | None:
         """The size after the clause, from the size before it; None before its moment."""
@@ -107,21 +116,11 @@ class _Clause:
             return self.start + math.copysign(steps * self.increment, difference)
         if times < 1:
             return None
-        if not self.factor:  # 256 from 8M samples
+        if self.factor is None:  # 256 from 8M samples
             return self.size
         # x2 every 20 epochs, or x5 at 60 epochs
         power = min(math.floor(times) if self.repeats else 1, math.log(_MAX_SIZE, self.factor))
         return size * float(self.factor**power)
-
-
-@dataclass(frozen=True)
-class _Parsed:
-    """A parsed schedule."""
-
-    start: int
-    clauses: list[_Clause]
-    cap: float = math.inf
-    decays: bool = False
 
 
 # The grammar, as docs/policies.md has it in words.
@@ -143,83 +142,75 @@ _LATER = {
 _DECAY = "then decay"
 
 
-def _parse(text: str, tokens_per_sample: float | None) -> _Parsed:
-    """Parses the text clause by clause."""
-    clauses = [" ".join(clause.split()) for clause in text.split(",")]
-    decays = len(clauses) > 1 and clauses[-1].lower() == _DECAY
-    parsed = _Parsed(0, [])
-    for clause in clauses[: len(clauses) - decays]:
-        try:
-            parsed = _with_clause(parsed, clause, tokens_per_sample)
-        except SettingError as error:
-            raise SettingError(f"schedule {text!r}, clause {clause!r}: {error}") from None
-    if decays and parsed.cap == math.inf:
-        raise SettingError(
-            f"schedule {text!r}, clause {_DECAY!r}: allowed after 'up to SIZE' only, which caps "
-            "the growth"
-        )
-    return replace(parsed, decays=decays)
+class _Parsed:
+    """A parsed schedule."""
+
+    def __init__(self, text: str, tokens_per_sample: float | None) -> None:
+        self.start = 0
+        self.clauses: list[_Clause] = []
+        self.cap = math.inf
+        self._tokens_per_sample = tokens_per_sample
+        clauses = [" ".join(clause.split()) for clause in text.split(",")]
+        self.decays = len(clauses) > 1 and clauses[-1].lower() == _DECAY
+        for clause in clauses[: len(clauses) - self.decays]:
+            try:
+                self._add(clause)
+            except SettingError as error:
+                raise SettingError(f"schedule {text!r}, clause {clause!r}: {error}") from None
+        if self.decays and self.cap == math.inf:
+            raise SettingError(
+                f"schedule {text!r}, clause {_DECAY!r}: allowed after 'up to SIZE' only, which "
+                "caps the growth"
+            )
+
+    def _add(self, text: str) -> None:
+        """Adds a clause to those before it."""
+        if self.cap < math.inf:
+            raise SettingError(f"nothing but {_DECAY!r} may follow 'up to SIZE'")
+        groups = _match(text, _LATER if self.start else _FIRST)
+        size, start = _size(groups, "size"), _size(groups, "start")
+        self.start = self.start or start or size
+        if "unit" not in groups:
+            return
+        amount, factor = self._amount(groups), groups.get("factor")
+        repeats, increment = groups.get("when") == "every", _size(groups, "by", 1)
+        clause = _Clause(text, amount, size, factor and float(factor), repeats, start, increment)
+        for earlier in self.clauses:
+            same_kind = earlier.amount.unit == clause.amount.unit and not earlier.repeats
+            if same_kind and not clause.repeats and earlier.amount.count > clause.amount.count:
+                raise SettingError(
+                    f"it comes before {earlier.text!r}; write clauses in order of time"
+                )
+        self.clauses.append(clause)
+        self.cap = _size(groups, "cap", math.inf)
+        largest = max(self.start, *(each.size for each in self.clauses))
+        if self.cap < largest:
+            raise SettingError(f"the cap is below the {largest} samples before it; raise it")
+
+    def _amount(self, groups: dict[str, Any]) -> Amount:
+        """The amount in a clause; tokens are converted to samples."""
+        amount = Amount.from_match(groups)
+        if amount.count.denominator > 1:
+            raise SettingError(f"{amount} must be a whole number")
+        if amount.unit != "token":
+            return amount
+        if self._tokens_per_sample is None:
+            raise SettingError("tokens need tokens_per_sample=, the mean length of a sample")
+        return Amount(amount.count / Fraction(self._tokens_per_sample), "sample")
 
 
-def _with_clause(parsed: _Parsed, text: str, tokens_per_sample: float | None) -> _Parsed:
-    """The schedule with one more clause."""
-    if parsed.cap < math.inf:
-        raise SettingError(f"nothing but {_DECAY!r} may follow 'up to SIZE'")
-    groups = _match(text, _LATER if parsed.start else _FIRST)
-    start = parsed.start or _size(groups.get("start", groups.get("size", "")))
-    if "unit" not in groups:
-        return _Parsed(start, [])
-    clause = _clause(text, groups, _amount(groups, tokens_per_sample))
-    for earlier in parsed.clauses:
-        same_kind = earlier.amount.unit == clause.amount.unit and not earlier.repeats
-        if same_kind and not clause.repeats and earlier.amount.count > clause.amount.count:
-            raise SettingError(f"it comes before {earlier.text!r}; write clauses in order of time")
-    cap = float(_size(groups["cap"])) if "cap" in groups else math.inf
-    clauses = [*parsed.clauses, clause]
-    largest = max(start, *(clause.size for clause in clauses))
-    if cap < largest:
-        raise SettingError(f"the cap is below the {largest} samples before it; raise it")
-    return _Parsed(start, clauses, cap)
-
-
-def _match(text: str, forms: dict[str, re.Pattern[str]]) -> dict[str, str]:
+def _match(text: str, forms: dict[str, re.Pattern[str]]) -> dict[str, Any]:
     """The groups of the form that the clause matches."""
     for form in forms.values():
         if match := form.fullmatch(text.lower()):
-            return {name: group for name, group in match.groupdict().items() if group is not None}
+            return match.groupdict()
     raise SettingError(
         f"allowed here: {', or '.join(forms)}; a SIZE is 256 (samples), a FACTOR 2 or 1.5, an "
         "AMOUNT 20 epochs, 500 steps, 2M samples or 8B tokens"
     )
 
 
-def _clause(text: str, groups: dict[str, str], amount: Amount) -> _Clause:
-    if "factor" in groups:
-        factor = float(groups["factor"])
-        if factor <= 1:
-            raise SettingError(f"the factor {factor:g} must be above 1")
-        return _Clause(text, amount, factor=factor, repeats=groups["when"] == "every")
-    size = _size(groups["size"])
-    if "start" not in groups:
-        return _Clause(text, amount, size)
-    start, increment = _size(groups["start"]), _size(groups.get("by", "1"))
-    difference = abs(size - start)
-    if difference % increment:
-        raise SettingError(f"{difference} samples are no whole number of steps of {increment}")
-    return _Clause(text, amount, size, start=start, increment=increment)
-
-
-def _size(text: str) -> int:
-    return int(check_setting("size", int(text), Count))
-
-
-def _amount(groups: dict[str, str], tokens_per_sample: float | None) -> Amount:
-    """The amount in a clause; tokens are converted to samples."""
-    amount = Amount.from_match(groups)
-    if amount.count.denominator > 1:
-        raise SettingError(f"{amount} must be a whole number")
-    if amount.unit != "token":
-        return amount
-    if tokens_per_sample is None:
-        raise SettingError("tokens need tokens_per_sample=, the mean length of a sample")
-    return Amount(amount.count / Fraction(tokens_per_sample), "sample")
+def _size(groups: dict[str, Any], name: str, default: Any = 0) -> Any:
+    """The SIZE in a group of a clause."""
+    text = groups.get(name)
+    return default if text is None else check_setting("size", int(text), Count)

@@ -14,33 +14,14 @@ Scaling = Callable[[int, int, GradientStatistics | None], float]
 LRScaling = Literal["sqrt", "linear", "adascale"] | Scaling | None
 
 
-def square_root(batch_size: int, base_batch: int, noise: GradientStatistics | None = None) -> float:
-    """sqrt(B / B_base), for noise-dominated training and Adam-like optimizers.
-
-    Source:
-        SimiGrad's code; Krizhevsky 2014 (arXiv 1404.5997).
-    Example:
-        >>> square_root(512, 128)
-        2.0
-    """
-    return math.sqrt(batch_size / base_batch)
-
-
-def linear(batch_size: int, base_batch: int, noise: GradientStatistics | None = None) -> float:
-    """B / B_base, the linear scaling rule of SGD.
-
-    Source:
-        Goyal et al. 2017 (arXiv 1706.02677).
-    Example:
-        >>> linear(512, 128)
-        4.0
-    """
-    return batch_size / base_batch
-
-
-def unscaled(batch_size: int, base_batch: int, noise: GradientStatistics | None = None) -> float:
-    """1: the learning rate does not follow."""
-    return 1.0
+RULES: dict[str | None, Scaling] = {
+    # for noise-dominated training and Adam-like optimizers: SimiGrad's code; Krizhevsky 2014
+    # (arXiv 1404.5997)
+    "sqrt": lambda batch_size, base_batch, _: math.sqrt(batch_size / base_batch),
+    # for SGD: Goyal et al. 2017 (arXiv 1706.02677)
+    "linear": lambda batch_size, base_batch, _: batch_size / base_batch,
+    None: lambda *_: 1.0,
+}
 
 
 class AdaScale:
@@ -78,10 +59,7 @@ class AdaScale:
 
 @checked
 def resolve_scaling(lr_scaling: LRScaling, base_batch: int) -> Scaling:
-    """The function that a name stands for."""
+    """The rule that a name stands for, or the function itself."""
     if callable(lr_scaling):
         return lr_scaling
-    if lr_scaling == "adascale":
-        return AdaScale(base_batch)
-    functions: dict[str | None, Scaling] = {"sqrt": square_root, "linear": linear, None: unscaled}
-    return functions[lr_scaling]
+    return AdaScale(base_batch) if lr_scaling == "adascale" else RULES[lr_scaling]

@@ -6,16 +6,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
-from types import ModuleType
-from typing import Any, cast
+from runpy import run_path
+from typing import Any
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.goodput import Goodput
-from bigbatch.policies.late_switch import LateSwitch
-from bigbatch.policies.policy import Fixed, NoiseScale, NormTest, Policy, SimiGrad
-from bigbatch.policies.seesaw import Seesaw
+from bigbatch.policies.lr_policies import LateSwitch, Seesaw
+from bigbatch.policies.policy import Fixed, NoiseScale, NormTest, Policy, SimiGrad, require_policy
 from bigbatch.setting_types import parse_setting
 
 POLICIES: dict[str, type[Any]] = {
@@ -64,8 +62,8 @@ def parse_policy(text: str) -> Policy:
             raise SettingError(f"policy {text!r}: {part.strip()!r} is none of {_usage(name)}")
         if key in values:
             raise SettingError(f"policy {text!r} gives {key} twice; leave one out")
-        nested = key in _NESTED
-        values[key] = value if nested else parse_setting(key, value, arguments[key].type)
+        is_text = key in _NESTED
+        values[key] = value if is_text else parse_setting(key, value, arguments[key].type)
     if any(field.default is MISSING and key not in values for key, field in arguments.items()):
         raise SettingError(f"policy {text!r} lacks a value; write {_usage(name)}")
     return build_policy(name, values)
@@ -78,10 +76,10 @@ def is_own(text: str) -> bool:
 
 
 def build_policy(name: str, values: dict[str, Any]) -> Policy:
-    """The policy of that name with these arguments; schedules and policies in them are texts."""
-    nested = {key: build(values[key]) for key, build in _NESTED.items() if values.get(key)}
-    absent: dict[str, None] = {key: None for key in _NESTED if values.get(key) == ""}
-    policy: Policy = POLICIES[name](**values | absent | nested)
+    """The policy of that name; schedules and policies in its arguments are texts, "" for none."""
+    nested = values.keys() & _NESTED
+    built = {key: _NESTED[key](values[key]) if values[key] else None for key in nested}
+    policy: Policy = POLICIES[name](**values | built)
     return policy
 
 
@@ -95,11 +93,6 @@ def arguments_of(name: str) -> dict[str, Field[Any]]:
     return {field.name: field for field in fields(POLICIES[name])}
 
 
-def target_of(name: str, target: float | None) -> float | None:
-    """`target`, if the policy of that name has a target similarity; else None."""
-    return target if not is_own(name) and "target" in arguments_of(name) else None
-
-
 def _usage(name: str) -> str:
     separator = "; " if name in _SEMICOLONS else ","
     usage = separator.join(f"{key}=..." for key in arguments_of(name))
@@ -111,7 +104,7 @@ def _own_policy(text: str) -> Policy:
     place, _, rest = text.partition(":")
     name, _, arguments = rest.partition(":")
     found = _names_in(place, text).get(name)
-    if not inspect.isclass(found):
+    if not isinstance(found, type):
         raise SettingError(f"policy {text!r}: {place} has no class {name!r}; write {place}:CLASS")
     given: dict[str, Any] = {}
     for part in arguments.split(",") if arguments else []:
@@ -120,25 +113,24 @@ def _own_policy(text: str) -> Policy:
             raise SettingError(f"policy {text!r}: write {part.strip()!r} as KEY=VALUE")
         given[key] = _value(value)
     try:
-        policy: Any = found(**given)
+        policy: Policy = found(**given)
     except (TypeError, ValueError) as error:
         raise SettingError(
             f"policy {text!r} cannot be built: {error}; write {place}:{name}:KEY=VALUE,... with "
             f"the arguments of {name}{inspect.signature(found)}"
         ) from error
-    if not callable(getattr(policy, "decide", None)):
-        raise SettingError(f"policy {text!r}: {name} has no method decide(statistics, now); add it")
-    return cast("Policy", policy)
+    require_policy(policy)
+    return policy
 
 
 def _names_in(place: str, text: str) -> dict[str, Any]:
     """The names that a module or a file defines."""
-    is_file = place.endswith(".py")
-    folder = place.replace("\\", "/").rpartition("/")[0] if is_file else ""
+    folder, _, file = place.replace("\\", "/").rpartition("/")
     if folder not in sys.path:  # "" is the working directory
         sys.path.insert(0, folder)
     try:
-        return vars(_load_file(place) if is_file else import_module(place))
+        name = file.removesuffix(".py")
+        return run_path(place, run_name=name) if name != file else vars(import_module(place))
     except (FileNotFoundError, ModuleNotFoundError) as error:
         raise SettingError(
             f"policy {text!r}: {error}; name a module that Python finds, or a file: FILE.py:CLASS"
@@ -147,16 +139,6 @@ def _names_in(place: str, text: str) -> dict[str, Any]:
         raise SettingError(
             f"policy {text!r}: {place} fails with {type(error).__name__}: {error}; correct it"
         ) from error
-
-
-def _load_file(file: str) -> ModuleType:
-    name = file.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
-    spec = spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _value(text: str) -> Any:

@@ -155,8 +155,8 @@ class Bounded:
         self, size: float, reason: str, now: TrainingState, rounding: Callable[[float], int] = round
     ) -> Decision:
         """The decision for a size, rounded and within the bounds."""
-        size = rounded_size(rounding, size, now, self.max_batch)
-        return Decision(clamp(size, self.min_batch, self.max_batch), reason)
+        batch_size = rounded_size(size, now, self.max_batch, rounding)
+        return Decision(clamp(batch_size, self.min_batch, self.max_batch), reason)
 
 
 @checked
@@ -287,13 +287,13 @@ class NormTest(Bounded):
             needed = statistics.grad_variance / squared_norm / self.theta / self.theta
         else:
             needed = math.inf if statistics.grad_variance > 0 else math.nan
-        target = max(now.target_batch_size, rounded_size(math.ceil, needed, now, self.max_batch))
-        batch_size = clamp(target, self.min_batch, self.max_batch)
-        return Decision(batch_size, f"norm test of {self.theta:g}: {needed:.0f} samples needed")
+        size = max(now.target_batch_size, needed)  # max() leaves nan out in this order of arguments
+        reason = f"norm test of {self.theta:g}: {needed:.0f} samples needed"
+        return self.bounded(size, reason, now, math.ceil)
 
 
 def rounded_size(
-    rounding: Callable[[float], int], size: float, now: TrainingState, max_batch: int | None
+    size: float, now: TrainingState, max_batch: int | None, rounding: Callable[[float], int] = round
 ) -> int:
     """A batch size as an int. +inf becomes the upper bound; nan, and +inf unbounded, no change."""
     if math.isfinite(size):
@@ -302,17 +302,8 @@ def rounded_size(
     return min(bounds) if bounds and not math.isnan(size) else now.target_batch_size
 
 
-class Wrapper:
-    """A policy around another one; None for no other one."""
-
-    policy: Any
-
-    def __post_init__(self) -> None:
-        require_policy(self.policy)
-
-
 @dataclass(frozen=True)
-class Shadow(Wrapper):
+class Shadow:
     """Reports what another policy would decide, and changes nothing.
 
     The advised size is in the reason and in `Decision.advice`.
@@ -328,6 +319,9 @@ class Shadow(Wrapper):
     """
 
     policy: Policy
+
+    def __post_init__(self) -> None:
+        require_policy(self.policy)
 
     @property
     def needs(self) -> Needs:
@@ -358,8 +352,8 @@ def needs_of(policy: Policy) -> Needs:
 
 
 def layers_of(policy: Policy) -> list[Any]:
-    """The policy, and those inside it, from the outermost."""
-    inner = policy.policy if isinstance(policy, Wrapper) else None
+    """The policy, and those inside it as `policy`, from the outermost."""
+    inner = getattr(policy, "policy", None)
     return [policy, *(layers_of(inner) if inner is not None else ())]
 
 

@@ -101,12 +101,13 @@ class StepTimes:
     def sizes(self) -> tuple[TimedSize, ...]:
         """The timed sizes, from the smallest."""
         kind = sum(self._kinds) > len(self._kinds) / 2
-        keys = sorted(key for key in self._bins if key[:2] == (self._ranks, kind))
-        recent = (
-            [step for step in self._bins[key] if step[0] > self._steps - self._max_age]
-            for key in keys
-        )
-        return tuple(_timed_size(steps) for steps in recent if steps)
+        timed, oldest = [], self._steps - self._max_age
+        for key in sorted(key for key in self._bins if key[:2] == (self._ranks, kind)):
+            steps = [step[1:] for step in self._bins[key] if step[0] > oldest]
+            if steps:
+                sizes, seconds = zip(*steps, strict=True)
+                timed.append(TimedSize(median(sizes), median(seconds), len(steps)))
+        return tuple(timed)
 
     def state(self) -> dict[str, Any]:
         """The state that `load` takes."""
@@ -120,11 +121,6 @@ class StepTimes:
             for ranks, kind, number, steps in state["bins"]
         }
         self._steps, self._kinds = state["steps"], [*state["kinds"]]
-
-
-def _timed_size(steps: Sequence[_Step]) -> TimedSize:
-    _, sizes, seconds = zip(*steps, strict=True)
-    return TimedSize(median(sizes), median(seconds), len(steps))
 
 
 def _non_negative_line(

@@ -154,10 +154,9 @@ class Scatter:
 
     def __init__(self) -> None:
         self._previous: tuple[float, float] | None = None  # (signal, noise) of the previous step
-        self._products = [0.0, 0.0, 0.0]  # sums of w^2 / 2 times ds ds, ds dn, dn dn
-        self._squares = 0.0  # sum of w^2 over all steps
-        self._difference_squares = 0.0  # sum of w^2 over steps after the first
-        self._fourths = 0.0  # sum of w^4
+        # sums of w^2 / 2 times ds ds, ds dn, dn dn; of w^2 over all steps; of w^2 over steps after
+        # the first; of w^4
+        self._sums = [0.0] * 6
 
     def update(self, signal: float, noise: float, decay: float, weight: float) -> None:
         """Adds a step of this weight, after multiplying the weights of earlier steps by `decay`."""
@@ -166,52 +165,47 @@ class Scatter:
         if self._previous is not None:
             ds, dn = signal - self._previous[0], noise - self._previous[1]
             difference_square = square
-        self._products = [
-            decay**2 * total + square * product / 2
-            for total, product in zip(self._products, (ds * ds, ds * dn, dn * dn), strict=True)
-        ]
-        self._squares = decay**2 * self._squares + square
-        self._difference_squares = decay**2 * self._difference_squares + difference_square
-        self._fourths = decay**4 * self._fourths + square**2
+        products = (square * product / 2 for product in (ds * ds, ds * dn, dn * dn))
+        terms = [*products, square, difference_square, square**2]
+        decays = [decay**2] * 5 + [decay**4]
+        self._sums = [d * x + term for d, x, term in zip(decays, self._sums, terms, strict=True)]
         self._previous = signal, noise
 
     def interval(
         self, signal: float, noise: float, samples: float, weight: float, level: float
     ) -> Interval:
         """The interval for x of the averages, which were divided by `weight`, the sum of all w."""
-        freedom = _DIFFERENCE_FREEDOM * self._squares**2 / self._fourths if self._fourths else 0.0
+        ss, sn, nn, squares, difference_squares, fourths = self._sums
+        freedom = _DIFFERENCE_FREEDOM * squares**2 / fourths if fourths else 0.0
         x = log_ratio(signal, noise, samples)
         if noise == 0 < signal:
             return Interval(x, x, level, "window")
-        if not self._difference_squares or freedom < 1 or noise < _MIN_NOISE:
+        if not difference_squares or freedom < 1 or noise < _MIN_NOISE:
             return Interval(-math.inf, math.inf, level, "window")
         total = noise + samples * max(signal, (_MIN_RATIO - 1) * noise / samples)
         dx_ds, dx_dn = samples / total, -samples * signal / (noise * total)
-        ss, sn, nn = self._products
         variance = dx_ds**2 * ss + 2 * dx_ds * dx_dn * sn + dx_dn**2 * nn
-        variance *= self._squares / self._difference_squares / weight**2
+        variance *= squares / difference_squares / weight**2
         half_width = student_t(level, round(freedom, 1)) * math.sqrt(max(0.0, variance))
         return Interval(x - half_width, x + half_width, level, "window")
 
     @property
     def step_variances(self) -> tuple[float, float]:
         """Variances of one step's signal and noise; infinite before the second step."""
-        if not self._difference_squares:
+        ss, _, nn, _, difference_squares, _ = self._sums
+        if not difference_squares:
             return math.inf, math.inf
-        ss, _, nn = self._products
-        return ss / self._difference_squares, nn / self._difference_squares
+        return ss / difference_squares, nn / difference_squares
 
     def variance_share(self, weight: float) -> float:
         """Variance of an average over that of one step, sum w^2 / (sum w)^2; nan without steps."""
-        return self._squares / weight**2 if weight else math.nan
+        return self._sums[3] / weight**2 if weight else math.nan
 
     def state(self) -> list[float]:
         """The state that `load` takes."""
-        sums = [self._squares, self._difference_squares, self._fourths]
-        return [*(self._previous or (math.nan, math.nan)), *self._products, *sums]
+        return [*(self._previous or (math.nan, math.nan)), *self._sums]
 
     def load(self, state: list[float]) -> None:
         """Continues from a saved state."""
-        signal, noise, *self._products = state[:5]
+        signal, noise, *self._sums = state
         self._previous = None if math.isnan(signal) else (signal, noise)
-        self._squares, self._difference_squares, self._fourths = state[5:]

@@ -102,20 +102,15 @@ def critical_batch(curves: Sequence[BranchCurve], confidence: float) -> Critical
         return CriticalBatch(math.nan, 0.0, high, reason)
     if not _t(ends.mean(0)) > quantile:
         return CriticalBatch(math.nan, 0.0, math.inf, "the loss does not fall measurably")
-    for size, gains in zip(sizes, ends, strict=True):
-        if _t(gains) < -quantile:
-            return CriticalBatch(
-                math.nan,
-                0.0,
-                float(size),
-                f"the loss rises at batch {size:.0f}, so it is too large",
-            )
+    rising = sizes[_t(ends.T) < -quantile]
+    if len(rising):
+        reason = f"the loss rises at batch {rising[0]:.0f}, so it is too large"
+        return CriticalBatch(math.nan, 0.0, float(rising[0]), reason)
     inverses = np.geomspace(1 / (_BEYOND * sizes[-1]), _BEYOND / sizes[0], _POINTS)
     inverses = np.array([0.0, *inverses, np.inf])
     z = _contrast(curves, sizes, inverses)  # (R, points)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = z.mean(0) / (z.std(0, ddof=1) / math.sqrt(len(z)))
-    return _interval(sizes, inverses, z.mean(0), np.abs(np.nan_to_num(t)) <= quantile, t[0] > 0)
+    t = _t(z)
+    return _interval(sizes, inverses, z.mean(0), np.abs(t) <= quantile, t[0] > 0)
 
 
 def _contrast(curves: Sequence[BranchCurve], sizes: np.ndarray, inverses: np.ndarray) -> np.ndarray:
@@ -162,9 +157,8 @@ def _interval(
     )
 
 
-def _t(values: np.ndarray) -> float:
-    """The t statistic of a mean against 0; infinite, with its sign, without scatter."""
-    mean, scatter = float(values.mean()), float(values.std(ddof=1))
-    if scatter == 0:
-        return math.copysign(math.inf, mean) if mean else 0.0
-    return mean / scatter * math.sqrt(len(values))
+def _t(values: np.ndarray) -> np.ndarray:
+    """The t statistic of the mean over the first dimension; infinite if only that is not 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = values.mean(0) / values.std(0, ddof=1) * math.sqrt(len(values))
+    return np.where(np.isnan(t), 0.0, t)

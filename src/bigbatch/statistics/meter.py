@@ -20,7 +20,6 @@ from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.groups.grouping import Grouping, Groups
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck, has_gradient
 from bigbatch.setting_types import Count, Coverage, checked
-from bigbatch.statistics.accumulators import StepAccumulators
 from bigbatch.statistics.confidence import Interval, jackknife, log_ratio
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.noise_scale import (
@@ -29,7 +28,7 @@ from bigbatch.statistics.noise_scale import (
     from_weighted_losses,
 )
 from bigbatch.statistics.sanity_checks import SanityChecks
-from bigbatch.statistics.step_totals import StepTotals, unpack
+from bigbatch.statistics.step_totals import StepAccumulators, StepTotals, unpack
 
 
 class GradientMeter:
@@ -132,21 +131,11 @@ class GradientMeter:
         if self._forward_hook is not None:
             self._forward_hook.remove()
 
-    def add(self, parameters: Iterable[Tensor]) -> None:
-        """Measures more parameters from the next step on; their layer is "others"."""
-        self.source.add(parameters)
-        self._number_others()
-
     def select(self, parameters: Iterable[Tensor]) -> None:
         """Measures only these from the next step on; the layer of new parameters is "others"."""
         self.source.select(parameters)
-        self._number_others()
-
-    def _number_others(self) -> None:
-        if not self._layer_names:
-            return
         new = [p for p in self.source.parameters if p not in self._layer_numbers]
-        if new:
+        if new and self._layer_names:
             self._layer_names = list(dict.fromkeys([*self._layer_names, "others"]))
             self._layer_numbers.update(dict.fromkeys(new, self._layer_names.index("others")))
 

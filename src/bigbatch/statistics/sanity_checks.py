@@ -76,7 +76,9 @@ class SanityChecks:
             a, b = ((r.sqnorm_sum, r.numbered_sqnorm_sum) for r in (ranks[one], ranks[other]))
             if a == b:
                 equal_norm_steps[one, other] = _SURE_STEPS
-            elif all(map(_nearly_equal, a, b)):
+            elif all(
+                math.isclose(x, y, rel_tol=_NORM_TOLERANCE) for x, y in zip(a, b, strict=True)
+            ):
                 equal_norm_steps[one, other] = self._equal_norm_steps.get((one, other), 0) + 1
         self._equal_norm_steps = equal_norm_steps
         sure_pairs = [
@@ -106,9 +108,7 @@ def _nearly_equal(a: float, b: float) -> bool:
 
 def _nonfinite_message(ranks: list[RankTotals]) -> str:
     names = [
-        f"micro-batch {rank.first_nonfinite:.0f} on rank {number}"
-        if len(ranks) > 1
-        else f"micro-batch {rank.first_nonfinite:.0f}"
+        f"micro-batch {rank.first_nonfinite:.0f}{f' on rank {number}' if len(ranks) > 1 else ''}"
         for number, rank in enumerate(ranks)
         if not math.isfinite(rank.sqnorm_sum)
     ]

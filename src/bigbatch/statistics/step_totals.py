@@ -1,21 +1,201 @@
-"""Totals of a step over all ranks: one packed vector, one all-reduce, one host read."""
+"""Totals of a step over micro-batches and ranks: one packed vector, one all-reduce, one host read.
+
+`StepAccumulators` packs the vector on the device, `StepTotals` reads its parts on the host.
+"""
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn import functional
 
 from bigbatch.errors import GradientError
+from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
+from bigbatch.statistics.confidence import leave_one_out
+from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
+from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
+from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
 
 Vector = TypeVar("Vector", Tensor, list[float])
 
 _ONE_PROCESS_TOLERANCE = 1e-4  # relative difference of .grad and the micro-batches' sum
 _BFLOAT16_ROUNDING = 2**-8  # once per rank, since engines may reduce in bfloat16
 _REPLICA_TOLERANCE = 1e-3  # squared norms of one tensor on several ranks, whose kernels may differ
+
+
+class StepAccumulators:
+    """The sums of a step over micro-batches and ranks; nothing waits for the device."""
+
+    def __init__(
+        self,
+        source: GradientSource,
+        layers: Mapping[Tensor, int],
+        *,
+        sketches: bool,
+        half_batch_cosine: bool,
+    ) -> None:
+        self.norms = MicroBatchNorms(layers)
+        self.half_batch_cosine = HalfBatchCosine(source) if half_batch_cosine else None
+        self.lengths: dict[str, int] = {}  # length of each part of the last packed vector
+        self._source = source
+        self._probe = ProjectionProbe(source)
+        self._sketches = RandomProjections(source.parameters) if sketches else None
+
+    @property
+    def subscribers(self) -> list[Subscriber]:
+        """The subscribers that read the gradients."""
+        optional = (self._sketches, self.half_batch_cosine)
+        return [self.norms, self._probe, *(s for s in optional if s is not None)]
+
+    @property
+    def projections(self) -> Tensor:
+        """Projections of the micro-batches of the step so far, (k, 8)."""
+        return self._probe.micro_batch_projections()
+
+    @torch.no_grad()
+    def measure(
+        self,
+        sizes: Sequence[float] | None,
+        *,
+        are_means: bool,
+        scaler: GradScaler | None,
+        extra: Tensor | None,
+    ) -> Tensor:
+        """One vector with all sums, the same on every rank."""
+        source = self._source
+        with without_autocast(self._device):
+            parts = {} if extra is None else {"extra": extra}
+            parts |= self._parts(sizes or (), scaler, failed=sizes is None)
+            if self._sketches is None:
+                return self._all_reduce(parts)
+            group_sizes = self._group_sizes(sizes or ())
+            means = self._sketches.stack() if sizes else self._sketches.zeros(0)
+            if not all(group_sizes):
+                means = means[[d for d, size in enumerate(group_sizes) if size]]
+            n = self._vector([size for size in group_sizes if size])
+            means = means.to(n)
+            means = means if are_means else means / n[:, None]
+            parts["weighted_sum"] = n @ means
+            parts["spread"] = n @ means.square().sum(1)
+            packed = self._all_reduce(parts)
+            totals = unpack(packed, self.lengths)
+            count, samples = totals["ranks"].view(-1, source.ranks)[:2].sum(1)
+            x = leave_one_out(means, n, totals["weighted_sum"], totals["spread"][0], count, samples)
+            sums = torch.stack([x.sum(), x.square().sum()])
+            source.reducer.all_reduce(sums)
+            self.lengths["leave_one_out"] = 2
+            return torch.cat([packed, sums])
+
+    @torch.no_grad()
+    def measure_grad(self, extra: Tensor | None) -> Tensor:
+        """As `GradientMeter.measure` in a step that is not due."""
+        shards = map(self._source.local_grad, self._source.parameters)
+        grads = [grad for grad in shards if grad is not None]
+        norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
+        total = sum_scalars(norms)
+        parts = [] if extra is None else [extra]
+        if self._source.group_tap is not None:
+            parts.append(self._group_error(total))
+        totals = torch.cat([to_device(part, self._device) for part in (*parts, total)])
+        self._source.reducer.all_reduce(totals)
+        return totals
+
+    @torch.no_grad()
+    def grad_sqnorms(self) -> Tensor:
+        """|.grad|^2 of this rank's shards, by layer (L,)."""
+        grads = ((p, self._source.local_grad(p)) for p in self._source.parameters)
+        return self.norms.by_layer(squared_norms({p: g for p, g in grads if g is not None}))
+
+    @property
+    def _device(self) -> torch.device:
+        return self._source.parameters[0].device
+
+    def _vector(self, values: Sequence[float]) -> Tensor:
+        """Numbers that the host knows, on the device."""
+        dtype = widest_float(self._device)
+        return to_device(torch.tensor(values, dtype=dtype, device="cpu"), self._device)
+
+    def _parts(
+        self, sizes: Sequence[float], scaler: GradScaler | None, *, failed: bool
+    ) -> dict[str, Tensor]:
+        """This rank's share of every sum; k = 0 if it has no micro-batch."""
+        k, rank, ranks = len(sizes), self._source.rank, self._source.ranks
+        inverse_sizes = [1 / n for n in sizes]
+        counts = sum(n > 0 for n in self._group_sizes(sizes)), math.fsum(sizes), failed
+        numbers = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
+        known = self._vector([*numbers, 1 / ranks, math.fsum(inverse_sizes), *counts])
+        factors, scale, inverse_sum, own_counts = known.tensor_split((3 * k, 3 * k + 1, 3 * k + 2))
+        squares = [to_device(s, scale.device, scale.dtype) for s in self.norms.squares]
+        sqnorms = torch.stack(squares) if k else scale.new_zeros(0, self.norms.count)  # (k, L)
+        over_sizes, totals, numbered = factors.view(3, k) @ sqnorms
+        grad_sqnorms = to_device(self.grad_sqnorms(), scale.device)
+        micro_batch_sqnorms = sqnorms.sum(1)
+        # x - x is nan for the first one that is not finite, and nan is the largest
+        first = 1 + (micro_batch_sqnorms - micro_batch_sqnorms).argmax() if k else scale[0]
+        rank_sums = totals.sum(), numbered.sum(), first, grad_sqnorms.sum()
+        rank_totals = torch.stack([*own_counts, *rank_sums])[:, None]
+        projections = self.projections
+        grouped = [norms for norms in self._source.group_norms if norms is not None]
+        within = [norms.scatter(self.norms.count, scale.device) for norms in grouped]
+        parts = {
+            "sqnorms_over_sizes": sum(within, over_sizes),
+            "sqnorms": totals,
+            "grad_sqnorms": grad_sqnorms,
+            "inverse_sizes": inverse_sum,
+            "slope": self._slope(sizes, micro_batch_sqnorms),
+            "micro_batch_projections": projections.sum(0),
+            "grad_projections": self._probe.grad_projections(),
+            "projection_sqnorm": projections.square().sum(),
+            "ranks": functional.pad(rank_totals, (rank, ranks - 1 - rank)),
+            "scale": scale if scaler is None else scaler.scale(scale),
+        }
+        if self._source.group_tap is not None:
+            parts["group_error"] = self._group_error(scale)
+        if self.half_batch_cosine is not None:
+            parts["half_batch"] = self.half_batch_cosine.dots()
+        replicas = self._source.reducer.replicas
+        if replicas > 1:
+            of_grad = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
+            parts |= {name: parts[name] / replicas for name in of_grad}
+        return parts
+
+    def _group_error(self, like: Tensor) -> Tensor:
+        """The largest relative error of a sum of groups in the step, (1,)."""
+        errors = [
+            to_device(norms.relative_error(), like.device, like.dtype)
+            for norms in self._source.group_norms
+            if norms is not None
+        ]
+        return torch.stack(errors).max().reshape(1) if errors else like.new_zeros(1)
+
+    def _group_sizes(self, sizes: Sequence[float]) -> list[float]:
+        """n_d of every group of the step that counts; a micro-batch without groups is one."""
+        pairs = zip(sizes, self._source.group_norms, strict=True) if sizes else ()
+        groups = (norms.weights if norms is not None else (size,) for size, norms in pairs)
+        return [n for weights in groups for n in weights]
+
+    def _slope(self, sizes: Sequence[float], sqnorms: Tensor) -> Tensor:
+        """Covariance and variance sums of ln |h_d|^2 over ln n_d, without gradients of zero."""
+        if len(set(sizes)) < 2:
+            return sqnorms.new_zeros(2)
+        n, tiny = self._vector(sizes), torch.finfo(sqnorms.dtype).tiny
+        counts = (sqnorms > tiny).to(n.dtype)
+        mean = (counts @ n.log()) / counts.sum().clamp_min(1)
+        deviation = (n.log() - mean) * counts
+        return torch.stack([deviation @ sqnorms.clamp_min(tiny).log(), deviation @ deviation])
+
+    def _all_reduce(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Packs the parts and sums them over the ranks."""
+        self.lengths = {name: part.numel() for name, part in parts.items()}
+        packed = torch.cat([part.flatten() for part in parts.values()])
+        self._source.reducer.all_reduce(packed)
+        return packed
 
 
 @dataclass(frozen=True)
@@ -29,9 +209,6 @@ class RankTotals:
     numbered_sqnorm_sum: float  # sum (d + 1) |h_d|^2; differs if micro-batches swap places
     first_nonfinite: float  # number of the first micro-batch that is not finite, from 1
     grad_sqnorm: float  # |.grad|^2 of this rank's shards
-
-
-RANK_COUNTS = 3  # the first fields, which the host of the rank knows
 
 
 class StepTotals:
@@ -50,9 +227,8 @@ class StepTotals:
         self._micro_batch_projections = parts["micro_batch_projections"]
         self._grad_projections = parts["grad_projections"]
         (self._projection_sqnorm,) = parts["projection_sqnorm"]
-        counts, sums = parts["rank_counts"], parts["rank_sums"]  # a column of each for a rank
-        ranks = len(counts) // RANK_COUNTS
-        self.ranks = [RankTotals(*counts[i::ranks], *sums[i::ranks]) for i in range(ranks)]
+        ranks = len(parts["ranks"]) // len(fields(RankTotals))  # a column for each
+        self.ranks = [RankTotals(*parts["ranks"][i::ranks]) for i in range(ranks)]
         self.micro_batches = round(sum(rank.micro_batches for rank in self.ranks))
         self.samples = math.fsum(rank.samples for rank in self.ranks)
 
@@ -99,11 +275,6 @@ class StepTotals:
                 "clipping and step(), let every backward be seen, and compress nothing"
             )
         return c
-
-
-def pack(parts: Mapping[str, Tensor]) -> Tensor:
-    """All parts in one vector."""
-    return torch.cat([part if part.dim() == 1 else part.reshape(-1) for part in parts.values()])
 
 
 def unpack(values: Vector, lengths: Mapping[str, int]) -> dict[str, Vector]:

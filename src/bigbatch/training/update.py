@@ -19,7 +19,7 @@ from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.loss_trend import LossTrend
+from bigbatch.policies.goodput import LossTrend
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state

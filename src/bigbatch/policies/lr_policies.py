@@ -1,0 +1,180 @@
+"""Policies that follow the scheduled learning rate."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from bigbatch.errors import SettingError
+from bigbatch.policies.amounts import Amount, WarmupLength
+from bigbatch.policies.batch_schedule import Schedule
+from bigbatch.policies.plan import clamp
+from bigbatch.policies.policy import (
+    Decision,
+    Needs,
+    Policy,
+    TrainingState,
+    needs_of,
+    require_policy,
+    rounded_size,
+)
+from bigbatch.setting_types import Count, In, checked
+from bigbatch.statistics.noise_scale import GradientStatistics
+
+SwitchMoment = WarmupLength | Annotated[float, In("(0, 1)", "a share of the largest learning rate")]
+
+
+@checked
+@dataclass(frozen=True)
+class Seesaw:
+    """Shares each cut of the learning rate between the rate and the batch.
+
+    Where a schedule cuts the rate by x, the rate falls by sqrt(x) and the batch grows by x:
+
+        B = B_first / d,    d = scheduled rate / its largest so far
+
+    The rate in force is scheduled rate x sqrt(B / B_base) by `lr_scaling="sqrt"`, which this policy
+    needs, so it falls by sqrt(x). A batch that cannot grow leaves the rest of the cut in the rate.
+    A rate that rises, as in a warm-up, leaves the batch at its first size.
+
+    With a `Schedule` of batch sizes, whose growth by x stands for a cut by x, the batch is as
+    written, d = first size / size, and d multiplies the rate too. No scheduler is needed then.
+
+    Args:
+        schedule: growth of the batch, written in words; None to follow the loop's scheduler.
+        cap: a policy that limits the growth, `NoiseScale()` for example. It never takes the batch
+            below its first size. If it needs statistics, both decide by its averages, once filled.
+        max_batch: upper bound in samples; None for none.
+    Raises:
+        SettingError: `cap` is not a policy; by `AdaptiveBatch`, another `lr_scaling`.
+    Source:
+        Seesaw (arXiv 2510.14717); with a schedule, of the growth of arXiv 1711.00489.
+    Example:
+        >>> now = TrainingState(128, 128, first_batch_size=128, lr_decay=0.25)
+        >>> Seesaw().decide(None, now)
+        Decision(batch_size=512, reason='learning rate at 0.25 of its peak', lr_factor=1.0)
+        >>> decision = Seesaw(Schedule("64, x4 at 60 epochs")).decide(None, replace(now, epoch=60))
+        >>> decision.batch_size, decision.lr_factor
+        (256, 0.25)
+    """
+
+    schedule: Schedule | None = None
+    cap: Policy | None = None
+    max_batch: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.cap is not None:
+            require_policy(self.cap, "cap")
+
+    @property
+    def policy(self) -> Policy | None:
+        """The cap."""
+        return self.cap
+
+    @property
+    def needs(self) -> Needs:
+        """Those of the cap, without its bounds, and the decay of the rate without a schedule."""
+        cap = Needs(statistics=False) if self.cap is None else needs_of(self.cap)
+        return replace(
+            cap,
+            lr_decay=self.schedule is None or cap.lr_decay,
+            lr_scaling="sqrt",
+            max_change=None,
+            min_batch=1,
+            max_batch=self.max_batch,
+            batch_size=self.schedule.batch_size if self.schedule else None,
+        )
+
+    def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
+        """The batch that the rate or the schedule asks for, within the cap."""
+        decision = self._by_rate(now) if self.schedule is None else self._by(self.schedule, now)
+        if self.cap is not None:
+            # None only for a cap that needs none
+            limit = self.cap.decide(statistics, now)  # type: ignore[arg-type]
+            if limit.batch_size < decision.batch_size:
+                first = now.first_batch_size if self.schedule is None else self.schedule.batch_size
+                decision = replace(
+                    decision,
+                    batch_size=max(min(first, decision.batch_size), limit.batch_size),
+                    reason=f"{decision.reason}; capped: {limit.reason}",
+                    trial=limit.trial,
+                )
+        return replace(decision, batch_size=clamp(decision.batch_size, 1, self.max_batch))
+
+    def _by(self, schedule: Schedule, now: TrainingState) -> Decision:
+        """The decision of the schedule, with its growth in the rate too."""
+        decision = schedule.decide(None, replace(now, max_batch=None))
+        # "then decay": the growth beyond the schedule's own cap is in its factor
+        growth = decision.batch_size / decision.lr_factor / schedule.batch_size
+        return replace(decision, lr_factor=1 / growth)
+
+    def _by_rate(self, now: TrainingState) -> Decision:
+        decay = _decay(now, "Seesaw", "Seesaw(Schedule(...)), which needs none")
+        size = now.first_batch_size / decay if decay else math.inf
+        reason = f"learning rate at {decay:.3g} of its peak"
+        return Decision(rounded_size(size, now, self.max_batch), reason)
+
+
+@checked
+@dataclass(frozen=True)
+class LateSwitch:
+    """Keeps the first batch size until a moment; from then on a policy decides.
+
+    The moment is an amount of training, or a share d of the scheduled learning rate's largest value
+    so far: the policy decides while the scheduled rate is at most d of it. If the rate rises above
+    that again, as with warm restarts, the batch returns to its first size.
+
+    Args:
+        at: "60 epochs", "4M samples" or "500 steps"; or d, in (0, 1).
+        policy: the policy that decides late, with its `max_batch`, which holds from the start.
+    Raises:
+        SettingError: `at` is neither, or `policy` is not a policy.
+    Source:
+        arXiv 2602.14208.
+    Example:
+        >>> from bigbatch import Fixed
+        >>> policy = LateSwitch(0.3, Fixed(1024))
+        >>> now = TrainingState(128, 128, first_batch_size=128, lr_decay=0.5)
+        >>> policy.decide(None, now)
+        Decision(batch_size=128, reason='before the switch at 0.3 of the peak learning rate', \
+lr_factor=1.0)
+        >>> policy.decide(None, TrainingState(128, 128, lr_decay=0.25)).batch_size
+        1024
+    """
+
+    at: SwitchMoment
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        needs_of(self.policy)  # refuses what is not a policy
+
+    @property
+    def needs(self) -> Needs:
+        """Those of the policy, and the decay of the rate if the moment is a share of it."""
+        needs = needs_of(self.policy)
+        follows_rate = isinstance(self.at, float) or needs.lr_decay
+        return replace(needs, batch_size=None, lr_decay=follows_rate)
+
+    def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
+        """The first batch size before the moment, the policy's decision after it."""
+        if self._is_late(now):
+            # None only for a policy that needs none
+            return self.policy.decide(statistics, now)  # type: ignore[arg-type]
+        share = isinstance(self.at, float)
+        moment = f"{self.at} of the peak learning rate" if share else self.at
+        return Decision(now.first_batch_size, f"before the switch at {moment}")
+
+    def _is_late(self, now: TrainingState) -> bool:
+        if not isinstance(self.at, float):
+            return Amount.parse(self.at).times(now.samples, now.steps, now.epoch) >= 1
+        name, remedy = f"LateSwitch(at={self.at:g})", 'an amount such as at="60 epochs"'
+        return _decay(now, name, remedy) <= self.at * (1 + 1e-9)  # 0.1 x 0.3 / 0.1 is not 0.3
+
+
+def _decay(now: TrainingState, name: str, other: str) -> float:
+    """`now.lr_decay`; where it is not known, an error that names what else to pass."""
+    if now.lr_decay is None:
+        raise SettingError(
+            f"{name} follows the scheduled learning rate, and now.lr_decay is None; pass "
+            f"TrainingState(lr_decay=), or {other}"
+        )
+    return now.lr_decay
