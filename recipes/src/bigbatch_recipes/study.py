@@ -107,9 +107,7 @@ def _show_runs(path: Path, view: LiveView) -> None:
     view.print(f"report: {path / 'report.html'}")
 
 
-def train_directory(
-    path: Path, settings: dict[str, Any], view: LiveView, label: str, end: float | None = None
-) -> bool:
+def train_directory(path: Path, settings: dict[str, Any], view: LiveView, label: str) -> None:
     """Trains the run at `path`, which is created if it does not exist; see `train_run`."""
 
     def open_or_create() -> RunDirectory:
@@ -117,7 +115,7 @@ def train_directory(
 
     run = run_on_rank_zero(open_or_create)
     try:
-        return train_run(_training(run), run, view, label, end)
+        train_run(_training(run), run, view, label)
     finally:
         gc.collect()  # frees the model, which is in reference cycles
 
