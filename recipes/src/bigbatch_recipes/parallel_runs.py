@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass
 from functools import cache
 from multiprocessing import current_process
 from pathlib import Path
@@ -37,15 +36,6 @@ from bigbatch_recipes.sweep_results import SweepResults, read_sweep_results
 LOG = "log.txt"  # in a run directory: the notes of its training, and an unexpected error
 
 Trainings = Mapping[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a run."""
-
-    name: str  # name of the run
-    result: str = ""  # its scores and seconds as text; "" where it failed
-    error: str = ""  # why it failed; "" where it did not
 
 
 def train_sweep(path: Path, jobs: int | None, view: LiveView) -> dict[str, str]:
@@ -102,10 +92,10 @@ def _train_all(
                 if failed := sorted(_required(settings) & failures.keys()):
                     failures[name] = f"it needs {', '.join(failed)}, which failed"
             begun = {n: s for n, s in ready.items() if n not in failures}
-            for outcome in _train_side_by_side(path, begun, jobs):
-                if outcome.error:
-                    failures[outcome.name] = outcome.error
-                view.progress(f"{outcome.name}  {outcome.result or 'failed'}")
+            for name, error in _train_side_by_side(path, begun, jobs):
+                if error:
+                    failures[name] = error
+                view.progress(f"{name}  {'failed' if error else _result_text(path / name)}")
     finally:
         os.close(lock)
     return failures
@@ -115,8 +105,8 @@ def _required(settings: Mapping[str, Any]) -> set[str]:
     return {settings[name] for name in PREREQUISITES}
 
 
-def _train_side_by_side(path: Path, trainings: Trainings, jobs: int) -> Iterable[Outcome]:
-    """Trains runs, so many at a time; yields the outcome of each when it ends.
+def _train_side_by_side(path: Path, trainings: Trainings, jobs: int) -> Iterable[tuple[str, str]]:
+    """Trains runs, so many at a time; yields name and error of each when it ends.
 
     Where the caller stops, as by an interrupt, joblib ends its processes.
     """
@@ -133,8 +123,12 @@ def _train_side_by_side(path: Path, trainings: Trainings, jobs: int) -> Iterable
         ) from None
 
 
-def _train(path: Path, settings: dict[str, Any], gpus: tuple[str, ...]) -> Outcome:
-    """Trains one run in this process, from its checkpoint if it has one."""
+def _train(path: Path, settings: dict[str, Any], gpus: tuple[str, ...]) -> tuple[str, str]:
+    """Trains one run in this process, from its checkpoint if it has one.
+
+    Returns:
+        Its name, and why it failed; "" where it did not.
+    """
     _prepare_worker(gpus)
     view = LiveView(quiet=True)
     notes: list[str] = []
@@ -145,12 +139,12 @@ def _train(path: Path, settings: dict[str, Any], gpus: tuple[str, ...]) -> Outco
                 train_directory(path, settings, view, path.name)
             finally:
                 notes = [f"note: {note.message}\n" for note in caught]
-        return Outcome(path.name, _result_text(path))
+        return path.name, ""
     except (BigbatchError, OSError) as error:
-        return Outcome(path.name, error=str(error))
+        return path.name, str(error)
     except Exception as error:
         notes.append(traceback.format_exc())
-        return Outcome(path.name, error=f"{type(error).__name__}: {error}")
+        return path.name, f"{type(error).__name__}: {error}"
     finally:
         if path.exists():
             (path / LOG).write_text("".join(notes))

@@ -30,7 +30,7 @@ def write_sweep(sweep: SweepResults, folder: Path) -> None:
     figure = svg([sweep_panel(sweep, _SIZES["wide"])], key=True, standalone=True)
     html_report.write_text(folder / "sweep.svg", figure)
     html_report.write_text(folder / "sweep.csv", as_csv(sweep))
-    histories = [history_of(run.path) for run in sweep.drawn]
+    histories = [history_of(path) for path in sweep.drawn]
     html_report.write_page(folder / "report.html", sweep.name, _sections(sweep, histories), _STYLE)
 
 
