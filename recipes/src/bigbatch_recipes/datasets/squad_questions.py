@@ -51,25 +51,14 @@ class Question:
 
 def train_file(folder: Path) -> tuple[Path, str]:
     """The official training questions, or the subset of them; and a note for the scores' names."""
-    if _path_of(folder, _SUBSET) and not _path_of(folder, _TRAIN):
-        return _require_file(folder, _SUBSET), "; trained on a tokenised 5 % of the questions"
-    return _require_file(folder, _TRAIN), ""
+    if any(folder.glob(f"{_SUBSET}*")) and not any(folder.glob(f"{_TRAIN}*")):
+        return ORIGIN.file_in(folder, _SUBSET), "; trained on a tokenised 5 % of the questions"
+    return ORIGIN.file_in(folder, _TRAIN), ""
 
 
 def dev_file(folder: Path) -> Path:
     """The official development questions."""
-    return _require_file(folder, _DEV)
-
-
-def _require_file(folder: Path, name: str) -> Path:
-    path = _path_of(folder, name)
-    if path is None:
-        raise ORIGIN.missing_file(folder / name)
-    return path
-
-
-def _path_of(folder: Path, name: str) -> Path | None:
-    return next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
+    return ORIGIN.file_in(folder, _DEV)
 
 
 def read_questions(file: Path) -> list[Question]:
