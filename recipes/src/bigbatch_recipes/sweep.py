@@ -127,11 +127,8 @@ def start_sweep(
 
 
 def _require_sweepable(grid: Grid) -> None:
-    for key, values in grid.items():
-        if key in _NOT_SWEEPABLE:
-            raise SettingError(f"{key!r} cannot vary within a sweep: {_NOT_SWEEPABLE[key]}")
-        if not values:
-            raise SettingError(f"the sweep gives {key!r} no value; list some")
+    for key in grid.keys() & _NOT_SWEEPABLE.keys():
+        raise SettingError(f"{key!r} cannot vary within a sweep: {_NOT_SWEEPABLE[key]}")
 
 
 def _apply(
