@@ -121,7 +121,7 @@ def _controls(arms: Sequence[str], results: SweepResults) -> Arms:
 def _complete_points(results: SweepResults, arms: Iterable[str]) -> dict[str, SweepPoint]:
     """Points of those arms of which no run failed: others have no control until all are trained."""
     points = {str(point.values["arm"]): point for point in results.shown}
-    return {arm: points[arm] for arm in arms if len(points[arm].runs) == points[arm].planned}
+    return {arm: points[arm] for arm in arms if len(points[arm].runs) == len(points[arm].seeds)}
 
 
 COMPARISONS = (

@@ -20,8 +20,8 @@ from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.parallel_runs import train_sweep
 from bigbatch_recipes.run_config import read_trainings
 from bigbatch_recipes.settings import Settings
-from bigbatch_recipes.study import settings_from
-from bigbatch_recipes.sweep import Point, start_sweep, trainings_of
+from bigbatch_recipes.study import Point, settings_from, trainings_of
+from bigbatch_recipes.sweep import start_sweep
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults, SweepRun, read_sweep_results
 from bigbatch_recipes.validate import require_trainable
 from studies.results.comparison_log import ComparisonLog, LoggedRun
@@ -158,7 +158,7 @@ def logged_runs(results: SweepResults, failures: Mapping[str, str]) -> list[Logg
         for tuning, finished in ((True, point.tuning), (False, point.runs))
         if tuning or point.name in shown
         for run in finished
-        if run.directory.name not in failures
+        if run.path.name not in failures
     ]
     trainings = read_trainings(results.path)
     points = {point.name: point for point in results.points}
@@ -170,7 +170,7 @@ def logged_runs(results: SweepResults, failures: Mapping[str, str]) -> list[Logg
 
 
 def _logged(point: SweepPoint, run: SweepRun, *, tuning: bool) -> LoggedRun:
-    history = history_of(run.directory.path)
+    history = history_of(run.path)
     curve = tuple(
         (time.samples, time.steps, round(time.seconds, 2), _rounded(score))
         for time, score in evaluations(history)

@@ -11,8 +11,8 @@ from bigbatch_recipes.image_classification import (
     OfBytes,
     accuracies,
     class_loss,
+    data_of,
     examples,
-    held_out_accuracy,
     random_shift_and_flip,
 )
 from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
@@ -111,7 +111,7 @@ def test_the_gap_is_the_train_accuracy_less_that_of_the_test():
     } == scores
     assert "test accuracy, %" == next(iter(scores))
     assert ["test accuracy, %", "test loss"] == list(accuracies(test, settings)(model))
-    assert {"held-out accuracy, %": 75.0} == held_out_accuracy(settings)(train)(model)
+    assert {"held-out accuracy, %": 75.0} == data_of(train, test, settings).scores_on(train)(model)
 
 
 def test_an_example_has_the_types_of_a_batch_and_no_storage():

@@ -148,7 +148,7 @@ def test_a_file_that_is_no_idx_is_one_error(mnist, content, said):
 def test_a_file_of_idx_that_is_missing_is_named(mnist):
     for file in mnist.glob("t10k-labels*"):
         file.unlink()
-    with pytest.raises(RunError, match=r"t10k-labels-idx1-ubyte\.gz is missing; .* of Zalando"):
+    with pytest.raises(RunError, match=r"t10k-labels-idx1-ubyte is missing; .* of Zalando"):
         read_images(mnist, FASHION)
 
 

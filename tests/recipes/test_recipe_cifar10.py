@@ -10,7 +10,8 @@ from bigbatch_recipes import RECIPES
 from bigbatch_recipes.build_loop import build_controller, build_optimizer
 from bigbatch_recipes.datasets import cifar10
 from bigbatch_recipes.datasets.in_memory import chosen_indices
-from bigbatch_recipes.sweep import points_of, trainings_of
+from bigbatch_recipes.study import trainings_of
+from bigbatch_recipes.sweep import points_of
 from bigbatch_recipes.train_run import Training
 from cifar_files import write_few
 from real_data import needs

@@ -214,5 +214,5 @@ def test_a_dry_run_of_a_sweep_says_how_long_it_takes(bigbatch, monkeypatch, opti
 def test_a_dry_run_of_a_study_says_how_long_it_takes(bigbatch):
     _, out, _ = bigbatch("train", "digits", "--dry-run", "--epochs", "50")
     said = " ".join(out.split())
-    assert "a training takes about 24 seconds, measured on two cores; the study of 6 arms" in said
+    assert "A training takes about 24 seconds, measured on two cores; the study of 6 arms" in said
     assert "6 arms and 3 seeds about 7.2 minutes." in said

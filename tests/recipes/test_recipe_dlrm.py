@@ -20,7 +20,7 @@ from bigbatch_recipes.datasets.click_log import (
     CLICK,
     CRITEO,
     Clicks,
-    click_log,
+    generate,
     read_clicks,
     read_criteo,
     read_packed,
@@ -154,18 +154,16 @@ def test_processes_that_pack_at_once_read_the_same(tmp_path, cache, ranks):
 
 
 @pytest.mark.parametrize("named", ["a file", "relative", "nothing"])
-def test_where_no_cache_folder_can_be_is_said_and_rows_are_held_in_memory(
-    tmp_path, monkeypatch, named
-):
+def test_a_cache_folder_that_cannot_be_is_one_line(tmp_path, monkeypatch, named):
     """A relative XDG_CACHE_HOME counts as none; the home's .cache is a file here."""
     file = log_at(tmp_path / "train.txt", line(), line("0"))
     (tmp_path / ".cache").touch()
     monkeypatch.setenv("HOME", str(tmp_path))
     places = {"a file": tmp_path / ".cache", "relative": "here", "nothing": ""}
     monkeypatch.setenv("XDG_CACHE_HOME", str(places[named]))
-    with pytest.warns(UserWarning, match=r"kept in memory .* let XDG_CACHE_HOME name another"):
-        rows = read_packed(file)
-    assert [1, 0] == rows["label"].tolist()
+    message = r"train.txt cannot be packed into .* let XDG_CACHE_HOME name another folder"
+    with pytest.raises(RunError, match=message):
+        read_packed(file)
     assert {file, tmp_path / ".cache"} == set(tmp_path.iterdir())
 
 
@@ -310,8 +308,8 @@ def test_widths_that_cannot_be_are_refused(changes, reason):
 
 
 def test_no_model_ranks_the_generated_log_better_than_its_truth():
-    log = click_log(20_000)
-    assert log.rows.tobytes() == click_log(20_000).rows.tobytes()
+    log = generate(20_000)
+    assert log.rows.tobytes() == generate(20_000).rows.tobytes()
     wins = auc_by_pairs(log.truth, log.rows["label"])
     assert 0.8 < wins < 0.86
     noisy = log.truth + numpy.random.default_rng(1).normal(0, 0.1, len(log.truth))
@@ -350,12 +348,12 @@ class FirstNumber(torch.nn.Module):
 
 
 def scores_on(rank, ranks):
-    data = Clicks([click_log(501).rows], 50)
+    data = Clicks([generate(501).rows], 50)
     return click_scores(FirstNumber(), data, tiny(), "test")
 
 
 def test_scores_are_those_of_their_definitions_on_any_number_of_ranks(ranks):
-    rows = click_log(501).rows
+    rows = generate(501).rows
     logits = rows["numbers"][:, 0].round(1)
     loss = functional.binary_cross_entropy_with_logits(
         torch.tensor(logits).double(), torch.tensor(rows["label"]).double()

@@ -63,9 +63,7 @@ def quiz(tmp_path):
 
 def windowed(questions, length=12, stride=4):
     frame = SequencePair(TOKENS.begin, TOKENS.end, TOKENS.pad, length)
-    texts = TOKENS.encode(question.text for question in questions)
-    contexts = TOKENS.encode_with_offsets(question.context for question in questions)
-    return windows_of(questions, texts, contexts, frame, stride)
+    return windows_of(questions, TOKENS, frame, stride)
 
 
 def test_files_are_read_packed_or_not(quiz):

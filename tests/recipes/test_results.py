@@ -6,7 +6,8 @@ import pytest
 
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.dry_run import sources
-from bigbatch_recipes.sweep import points_of, sweep_of, trainings_of
+from bigbatch_recipes.study import trainings_of
+from bigbatch_recipes.sweep import points_of, sweep_of
 from bigbatch_recipes.vrgd_paper import COLUMNS
 
 RESNET56, RESNET50 = RECIPES["cifar10-resnet56"], RECIPES["imagenet-resnet50"]

@@ -112,9 +112,9 @@ def test_no_checkpoint_goes_beyond_the_rows_on_disk(run):
     with pytest.warns(UserWarning, match="metrics are not being written"):
         add_step(run, 1)
     with pytest.warns(UserWarning, match="checkpoint could not be written"):
-        assert not run.save_checkpoint({"step": 1})
+        run.save_checkpoint({"step": 1})
     run.log.metrics.unlink()
-    assert run.save_checkpoint({"step": 1})
+    run.save_checkpoint({"step": 1})
     assert [1] == steps_of(run)
     assert {"step": 1} == run.load_checkpoint()
 

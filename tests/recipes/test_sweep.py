@@ -19,7 +19,8 @@ from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep
 from bigbatch_recipes.run_config import read_sweep, read_trainings
-from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of, trainings_of
+from bigbatch_recipes.study import trainings_of
+from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of
 from bigbatch_recipes.sweep_page import sweep_panel, write_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
 from log_rows import add_rows, row, write_log
@@ -41,15 +42,9 @@ WRONG = [
     (["--grid", "min_batch=512", "--grid", "max_batch=256"], "the sweep has no point"),
     (["--grid", "lr=0.1", "--tune", "target"], "tuned target must be in the grid: lr"),
     (["--resume", "x", "--grid", "lr=0.1"], "--resume does not go together with --grid"),
-    (["--set", "lr=0.1"], "the sweep of the recipe has values of --set lr too; leave one"),
-    (
-        ["--set", "lr=0.1", "--grid", "lr=0.1,0.2"],
-        "--grid has values of --set lr too; leave one of",
-    ),
-    (
-        ["--lr", "0.1", "--grid", "lr=0.1,0.2"],
-        "--grid has values of --lr too; leave one of them out",
-    ),
+    (["--set", "lr=0.1"], "the sweep of the recipe has values of lr too; leave one"),
+    (["--set", "lr=0.1", "--grid", "lr=0.1,0.2"], "--grid has values of lr too; leave one of"),
+    (["--lr", "0.1", "--grid", "lr=0.1,0.2"], "--grid has values of lr too; leave one of them out"),
     (["--grid", "policy=fixed", "--grid", "target=0.1,0.2"], "target has no effect at any point"),
     (["--grid", "dropout=0.0,2.0"], "cannot be built with dropout=2.0, double=True: dropout prob"),
     (["--grid", "r_max=1,10", "--grid", "lr=0.1"], "r_max has no effect at any point"),

@@ -134,4 +134,4 @@ def test_the_page_has_the_figure_for_wide_and_narrow_windows(tmp_path):
     page = (tmp_path / "report.html").read_text()
     for kind, size in (("wide", (900, 440)), ("narrow", (380, 400))):
         assert f'<figure class="{kind}">' in page
-        assert svg([sweep_panel(results, size)], titles=False) in page
+        assert svg([sweep_panel(results, size)], key=True, titles=False) in page

@@ -11,15 +11,7 @@ from pathlib import Path
 from bigbatch_recipes import vrgd_paper
 from bigbatch_recipes.datasets.sentence_pairs import Book, Masking, SentencePairs, spread
 from bigbatch_recipes.datasets.text import ORIGIN, corpus_of
-from bigbatch_recipes.models.bert import (
-    PACKAGES,
-    SAVED_AS,
-    TINY,
-    bert,
-    load_tokenizer,
-    outline,
-    vocabulary_file,
-)
+from bigbatch_recipes.models import bert
 from bigbatch_recipes.pretraining_loss import example, loss_of, scores_of
 from bigbatch_recipes.recipe import OURS, Arm, Data, Recipe, Result, Sweep, sourced
 from bigbatch_recipes.settings import Settings
@@ -41,7 +33,7 @@ _SHORTS = tuple(arm for arm in _LAMB if arm.endswith("short"))
 
 def _data(settings: Settings) -> Data:
     corpus = corpus_of(Path(settings.data) if settings.data else None)
-    (tokenizer, frame), task = load_tokenizer(settings, corpus.train), settings.task
+    (tokenizer, frame), task = bert.load_tokenizer(settings, corpus.train), settings.task
     masking = Masking(tokenizer.mask, tokenizer.ordinary, int(task["predictions"]))
 
     def pairs(documents: Iterable[str], name: str, draws: int, seed: int) -> SentencePairs:
@@ -53,7 +45,7 @@ def _data(settings: Settings) -> Data:
     evaluated = spread(held_out, int(task["judged"]))
     suffix = f"(held out of {corpus.name})"
     scores = partial(scores_of, held_out=evaluated, settings=settings, suffix=suffix)
-    return Data(train, scores, run_files=vocabulary_file(tokenizer))
+    return Data(train, scores, run_files=bert.vocabulary_file(tokenizer))
 
 
 BERT_PRETRAIN = Recipe(
@@ -95,7 +87,7 @@ BERT_PRETRAIN = Recipe(
         "lr": 0.01,
         "lr_schedule": "warm-up 0.1 epochs; polynomial 1",
         "samples": 30_000,
-        **TINY,
+        **bert.TINY,
         "dropout": 0.0,
         "length": 64,
         "predictions": 10,
@@ -131,11 +123,11 @@ BERT_PRETRAIN = Recipe(
     ),
     paper_seeds=vrgd_paper.MEDIAN,
     results={"table-1": Result(arms=tuple(_LAMB))},
-    model=lambda settings: bert(settings, "Pretraining"),
-    outline=lambda settings: outline(settings, "Pretraining"),
-    packages=PACKAGES,
-    loss=lambda settings: loss_of,
+    model=lambda settings: bert.network(settings, "Pretraining"),
+    outline=lambda settings: bert.outline(settings, "Pretraining"),
+    packages=bert.PACKAGES,
+    loss=lambda _: loss_of,
     data=_data,
     example=example,
-    saved_as=SAVED_AS,
+    saved_as=bert.SAVED_AS,
 )

@@ -17,6 +17,7 @@ from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import SettingError
 from bigbatch.optim import LAMB, LARS, VarianceReduced
 from bigbatch.optim.gsnr_options import VROptions, require_valid
+from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.parse import build_policy, is_own, parse_policy
@@ -24,7 +25,7 @@ from bigbatch.policies.policy import Policy, needs_of
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch_recipes.datasets.in_memory import Subset, chosen_indices, identity_collate
-from bigbatch_recipes.earlier_runs import Replay
+from bigbatch_recipes.earlier_runs import replay_of
 from bigbatch_recipes.process_group import world_size
 from bigbatch_recipes.recipe import Data
 from bigbatch_recipes.run_directory import RunDirectory
@@ -57,7 +58,7 @@ def _build_policy(settings: Settings) -> Policy:
     return build_policy(settings.policy, values)
 
 
-def _replay(settings: Settings) -> Replay:
+def _replay(settings: Settings) -> Schedule:
     pattern = Path(settings.replay_from)
     paths = sorted(pattern.parent.glob(pattern.name))
     runs = [path for path in paths if RunDirectory.open(path).settings["seed"] != settings.seed]
@@ -66,7 +67,7 @@ def _replay(settings: Settings) -> Replay:
             f"replay_from={settings.replay_from!r} names {len(paths)} runs, none of another seed "
             f"than {settings.seed}; name finished runs of other seeds"
         )
-    return Replay(*runs)
+    return replay_of(*runs)
 
 
 def build_optimizer(

@@ -33,12 +33,7 @@ def _model(settings: Settings) -> nn.Module:
 
 
 def _data(settings: Settings) -> Data:
-    train, test = cifar10.read(Path(settings.data))
-    return Data(
-        train,
-        image_classification.accuracies(test, settings),
-        image_classification.held_out_accuracy(settings),
-    )
+    return image_classification.data_of(*cifar10.read(Path(settings.data)), settings)
 
 
 CIFAR10_RESNET18 = Recipe(

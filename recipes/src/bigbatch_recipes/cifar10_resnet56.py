@@ -12,7 +12,6 @@ from torch import nn
 
 from bigbatch_recipes import image_classification
 from bigbatch_recipes.datasets import cifar10
-from bigbatch_recipes.datasets.in_memory import InMemoryDataset, scored_indices
 from bigbatch_recipes.models.resnet import resnet_of_three_stages
 from bigbatch_recipes.recipe import (
     OURS,
@@ -81,12 +80,7 @@ def _model(settings: Settings) -> nn.Module:
 
 
 def _data(settings: Settings) -> Data:
-    train, test = cifar10.read(Path(settings.data))
-    scored = scored_indices(len(train), settings.samples, len(test))
-    scores = image_classification.accuracies(
-        test, settings, InMemoryDataset(*train.__getitems__(scored))
-    )
-    return Data(train, scores, image_classification.held_out_accuracy(settings))
+    return image_classification.data_of(*cifar10.read(Path(settings.data)), settings, gap=True)
 
 
 CIFAR10_RESNET56 = Recipe(

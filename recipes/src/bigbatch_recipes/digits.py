@@ -12,14 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigbatch_recipes import image_classification
 from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.image_classification import (
-    ImageBatch,
-    accuracies,
-    class_loss,
-    held_out_accuracy,
-)
+from bigbatch_recipes.image_classification import ImageBatch
 from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import CLIPS
@@ -64,7 +60,7 @@ def _data(settings: Settings) -> Data:
             range(len(y)), test_size=_TEST_SHARE, stratify=labels, random_state=_SPLIT_SEED
         )
     )
-    return Data(train, accuracies(test, settings), held_out_accuracy(settings))
+    return image_classification.data_of(train, test, settings)
 
 
 def _example(settings: Settings, samples: int) -> ImageBatch:
@@ -110,7 +106,7 @@ DIGITS = Recipe(
         tuned=("lr",),
     ),
     model=_model,
-    loss=lambda _: class_loss(),
+    loss=lambda _: image_classification.class_loss(),
     data=_data,
     example=_example,
 )

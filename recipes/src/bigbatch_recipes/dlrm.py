@@ -13,16 +13,8 @@ from torch import nn
 
 from bigbatch.errors import SettingError
 from bigbatch_recipes.ctr_metrics import click_loss, click_scores
-from bigbatch_recipes.datasets.click_log import (
-    CATEGORIES,
-    CRITEO,
-    NUMBERS,
-    Batch,
-    Clicks,
-    click_log,
-    read_criteo,
-    split,
-)
+from bigbatch_recipes.datasets import click_log
+from bigbatch_recipes.datasets.click_log import CATEGORIES, NUMBERS, Batch, Clicks
 from bigbatch_recipes.models.dlrm_network import DLRM
 from bigbatch_recipes.recipe import OURS, Arms, Data, Grid, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
@@ -59,12 +51,12 @@ def _widths(settings: Settings, name: str) -> list[int]:
 def _data(settings: Settings) -> Data:
     table_rows = settings.count("table_rows")
     if settings.data:
-        train, test = read_criteo(Path(settings.data), table_rows)
+        train, test = click_log.read_criteo(Path(settings.data), table_rows)
         dataset = f"of {len(train) + len(test):,} Criteo rows"
         return Data(train, lambda model: click_scores(model, test, settings, dataset))
     metrics: Any = import_module("sklearn.metrics")  # its import takes two seconds
-    log = click_log(settings.count("log_rows"))
-    train_rows, test_rows = split(len(log.rows))
+    log = click_log.generate(settings.count("log_rows"))
+    train_rows, test_rows = click_log.split(len(log.rows))
     test = Clicks([log.rows], table_rows, test_rows)
     best = float(metrics.roc_auc_score(log.rows["label"][test_rows], log.truth[test_rows]))
 
@@ -127,7 +119,7 @@ DLRM_CRITEO = Recipe(
     paper_samples=4_195_197_692,
     paper_ranks=8,
     minutes=0.3,
-    origin=CRITEO,
+    origin=click_log.CRITEO,
     arms=_ARMS,
     sweep=Sweep(({**_ALL, "batch_size": (256, 1_024, 4_096), "lr": (0.5, 1.0, 2.0)},), ("lr",)),
     paper_sweep=Sweep(({**_ALL, "batch_size": _BATCHES, "lr": (0.2, 0.4, 0.8)},), ("lr",)),

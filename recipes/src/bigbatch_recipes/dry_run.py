@@ -4,7 +4,7 @@ It reads no data, and has no weights, no optimizer and no other ranks.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from textwrap import fill
 
@@ -29,9 +29,6 @@ NOT_TIMED = "How long a training of the paper's scale takes was not measured."
 _FEWEST_BACKWARDS = 4  # of a step; a VR optimizer compares 8
 _SCHEDULE_POINTS = 1_000  # at which a schedule's smallest and largest batch are searched
 _WIDTH = 80  # letters of a line
-_SCALES = {False: "small", True: "paper"}
-
-Rows = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -145,100 +142,62 @@ def _values(settings: Settings) -> dict[str, Value]:
 
 
 def show_dry_run(
-    recipe: Recipe, settings: Mapping[bool, Settings], ranks: int | None, view: LiveView
+    recipe: Recipe, settings: Settings, ranks: int | None, view: LiveView, *, paper_scale: bool
 ) -> None:
-    """Prints settings with their sources, sizes, plans and rates."""
-    runs = {
-        paper_scale: dry_run(recipe, each, ranks or (recipe.paper_ranks if paper_scale else 1))
-        for paper_scale, each in settings.items()
-    }
-    values: dict[bool, Rows] = {}
-    for paper_scale, each in sorted(settings.items()):
-        sourced = sources(recipe, each, paper_scale=paper_scale)
-        values[paper_scale] = {name: _value_text(*one) for name, one in sourced.items()}
-        value_sources = {name: source for name, (_, source) in sourced.items()}  # of the last scale
-    facts = {paper_scale: _facts(run) for paper_scale, run in runs.items()}
-    view.table(
-        _table("setting", values, value_sources), fill(f"{recipe.name}: {recipe.summary}", _WIDTH)
-    )
-    view.table(_table("fact", facts), f"source: {recipe.paper}")
-    for line in _notes(recipe, settings, runs):
+    """Prints the settings of one scale with their sources, then sizes, plans and rates."""
+    run = dry_run(recipe, settings, ranks or (recipe.paper_ranks if paper_scale else 1))
+    rows: list[tuple[str, ...]] = [
+        (name, f"{value:g}" if isinstance(value, float) else str(value), source)
+        for name, (value, source) in sources(recipe, settings, paper_scale=paper_scale).items()
+    ]
+    title = fill(f"{recipe.name}: {recipe.summary}", _WIDTH)
+    view.table(Table(("setting", "value", "source"), rows), title)
+    view.table(Table(("fact", "value"), list(_facts(run))), f"source: {recipe.paper}")
+    for line in _notes(recipe, run, paper_scale=paper_scale):
         view.print(fill(line, _WIDTH))
 
 
-def _facts(run: DryRun) -> Rows:
-    return {
-        "ranks": f"{run.ranks:,}",
-        "samples an epoch": f"{run.samples:,}",
-        "samples in all": f"{run.settings.epochs * run.samples:,}",
-        "parameters": f"{run.parameters:,}",
-        **{
-            f"{name}: {fact}": value
-            for name, planned in run.plans.items()
-            for fact, value in _plan_facts(planned, run).items()
-        },
-    }
+def _facts(run: DryRun) -> Iterator[tuple[str, ...]]:
+    yield "ranks", f"{run.ranks:,}"
+    yield "samples an epoch", f"{run.samples:,}"
+    yield "samples in all", f"{run.settings.epochs * run.samples:,}"
+    yield "parameters", f"{run.parameters:,}"
+    is_measured = run.settings.lr_scaling == "adascale"
+    for name, planned in run.plans.items():
+        plan, steps = planned.plan, planned.steps
+        factors = f"{run.ranks} x {planned.accumulation} x {plan.micro}"
+        yield f"{name}: batch", f"{plan.batch_size:,} = {factors}"
+        yield f"{name}: steps", f"{steps:,}, {steps // run.settings.epochs:,} an epoch"
+        exceeds_base = plan.batch_size > run.settings.base_batch
+        more = " or more, as measured" if is_measured and exceeds_base else ""
+        rates = {f"lr, {moment}": lr for moment, lr in zip(MOMENTS, planned.lr, strict=True)}
+        if len({*planned.lr}) == 1:
+            rates = {"lr": planned.lr[0]}
+        for rate, lr in rates.items():
+            yield f"{name}: {rate}", f"{lr:.4g}{more}"
 
 
-def _plan_facts(planned: PlanEstimate, run: DryRun) -> Rows:
-    plan = planned.plan
-    rates = {f", {moment}": lr for moment, lr in zip(MOMENTS, planned.lr, strict=True)}
-    if len({*planned.lr}) == 1:
-        rates = {"": planned.lr[0]}
-    measured = run.settings.lr_scaling == "adascale"
-    more = " or more, as measured" if measured and plan.batch_size > run.settings.base_batch else ""
-    return {
-        "batch": f"{plan.batch_size:,} = {run.ranks} x {planned.accumulation} x {plan.micro}",
-        "steps": f"{planned.steps:,}, {planned.steps // run.settings.epochs:,} an epoch",
-        **{f"lr{moment}": f"{lr:.4g}{more}" for moment, lr in rates.items()},
-    }
-
-
-def _table(header: str, by_scale: Mapping[bool, Rows], sources: Rows | None = None) -> Table:
-    columns = [header, *(_SCALES[scale] for scale in by_scale)]
-    rows = [
-        [name, *(each.get(name, "-") for each in by_scale.values())]
-        for name in dict.fromkeys(name for each in by_scale.values() for name in each)
-    ]
-    if sources is not None:
-        columns.append("source")
-        rows = [[*row, sources[row[0]]] for row in rows]
-    return Table(tuple(columns), [tuple(row) for row in rows])
-
-
-def _value_text(value: Value, source: str) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return f"{text} *" if source.startswith("small scale") else text
-
-
-def _notes(
-    recipe: Recipe, settings: Mapping[bool, Settings], runs: Mapping[bool, DryRun]
-) -> list[str]:
-    conditions: dict[str, Callable[[Settings], bool]] = {
-        "* of the small scale, ours.": lambda one: False in settings and one is settings[False],
-        "The mean r of lr_control_from is known when that run has ended; rates are without it.": (
-            lambda one: bool(one.lr_control_from)
-        ),
-        f"Samples: the paper's {recipe.paper_samples:,} unless the settings limit them; a smaller "
-        "data set has fewer.": lambda one: not one.samples,
-    }
-    lines = [line for line, holds in conditions.items() if any(map(holds, settings.values()))]
-    for run in runs.values():
-        note = LRSchedule(run.settings.lr_schedule).truncation_warning(
-            run.settings.epochs, run.samples
+def _notes(recipe: Recipe, run: DryRun, *, paper_scale: bool) -> Iterator[str]:
+    settings = run.settings
+    if settings.lr_control_from:
+        yield (
+            "The mean r of lr_control_from is known when that run has ended; rates are without it."
         )
-        lines += [note] * bool(note and note not in lines)
-    lines.append(
-        "A batch is ranks x backwards x samples; steps and rates assume that it stays constant."
-    )
-    if (small := settings.get(False)) is not None:
-        minutes = recipe.minutes_of(small)
-        study = minutes * len(recipe.arms) * SEEDS
-        lines.append(
-            f"Small scale: a training takes {about_minutes(minutes)}, measured on two cores; the "
-            f"study of {len(recipe.arms)} arms and {SEEDS} seeds {about_minutes(study)}."
+    if not settings.samples:
+        yield f"Samples: the paper's {recipe.paper_samples:,}; a smaller data set has fewer."
+    if note := LRSchedule(settings.lr_schedule).truncation_warning(settings.epochs, run.samples):
+        yield note
+    yield "A batch is ranks x backwards x samples; steps and rates assume that it stays constant."
+    if paper_scale:
+        yield NOT_TIMED
+    else:
+        minutes = recipe.minutes_of(settings)
+        study = about_minutes(minutes * len(recipe.arms) * SEEDS)
+        yield (
+            f"A training takes {about_minutes(minutes)}, measured on two cores; the study of "
+            f"{len(recipe.arms)} arms and {SEEDS} seeds {study}."
         )
-    return [*lines, NOT_TIMED, f"Arms of the study, each by --arm: {', '.join(recipe.arms)}"]
+    yield f"Arms of the study, each by --arm: {', '.join(recipe.arms_at(paper_scale=paper_scale))}"
 
 
 def about_minutes(minutes: float) -> str:

@@ -77,7 +77,7 @@ def _mean(path: Path, sizes: Mapping[str, int]) -> float:
 _PARTS = 50  # equal parts of the samples, in each of which the batch is constant
 
 
-class Replay(Schedule):
+def replay_of(*runs: Path) -> Schedule:
     """Repeats the mean trajectory of runs: the control that tells what measuring adds.
 
     An adaptive policy decides from its own gradients. With the mean batch sizes of other seeds,
@@ -89,11 +89,7 @@ class Replay(Schedule):
     in 50 parts of equal width: the harmonic mean of the batch sizes, which gives the mean number of
     steps.
     """
-
-    def __init__(self, *runs: Path | str) -> None:
-        super().__init__(
-            mean_schedule([_finished(Path(run), "it cannot be replayed") for run in runs])
-        )
+    return Schedule(mean_schedule([_finished(run, "it cannot be replayed") for run in runs]))
 
 
 def _finished(path: Path, otherwise: str) -> History:

@@ -15,7 +15,6 @@ from torch import nn
 from bigbatch_recipes import image_classification
 from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.idx_files import read_images
-from bigbatch_recipes.datasets.in_memory import InMemoryDataset, scored_indices
 from bigbatch_recipes.models.resnet import resnet_of_three_stages
 from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings, require_choice
@@ -61,15 +60,9 @@ def _mlp(settings: Settings) -> nn.Module:
 
 
 def _data(settings: Settings) -> Data:
+    gap = bool(settings.task.get("gap"))  # earlier runs lack it
     train, test = read_images(Path(settings.data), _ORIGIN)
-    scored = scored_indices(len(train), settings.samples, len(test))
-    gap = settings.task.get("gap")  # earlier runs lack it
-    gap_images = InMemoryDataset(*train.__getitems__(scored)) if gap else None
-    return Data(
-        train,
-        image_classification.accuracies(test, settings, gap_images),
-        image_classification.held_out_accuracy(settings),
-    )
+    return image_classification.data_of(train, test, settings, gap=gap)
 
 
 def _sweep(targets: tuple[float, ...], sizes: tuple[int, ...]) -> Sweep:

@@ -19,17 +19,7 @@ from torch.nn import functional
 from bigbatch_recipes.datasets.glue_tasks import ORIGIN, TASKS, Rows, read_task
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
-from bigbatch_recipes.models.bert import (
-    FINE_TUNING_ARMS,
-    PACKAGES,
-    SAVED_AS,
-    TINY,
-    bert,
-    example_rows,
-    load_tokenizer,
-    outline,
-    vocabulary_file,
-)
+from bigbatch_recipes.models import bert
 from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings, require_choice
 from bigbatch_recipes.vrgd_paper import CLIPS
@@ -50,7 +40,9 @@ def _loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 def _data(settings: Settings) -> Data:
     name = str(settings.task["glue_task"])
     train, dev = (read_task(Path(settings.data), name, part) for part in ("train", "dev"))
-    tokenizer, frame = load_tokenizer(settings, lambda: (t for texts, _ in train for t in texts))
+    tokenizer, frame = bert.load_tokenizer(
+        settings, lambda: (t for texts, _ in train for t in texts)
+    )
 
     def dataset(rows: Rows) -> InMemoryDataset:
         """(tokens, segments, is_token, class) of each row."""
@@ -61,7 +53,7 @@ def _data(settings: Settings) -> Data:
         return InMemoryDataset(*stacked, torch.tensor([label for _, label in rows]))
 
     scores = partial(_scores, dev=dataset(dev), name=name, settings=settings)
-    return Data(dataset(train), scores, run_files=vocabulary_file(tokenizer))
+    return Data(dataset(train), scores, run_files=bert.vocabulary_file(tokenizer))
 
 
 def _scores(
@@ -82,7 +74,7 @@ def _scores(
 def _example(settings: Settings, samples: int) -> tuple[Tensor, ...]:
     require_choice("GLUE task", str(settings.task["glue_task"]), TASKS)
     classes = torch.empty(samples, dtype=torch.long, device="meta")
-    return (*example_rows(settings, samples), classes)
+    return (*bert.example_rows(settings, samples), classes)
 
 
 GLUE = Recipe(
@@ -100,18 +92,18 @@ GLUE = Recipe(
         **sourced(OURS, device="cuda", precision="float16", size="large", vocabulary=30_522),
         **sourced(OURS, vocab="", dropout=0.1, length=128, glue_task="SST-2"),
     },
-    small={"epochs": 1, "samples": 8_000, "lr": 1e-3, **TINY, "length": 48},
+    small={"epochs": 1, "samples": 8_000, "lr": 1e-3, **bert.TINY, "length": 48},
     paper_samples=67_349,
     minutes=0.8,
     origin=ORIGIN,
-    arms=FINE_TUNING_ARMS,
-    sweep=Sweep(({"arm": tuple(FINE_TUNING_ARMS), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
-    paper_sweep=Sweep(({"arm": tuple(FINE_TUNING_ARMS), "lr": (2e-5, 3e-5, 5e-5)},), ("lr",)),
-    model=lambda settings: bert(settings, "Classifier"),
-    outline=lambda settings: outline(settings, "Classifier"),
-    packages=PACKAGES,
+    arms=bert.FINE_TUNING_ARMS,
+    sweep=Sweep(({"arm": tuple(bert.FINE_TUNING_ARMS), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
+    paper_sweep=Sweep(({"arm": tuple(bert.FINE_TUNING_ARMS), "lr": (2e-5, 3e-5, 5e-5)},), ("lr",)),
+    model=lambda settings: bert.network(settings, "Classifier"),
+    outline=lambda settings: bert.outline(settings, "Classifier"),
+    packages=bert.PACKAGES,
     loss=lambda _: _loss,
     data=_data,
     example=_example,
-    saved_as=SAVED_AS,
+    saved_as=bert.SAVED_AS,
 )

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from bigbatch_recipes.datasets.in_memory import InMemoryDataset, scored_indices
 from bigbatch_recipes.distributed_eval import accuracy_and_loss
-from bigbatch_recipes.recipe import LossOf
+from bigbatch_recipes.recipe import Data, LossOf
 from bigbatch_recipes.settings import Settings
 
 ImageBatch = tuple[Tensor, Tensor]
@@ -124,11 +125,20 @@ def accuracies(
     return scores
 
 
-def held_out_accuracy(
-    settings: Settings,
-) -> Callable[[Dataset[Any]], Callable[[nn.Module], dict[str, float]]]:
-    """The `scores_on` of images that are trained on without augmentation in the data set."""
-    return lambda images: lambda model: {HELD_OUT: accuracy_and_loss(model, images, settings)[0]}
+def data_of(
+    train: InMemoryDataset, test: Dataset[Any], settings: Settings, *, gap: bool = False
+) -> Data:
+    """Images that are trained on without augmentation in the data set, and their scores.
+
+    With `gap` also the scores of as many training images as there are test images.
+    """
+    scored = scored_indices(len(train), settings.samples, len(test))  # type: ignore[arg-type]
+    gap_images = InMemoryDataset(*train.__getitems__(scored)) if gap else None
+    return Data(
+        train,
+        accuracies(test, settings, gap_images),
+        lambda images: lambda model: {HELD_OUT: accuracy_and_loss(model, images, settings)[0]},
+    )
 
 
 def examples(channels: int, size: int) -> Callable[[Settings, int], ImageBatch]:

@@ -18,6 +18,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,43 +73,25 @@ class InputDistribution:
 
 
 _BOX = math.sqrt(1 / 12)  # standard deviation of a uniform draw from an interval of length 1
+_SINE = tuple(math.sin(i * math.pi / 11) for i in range(1, 11))
+_TRIANGLE = tuple(min(i, 11 - i) / 5 for i in range(1, 11))
 
 DISTRIBUTIONS = (
     InputDistribution("N(0, 1)", False, 0.0, (1.0,) * INPUTS, (0.005, 0.02, 0.1), 0.02),
     InputDistribution("U(-1, 1)", True, 0.0, (2 * _BOX,) * INPUTS, (0.02, 0.1), 0.1),
     InputDistribution("U(0, 1)", True, 0.5, (_BOX,) * INPUTS, (0.02, 0.1, 0.2, 0.3, 0.38), 0.2),
-    InputDistribution(
-        "N, sine",
-        False,
-        0.0,
-        tuple(math.sin(i * math.pi / 11) for i in range(1, 11)),
-        (0.02, 0.05, 0.1),
-        0.05,
-    ),
-    InputDistribution(
-        "N, triangle",
-        False,
-        0.0,
-        tuple(min(i, 11 - i) / 5 for i in range(1, 11)),
-        (0.02, 0.05, 0.1),
-        0.05,
-    ),
+    InputDistribution("N, sine", False, 0.0, _SINE, (0.02, 0.05, 0.1), 0.05),
+    InputDistribution("N, triangle", False, 0.0, _TRIANGLE, (0.02, 0.05, 0.1), 0.05),
 )
 
 
-@dataclass(frozen=True, order=True)
-class Arm:
+class Arm(NamedTuple):
     """One way to train. SGD is gamma = 1, r_max = 1, where r = 1."""
 
     k: int  # number of groups that the batch is split into; divides 2,048
     gamma: float  # lower clip of r
     r_max: float  # upper clip of r
     lr: float  # learning rate
-
-    @property
-    def rule(self) -> tuple[int, float, float]:
-        """All but the learning rate."""
-        return self.k, self.gamma, self.r_max
 
 
 def sgd(lr: float) -> Arm:
@@ -200,24 +183,27 @@ def losses_of(weights: Tensor, test: Tensor) -> Tensor:
 def train(
     inputs: InputDistribution, arms: Iterable[Arm], seeds: int, steps: int = STEPS
 ) -> dict[Arm, Trace]:
-    """Trains every arm on the same batches."""
+    """Trains every arm on the same batches; those that differ in the learning rate, together."""
     draws = Draws(inputs, seeds)
     test = moments(draws.test, 1).squeeze(1)
-    arm_groups = [list(group) for _, group in groupby(sorted(set(arms)), key=lambda arm: arm.rule)]
-    lrs = [torch.tensor([arm.lr for arm in group], dtype=torch.float64) for group in arm_groups]
-    weights = [[torch.zeros(seeds, len(group), INPUTS).double()] for group in arm_groups]
-    factors: list[list[Tensor]] = [[] for _ in arm_groups]
+    by_rule = {rule: list(group) for rule, group in groupby(sorted(set(arms)), lambda arm: arm[:3])}
+    lrs = {
+        rule: torch.tensor([arm.lr for arm in group], dtype=torch.float64)
+        for rule, group in by_rule.items()
+    }
+    weights = {rule: [torch.zeros(seeds, len(lrs[rule]), INPUTS).double()] for rule in by_rule}
+    factors: dict[tuple[float, ...], list[Tensor]] = {rule: [] for rule in by_rule}
     for _ in range(steps):
         batch = draws.batch()
-        groups = {k: moments(batch, k) for k in {group[0].k for group in arm_groups}}
-        for number, (arm, *_) in enumerate(arm_groups):
-            before = weights[number][-1]
-            after, r = step(before, groups[arm.k], lrs[number], arm.gamma, arm.r_max)
-            weights[number].append(after)
-            factors[number].append(r)
+        groups = {k: moments(batch, k) for k in {k for k, *_ in by_rule}}
+        for rule in by_rule:
+            k, gamma, r_max = rule
+            after, r = step(weights[rule][-1], groups[k], lrs[rule], gamma, r_max)
+            weights[rule].append(after)
+            factors[rule].append(r)
     traces = {}
-    for group, group_weights, group_factors in zip(arm_groups, weights, factors, strict=True):
-        w, r = torch.stack(group_weights, 2), torch.stack(group_factors, 2)
+    for rule, group in by_rule.items():
+        w, r = torch.stack(weights[rule], 2), torch.stack(factors[rule], 2)
         for number, arm in enumerate(group):
             traces[arm] = Trace(losses_of(w[:, number], test), w[:, number], r[:, number])
     return traces
@@ -349,9 +335,9 @@ def rows_of(findings: Findings) -> Iterator[tuple[str, ...]]:
 
 def _row(findings: Findings, lr: str, clip: str, sgd_arm: Arm, arm: Arm) -> tuple[str, ...]:
     losses = (findings.final(sgd_arm), findings.final(arm), findings.control(arm))
-    mean, steps = findings.mean_r(arm).median, steps_text(findings.steps_needed(arm, sgd_arm))
-    if losses[0].median < _ROUNDING:
-        steps = "-"
+    exact = losses[0].median < _ROUNDING
+    steps = "-" if exact else steps_text(findings.steps_needed(arm, sgd_arm))
+    mean = findings.mean_r(arm).median
     return findings.inputs.name, lr, clip, f"{mean:.3f}", *map(loss_text, losses), steps
 
 

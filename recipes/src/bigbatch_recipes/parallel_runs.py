@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass
 from functools import cache
 from multiprocessing import current_process
 from pathlib import Path
@@ -39,18 +38,7 @@ LOG = "log.txt"  # in a run directory: the notes of its training, and an unexpec
 Trainings = Mapping[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a run."""
-
-    name: str  # name of the run
-    result: str = ""  # its scores and seconds as text; "" where it did not finish
-    error: str = ""  # why it failed; "" where it did not
-
-
-def train_sweep(
-    path: Path, jobs: int | None, view: LiveView, deadline: float | None = None
-) -> dict[str, str]:
+def train_sweep(path: Path, jobs: int | None, view: LiveView) -> dict[str, str]:
     """Trains the unfinished runs of the sweep at `path`, so many at a time.
 
     With tuning seeds, it trains those first, and then the best point of each combination alone. A
@@ -60,25 +48,20 @@ def train_sweep(
         path: directory of the sweep.
         jobs: runs at a time; None for one per GPU, or as many as the cores allow.
         view: prints a line for each run that ends, unless it is quiet.
-        deadline: value of `time.monotonic()` at which running trainings write a checkpoint and
-            stop, and after which none begins; None for none.
     Returns:
         The reasons of the runs that failed, by name.
     Raises:
         RunError: `path` holds no sweep, another process runs it, or a worker process was killed.
         SettingError: fewer jobs than one.
     """
-    end = None if deadline is None else time.time() + deadline - time.monotonic()
     tuning_seeds, trainings = _results(path).tuning_seeds, read_trainings(path)
     if not tuning_seeds:
-        return _train_all(path, trainings, jobs, view, end)
+        return _train_all(path, trainings, jobs, view)
     tuning = {n: s for n, s in trainings.items() if s["seed"] in tuning_seeds}
-    failures = _train_all(path, tuning, jobs, view, end)
-    if end is not None and time.time() >= end:  # what is tuned so far chooses nothing
-        return failures
+    failures = _train_all(path, tuning, jobs, view)
     shown = {point.name for point in _results(path).shown}
     best = {n: s for n, s in trainings.items() if n not in tuning and s["arm"] in shown}
-    return failures | _train_all(path, best, jobs, view, end)
+    return failures | _train_all(path, best, jobs, view)
 
 
 def _results(path: Path) -> SweepResults:
@@ -89,7 +72,7 @@ def _results(path: Path) -> SweepResults:
 
 
 def _train_all(
-    path: Path, trainings: Trainings, jobs: int | None, view: LiveView, end: float | None
+    path: Path, trainings: Trainings, jobs: int | None, view: LiveView
 ) -> dict[str, str]:
     """Trains some runs of the study at `path`; returns the reasons of those that failed.
 
@@ -109,11 +92,10 @@ def _train_all(
                 if failed := sorted(_required(settings) & failures.keys()):
                     failures[name] = f"it needs {', '.join(failed)}, which failed"
             begun = {n: s for n, s in ready.items() if n not in failures}
-            for outcome in _train_side_by_side(path, begun, jobs, end):
-                if outcome.error:
-                    failures[outcome.name] = outcome.error
-                if outcome.result or outcome.error:
-                    view.progress(f"{outcome.name}  {outcome.result or 'failed'}")
+            for name, error in _train_side_by_side(path, begun, jobs):
+                if error:
+                    failures[name] = error
+                view.progress(f"{name}  {'failed' if error else _result_text(path / name)}")
     finally:
         os.close(lock)
     return failures
@@ -123,16 +105,14 @@ def _required(settings: Mapping[str, Any]) -> set[str]:
     return {settings[name] for name in PREREQUISITES}
 
 
-def _train_side_by_side(
-    path: Path, trainings: Trainings, jobs: int, end: float | None
-) -> Iterable[Outcome]:
-    """Trains runs, so many at a time; yields the outcome of each when it ends.
+def _train_side_by_side(path: Path, trainings: Trainings, jobs: int) -> Iterable[tuple[str, str]]:
+    """Trains runs, so many at a time; yields name and error of each when it ends.
 
     Where the caller stops, as by an interrupt, joblib ends its processes.
     """
     gpus = tuple(_gpus_of(trainings.values()))
     parallel = joblib.Parallel(jobs, return_as="generator_unordered", batch_size=1)
-    tasks = [joblib.delayed(_train)(path / n, s, gpus, end) for n, s in trainings.items()]
+    tasks = [joblib.delayed(_train)(path / n, s, gpus) for n, s in trainings.items()]
     try:
         with closing(parallel(tasks)) as outcomes:
             yield from outcomes
@@ -143,28 +123,28 @@ def _train_side_by_side(
         ) from None
 
 
-def _train(
-    path: Path, settings: dict[str, Any], gpus: tuple[str, ...], end: float | None
-) -> Outcome:
-    """Trains one run in this process, from its checkpoint if it has one."""
+def _train(path: Path, settings: dict[str, Any], gpus: tuple[str, ...]) -> tuple[str, str]:
+    """Trains one run in this process, from its checkpoint if it has one.
+
+    Returns:
+        Its name, and why it failed; "" where it did not.
+    """
     _prepare_worker(gpus)
-    if end is not None and time.time() >= end:
-        return Outcome(path.name)
     view = LiveView(quiet=True)
     notes: list[str] = []
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             try:
-                finished = train_directory(path, settings, view, path.name, end)
+                train_directory(path, settings, view, path.name)
             finally:
                 notes = [f"note: {note.message}\n" for note in caught]
-        return Outcome(path.name, _result_text(path) if finished else "")
+        return path.name, ""
     except (BigbatchError, OSError) as error:
-        return Outcome(path.name, error=str(error))
+        return path.name, str(error)
     except Exception as error:
         notes.append(traceback.format_exc())
-        return Outcome(path.name, error=f"{type(error).__name__}: {error}")
+        return path.name, f"{type(error).__name__}: {error}"
     finally:
         if path.exists():
             (path / LOG).write_text("".join(notes))

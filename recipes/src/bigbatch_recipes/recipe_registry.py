@@ -1,8 +1,8 @@
 """The recipes and the experiments by name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bigbatch.errors import SettingError
 from bigbatch_recipes import linear_regression
@@ -20,11 +20,9 @@ from bigbatch_recipes.settings import require_choice
 from bigbatch_recipes.squad import SQUAD
 
 
-@dataclass(frozen=True)
-class Experiment:
+class Experiment(NamedTuple):
     """An experiment that does not train one model, and has no settings, arms or checkpoints."""
 
-    name: str  # name on the command line
     summary: str  # description in one line
     # runs it; takes the directory to create and the number of seeds; returns its table
     run: Callable[[Path, int], str]
@@ -48,9 +46,8 @@ RECIPES: dict[str, Recipe] = {
 
 EXPERIMENTS: dict[str, Experiment] = {
     "linear-regression": Experiment(
-        name="linear-regression",
-        summary="figures 1 and 3 of the VRGD paper, both upper clips, five input distributions",
-        run=linear_regression.run,
+        "figures 1 and 3 of the VRGD paper, both upper clips, five input distributions",
+        linear_regression.run,
     )
 }
 

@@ -136,20 +136,19 @@ class RunDirectory:
             write_atomically(self.path / name, text.encode())
             self._text_digests[name] = file_digest(self.path / name)
 
-    def save_checkpoint(self, state: dict[str, Any]) -> bool:
-        """Replaces the checkpoint, which also has the position of the log; False if it cannot."""
+    def save_checkpoint(self, state: dict[str, Any]) -> None:
+        """Replaces the checkpoint, which also has the position of the log; warns if it cannot."""
         if not self.log.flush():
             self._warn_not_written(self.log.write_errors["metrics"])
-            return False
+            return
         content = {"log": self.log.state_dict(), "kept": self._text_digests, "state": state}
         try:
             with open_atomically(self.path / "checkpoint.pt") as file:
                 save_state(content, file)
         except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
             self._warn_not_written(error)
-            return False
+            return
         self.log.write_errors.pop("checkpoint", None)
-        return True
 
     def _warn_not_written(self, error: Exception) -> None:
         self.log.warn_not_written("checkpoint", "the checkpoint could not be written", error)

@@ -14,31 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bigbatch_recipes.datasets import squad_questions
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
-from bigbatch_recipes.datasets.squad_questions import (
-    ORIGIN,
-    Question,
-    SquadFeatures,
-    best_spans,
-    dev_file,
-    exact_match,
-    f1,
-    read_questions,
-    train_file,
-    windows_of,
-)
+from bigbatch_recipes.datasets.squad_questions import Question, SquadFeatures
 from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
-from bigbatch_recipes.models.bert import (
-    FINE_TUNING_ARMS,
-    PACKAGES,
-    SAVED_AS,
-    TINY,
-    bert,
-    example_rows,
-    load_tokenizer,
-    outline,
-    vocabulary_file,
-)
+from bigbatch_recipes.models import bert
 from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.vrgd_paper import BY_MEDIAN, CLIPS, MEDIAN
@@ -59,15 +39,15 @@ def scores_of(
     rank_spans = []
     for number, may_begin, in_window, *rows in local_batches(dataset, settings):
         first, last = model(*rows)
-        best = best_spans(first, last, may_begin, in_window)
+        best = squad_questions.best_spans(first, last, may_begin, in_window)
         rank_spans.append(torch.cat([number[:, None], best], 1))
     spans = all_gather_rows(torch.cat(rank_spans)).double().numpy()
     answers = _answers(spans, windows, questions)
     golden = [question.answers for question in questions]
+    measures = {"F1, %": squad_questions.f1, "exact match, %": squad_questions.exact_match}
     return {
-        f"F1, % {suffix}": 100 * float(numpy.mean(list(map(f1, answers, golden)))),
-        f"exact match, % {suffix}": 100
-        * float(numpy.mean(list(map(exact_match, answers, golden)))),
+        f"{name} {suffix}": 100 * float(numpy.mean(list(map(measure, answers, golden))))
+        for name, measure in measures.items()
     }
 
 
@@ -98,30 +78,29 @@ def _loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 def _data(settings: Settings) -> Data:
     folder = Path(settings.data)
-    file, note = train_file(folder)
-    train, dev = read_questions(file), read_questions(dev_file(folder))
+    file, note = squad_questions.train_file(folder)
+    train, dev = map(squad_questions.read_questions, (file, squad_questions.dev_file(folder)))
     limit = int(settings.task["judged"])
     if 0 < limit < len(dev):
         dev = dev[:: len(dev) // limit][:limit]
-    tokenizer, frame = load_tokenizer(settings, lambda: (f"{q.text}\n{q.context}" for q in train))
-
-    def windows(questions: list[Question]) -> SquadFeatures:
-        texts = tokenizer.encode(question.text for question in questions)
-        contexts = tokenizer.encode_with_offsets(question.context for question in questions)
-        return windows_of(questions, texts, contexts, frame, int(settings.task["stride"]))
-
-    dev_windows, suffix = windows(dev), f"({len(dev):,} dev questions{note})"
+    texts = [f"{question.text}\n{question.context}" for question in train]
+    tokenizer, frame = bert.load_tokenizer(settings, lambda: texts)
+    train_windows, dev_windows = (
+        squad_questions.windows_of(questions, tokenizer, frame, int(settings.task["stride"]))
+        for questions in (train, dev)
+    )
+    suffix = f"({len(dev):,} dev questions{note})"
     return Data(
-        windows(train).rows,
+        train_windows.rows,
         lambda model: scores_of(model, dev_windows, dev, settings, suffix),
-        run_files=vocabulary_file(tokenizer),
+        run_files=bert.vocabulary_file(tokenizer),
     )
 
 
 def _example(settings: Settings, samples: int) -> tuple[Tensor, ...]:
     settings.count("stride")  # must be at least 1
     end = torch.empty(samples, dtype=torch.long, device="meta")
-    return (*example_rows(settings, samples), end, end)
+    return (*bert.example_rows(settings, samples), end, end)
 
 
 SQUAD = Recipe(
@@ -147,7 +126,7 @@ SQUAD = Recipe(
         "epochs": 2,
         "samples": 2_400,
         "lr": 1e-3,
-        **TINY,
+        **bert.TINY,
         "dropout": 0.0,
         "length": 256,
         "stride": 128,
@@ -156,15 +135,15 @@ SQUAD = Recipe(
     paper_seeds=MEDIAN,
     paper_samples=87_599,  # questions; of the longest there are several windows, about 1 % more
     minutes=1.8,
-    origin=ORIGIN,
-    arms=FINE_TUNING_ARMS,
-    sweep=Sweep(({"arm": tuple(FINE_TUNING_ARMS), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
-    paper_sweep=Sweep(({"arm": tuple(FINE_TUNING_ARMS), "lr": (2e-5, 3e-5, 5e-5)},), ("lr",)),
-    model=lambda settings: bert(settings, "SpanFinder"),
-    outline=lambda settings: outline(settings, "SpanFinder"),
-    packages=PACKAGES,
+    origin=squad_questions.ORIGIN,
+    arms=bert.FINE_TUNING_ARMS,
+    sweep=Sweep(({"arm": tuple(bert.FINE_TUNING_ARMS), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
+    paper_sweep=Sweep(({"arm": tuple(bert.FINE_TUNING_ARMS), "lr": (2e-5, 3e-5, 5e-5)},), ("lr",)),
+    model=lambda settings: bert.network(settings, "SpanFinder"),
+    outline=lambda settings: bert.outline(settings, "SpanFinder"),
+    packages=bert.PACKAGES,
     loss=lambda _: _loss,
     data=_data,
     example=_example,
-    saved_as=SAVED_AS,
+    saved_as=bert.SAVED_AS,
 )

@@ -4,6 +4,8 @@ All ranks call the same functions; rank 0 reads, writes and shows.
 """
 
 import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,22 @@ from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.run_config import read_trainings, study_yaml, trainings_as_dict
 from bigbatch_recipes.run_directory import LAUNCH, RunDirectory, create_directory_atomically
-from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.settings import Settings, Value
 from bigbatch_recipes.sweep_page import write_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
 from bigbatch_recipes.train_run import Training, train_run
 from bigbatch_recipes.validate import require_packages, require_trainable
+
+FIRST_TUNING_SEED = 1000  # seeds that tune are not those that are shown
+
+
+@dataclass(frozen=True)
+class Point:
+    """One arm of a study, or one combination of a sweep's values."""
+
+    name: str  # the values as a file name
+    values: Mapping[str, Value]  # values of the settings that vary
+    settings: Settings  # settings of its training with seed 0
 
 
 def start_study(
@@ -35,23 +48,67 @@ def start_study(
     paper_scale: bool = False,
 ) -> None:
     """Writes the trainings of a study to `path`, and the launch of torchrun that began it."""
-    arms = recipe.arms_at(paper_scale=paper_scale)
-
-    def settings_of(arm: str, seed: int) -> Settings:
-        arm_settings = recipe.arm(arm, settings, paper_scale=paper_scale)
-        before = {
-            name: f"{run}-seed{seed}"
-            for name, run in arm_settings.required_runs.items()
-            if run in arms
-        }
-        return arm_settings.with_changes({"seed": seed, **before})
-
+    points = [
+        Point(arm, {"arm": arm}, recipe.arm(arm, settings, paper_scale=paper_scale))
+        for arm in recipe.arms_at(paper_scale=paper_scale)
+    ]
     require_packages(recipe)
-    require_trainable(recipe, *(settings_of(arm, 0) for arm in arms))
-    trainings = {
-        f"{arm}-seed{seed}": settings_of(arm, seed) for seed in range(seeds) for arm in arms
+    require_trainable(recipe, *(point.settings for point in points))
+    write_study(path, trainings_of(recipe, points, seeds), launch)
+
+
+def trainings_of(
+    recipe: Recipe, points: Sequence[Point], seeds: int, tune_seeds: int = 0
+) -> dict[str, Settings]:
+    """The trainings of the points over so many seeds, by the names of their directories.
+
+    An arm that needs another arm's run needs that arm's point of the same values and seed; in the
+    path of a run that it needs from elsewhere, `{seed}` is replaced with its own seed. Of
+    trainings whose settings hold samples out to tune on, those with seeds that are shown hold none
+    out.
+    """
+    own: dict[int, dict[str, Value]] = {seed: {} for seed in tuning_seeds(tune_seeds)}
+    own |= {seed: {"held_out": 0} if tune_seeds else {} for seed in range(seeds)}
+    return {
+        f"{point.name}-seed{seed}": point.settings.with_changes(
+            {
+                "arm": point.name,
+                "seed": seed,
+                **_required_runs(recipe, point, points, seed),
+                **changes,
+            }
+        )
+        for seed, changes in own.items()
+        for point in points
     }
-    write_study(path, trainings, launch)
+
+
+def tuning_seeds(count: int) -> list[int]:
+    """The seeds of trainings that only tune."""
+    return list(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + count))
+
+
+def _required_runs(
+    recipe: Recipe, point: Point, points: Sequence[Point], seed: int
+) -> dict[str, str]:
+    return {
+        name: f"{_point_of_arm(run, point, points).name}-seed{seed}"
+        if run in recipe.arm_names
+        else run.replace("{seed}", str(seed))
+        for name, run in point.settings.required_runs.items()
+    }
+
+
+def _point_of_arm(arm: str, point: Point, points: Sequence[Point]) -> Point:
+    """The point of another arm with otherwise the same values."""
+    values = {**point.values, "arm": arm}
+    for other in points:
+        if other.values.get("arm") == arm and other.values.items() <= values.items():
+            return other
+    raise SettingError(
+        f"arm {point.settings.arm!r} needs arm {arm!r} of the same values, which the sweep lacks; "
+        f"put {arm} among its arms"
+    )
 
 
 def write_study(
@@ -107,9 +164,7 @@ def _show_runs(path: Path, view: LiveView) -> None:
     view.print(f"report: {path / 'report.html'}")
 
 
-def train_directory(
-    path: Path, settings: dict[str, Any], view: LiveView, label: str, end: float | None = None
-) -> bool:
+def train_directory(path: Path, settings: dict[str, Any], view: LiveView, label: str) -> None:
     """Trains the run at `path`, which is created if it does not exist; see `train_run`."""
 
     def open_or_create() -> RunDirectory:
@@ -117,7 +172,7 @@ def train_directory(
 
     run = run_on_rank_zero(open_or_create)
     try:
-        return train_run(_training(run), run, view, label, end)
+        train_run(_training(run), run, view, label)
     finally:
         gc.collect()  # frees the model, which is in reference cycles
 

@@ -2,29 +2,18 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from bigbatch.errors import SettingError
 from bigbatch_recipes.recipe import Grid, Recipe, Sweep
 from bigbatch_recipes.settings import Settings, Value, policy_name
-from bigbatch_recipes.study import write_study
+from bigbatch_recipes.study import FIRST_TUNING_SEED, Point, trainings_of, tuning_seeds, write_study
 from bigbatch_recipes.validate import require_packages, require_trainable, unused_in
 
 _NOT_SWEEPABLE = {"recipe": "it is the command's first argument", "seed": "give --seeds instead"}
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.+_]+")
-_FIRST_TUNING_SEED = 1000  # seeds that tune are not those that are shown
 _MAX_LENGTH = 40  # of a value in a file name, which may have 255 bytes
-
-
-@dataclass(frozen=True)
-class Point:
-    """One combination of a sweep's values."""
-
-    name: str  # the values as a file name
-    values: Mapping[str, Value]  # values of the settings that vary
-    settings: Settings  # settings of its training with seed 0
 
 
 def sweep_of(
@@ -95,37 +84,6 @@ def points_of(
     return _name_points(combinations, sweep)
 
 
-def trainings_of(
-    recipe: Recipe, points: Sequence[Point], seeds: int, tune_seeds: int = 0
-) -> dict[str, Settings]:
-    """The trainings of the points over so many seeds, by the names of their directories.
-
-    An arm that needs another arm's run needs that arm's point of the same values and seed; in the
-    path of a run that it needs from elsewhere, `{seed}` is replaced with its own seed. Of
-    trainings whose settings hold samples out to tune on, those with seeds that are shown hold none
-    out.
-    """
-    own: dict[int, dict[str, Value]] = {seed: {} for seed in tuning_seeds(tune_seeds)}
-    own |= {seed: {"held_out": 0} if tune_seeds else {} for seed in range(seeds)}
-    return {
-        f"{point.name}-seed{seed}": point.settings.with_changes(
-            {
-                "arm": point.name,
-                "seed": seed,
-                **_required_runs(recipe, point, points, seed),
-                **changes,
-            }
-        )
-        for seed, changes in own.items()
-        for point in points
-    }
-
-
-def tuning_seeds(count: int) -> list[int]:
-    """The seeds of trainings that only tune."""
-    return list(range(_FIRST_TUNING_SEED, _FIRST_TUNING_SEED + count))
-
-
 def start_sweep(
     recipe: Recipe,
     path: Path,
@@ -157,8 +115,8 @@ def start_sweep(
         raise SettingError(
             "tune-seeds needs held_out: how many training samples to choose by; give --held-out"
         )
-    if seeds > _FIRST_TUNING_SEED:
-        raise SettingError(f"seeds={seeds} must be at most {_FIRST_TUNING_SEED}")
+    if seeds > FIRST_TUNING_SEED:
+        raise SettingError(f"seeds={seeds} must be at most {FIRST_TUNING_SEED}")
     description = {
         "tuned": tuned,
         "tuning_seeds": tuning_seeds(tune_seeds),
@@ -169,11 +127,8 @@ def start_sweep(
 
 
 def _require_sweepable(grid: Grid) -> None:
-    for key, values in grid.items():
-        if key in _NOT_SWEEPABLE:
-            raise SettingError(f"{key!r} cannot vary within a sweep: {_NOT_SWEEPABLE[key]}")
-        if not values:
-            raise SettingError(f"the sweep gives {key!r} no value; list some")
+    for key in grid.keys() & _NOT_SWEEPABLE.keys():
+        raise SettingError(f"{key!r} cannot vary within a sweep: {_NOT_SWEEPABLE[key]}")
 
 
 def _apply(
@@ -206,26 +161,3 @@ def _file_name(key: str, value: Value) -> str:
         value = policy_name(str(value))
     text = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
     return _NOT_IN_NAMES.sub("-", text).strip("-")[:_MAX_LENGTH]
-
-
-def _required_runs(
-    recipe: Recipe, point: Point, points: Sequence[Point], seed: int
-) -> dict[str, str]:
-    return {
-        name: f"{_point_of_arm(run, point, points).name}-seed{seed}"
-        if run in recipe.arm_names
-        else run.replace("{seed}", str(seed))
-        for name, run in point.settings.required_runs.items()
-    }
-
-
-def _point_of_arm(arm: str, point: Point, points: Sequence[Point]) -> Point:
-    """The point of another arm with otherwise the same values."""
-    values = {**point.values, "arm": arm}
-    for other in points:
-        if other.values.get("arm") == arm and other.values.items() <= values.items():
-            return other
-    raise SettingError(
-        f"arm {point.settings.arm!r} needs arm {arm!r} of the same values, which the sweep lacks; "
-        f"put {arm} among its arms"
-    )

@@ -9,10 +9,10 @@ from typing import Any
 
 from bigbatch.log import html_report
 from bigbatch.log.chart import Panel, Series
-from bigbatch.log.chart_svg import svg, swatch
+from bigbatch.log.chart_svg import svg
 from bigbatch.log.history import History, history_of
 from bigbatch.log.row_schema import finite
-from bigbatch.log.series_style import NEUTRAL, style_of
+from bigbatch.log.series_style import NEUTRAL
 from bigbatch.log.web_page import html_table
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults, value_text
 
@@ -29,7 +29,7 @@ def write_sweep(sweep: SweepResults, folder: Path) -> None:
     figure = svg([sweep_panel(sweep, _SIZES["wide"])], key=True, standalone=True)
     html_report.write_text(folder / "sweep.svg", figure)
     html_report.write_text(folder / "sweep.csv", as_csv(sweep))
-    histories = [history_of(run.path) for run in sweep.drawn]
+    histories = [history_of(path) for path in sweep.drawn]
     html_report.write_page(folder / "report.html", sweep.name, _sections(sweep, histories), _STYLE)
 
 
@@ -140,15 +140,9 @@ def _sections(sweep: SweepResults, histories: list[History]) -> Iterator[str]:
     edges = (f" {place}: the best value is at the edge of the grid." for place in sweep.at_edges)
     yield html_report.note(f"{sweep.title}.{''.join(edges)}")
     charts = {kind: sweep_panel(sweep, size) for kind, size in _SIZES.items()}
-    yield '<div class="keys">'
-    for number, one in enumerate(charts["wide"].series[1:]):
-        sample = swatch(number, marker=True)
-        yield f'<span class="key {style_of(number).color}">{sample}{escape(one.name)}</span>'
-    yield "</div>"
     for kind, chart in charts.items():
-        caption = f"<figcaption>{escape(sweep.score)}<output></output></figcaption>"
-        yield f'<figure class="{kind}">{caption}{svg([chart], titles=False)}</figure>'
-    yield html_report.note("Dotted: the front, the best score for at least this batch.")
+        caption = f"<figcaption>{escape(sweep.score)}</figcaption>"
+        yield f'<figure class="{kind}">{caption}{svg([chart], key=True, titles=False)}</figure>'
     yield html_table(*sweep.table())
     yield from html_report.difference_section(sweep.differences())
     all_drawn = len(sweep.drawn) == len(sweep.begun)

@@ -7,31 +7,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from bigbatch.errors import RunError
 from bigbatch.log.history import History, Table, history_of
 from bigbatch.log.paired_differences import Differences, SeedScores, differences_between
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch_recipes.run_config import read_sweep, read_trainings
-from bigbatch_recipes.run_directory import RunDirectory
 
 _MAX_CURVES = 60  # runs whose curves are on one page; more would overlap
-
-
-class _HasValues(Protocol):
-    @property
-    def values(self) -> Mapping[str, Any]: ...
-
-
-_Point = TypeVar("_Point", bound=_HasValues)
 
 
 @dataclass(frozen=True)
 class SweepRun:
     """Results of a finished run, without the rows of its log."""
 
-    directory: RunDirectory  # the run directory
+    path: Path  # the run directory
     seed: int  # the seed of the run
     scores: Mapping[str, float | None]  # the last scores, by name; None for one that was not finite
     average_batch: float  # average_batch, steps, skipped: the properties of `History`
@@ -47,15 +38,10 @@ class SweepPoint:
 
     name: str  # name of the point
     values: Mapping[str, Any]  # values of the settings that vary
-    seeds: list[int]  # the seeds of its runs, finished or not
-    runs: list[SweepRun]  # the finished runs
+    seeds: list[int] = field(default_factory=list)  # of its runs, finished or not
+    runs: list[SweepRun] = field(default_factory=list)  # the finished runs
     # finished runs of tuning seeds, which are not shown
     tuning: list[SweepRun] = field(default_factory=list)
-
-    @property
-    def planned(self) -> int:
-        """Number of runs, finished or not."""
-        return len(self.seeds)
 
     def scores(self, score: str) -> list[float]:
         """Finite values of a score over the runs."""
@@ -63,7 +49,7 @@ class SweepPoint:
 
     def missing(self, score: str) -> int:
         """Number of runs that are unfinished, lack a finite score, or diverged."""
-        return self.planned - _valid(self.runs, score)
+        return len(self.seeds) - _valid(self.runs, score)
 
     def scores_by_seed(self, score: str) -> SeedScores:
         """A score of each seed; None for a run that `missing` counts."""
@@ -76,9 +62,9 @@ class SweepPoint:
         return fmean(run.average_batch for run in self.runs) if self.runs else math.nan
 
 
-def combinations_of(points: Iterable[_Point], tuned: Sequence[str]) -> list[list[_Point]]:
+def combinations_of(points: Iterable[SweepPoint], tuned: Sequence[str]) -> list[list[SweepPoint]]:
     """Points that differ in tuned settings alone, together."""
-    groups: dict[str, list[_Point]] = {}
+    groups: dict[str, list[SweepPoint]] = {}
     for point in points:
         fixed = {key: value for key, value in point.values.items() if key not in tuned}
         groups.setdefault(repr(fixed), []).append(point)
@@ -100,7 +86,7 @@ class SweepResults:
     """Results of a sweep so far."""
 
     path: Path  # directory of the sweep
-    begun: list[RunDirectory]  # runs with a step in their log
+    begun: list[Path]  # directories of runs with a step in their log
     points: list[SweepPoint]  # all points, in the order of the grids
     tuned: tuple[str, ...]  # settings of which each point shows only the best value
     # seeds of the runs that choose it; none to choose by what is shown
@@ -195,17 +181,17 @@ class SweepResults:
         return front
 
     @property
-    def drawn(self) -> list[RunDirectory]:
+    def drawn(self) -> list[Path]:
         """The runs whose curves are on the page: all with a step, or those of the front if many."""
         if len(self.begun) <= _MAX_CURVES:
             return self.begun
-        front_runs = [run.directory for point in self.front for run in point.runs]
+        front_runs = [run.path for point in self.front for run in point.runs]
         return (front_runs or self.begun)[:_MAX_CURVES]
 
     @property
     def title(self) -> str:
         """The title of the table."""
-        seeds = max(point.planned for point in self.points)
+        seeds = max(len(point.seeds) for point in self.points)
         title = f"{self.summary.words} over {seeds} seeds" if seeds > 1 else "one seed a point"
         if not self.tuned:
             return title
@@ -265,33 +251,24 @@ def read_sweep_results(path: Path) -> SweepResults | None:
     if sweep is None:
         return None
     trainings, tuning_seeds = read_trainings(path), tuple(sweep["tuning_seeds"])
-
-    def is_tuning(settings: Mapping[str, Any]) -> bool:
-        return settings["seed"] in tuning_seeds
-
-    begun: list[RunDirectory] = []
-    finished: dict[str, list[SweepRun]] = {name: [] for name in sweep["points"]}
-    tuning: dict[str, list[SweepRun]] = {name: [] for name in sweep["points"]}
+    points = {name: SweepPoint(name, values) for name, values in sweep["points"].items()}
+    begun: list[Path] = []
     for name, settings in trainings.items():
+        point, seed = points[settings["arm"]], settings["seed"]
+        tunes = seed in tuning_seeds
+        if not tunes:
+            point.seeds.append(seed)
         history = _read_history(path / name)
-        if history is not None and history.rows:
-            directory, tunes = RunDirectory(path / name, history.settings), is_tuning(settings)
-            begun += [] if tunes else [directory]
-            if history.finished:
-                runs = tuning if tunes else finished
-                runs[settings["arm"]].append(_sweep_run(history, settings["seed"], directory))
-    seeds: dict[str, list[int]] = {name: [] for name in sweep["points"]}
-    for settings in trainings.values():
-        if not is_tuning(settings):
-            seeds[settings["arm"]].append(settings["seed"])
-    points = [
-        SweepPoint(name, values, seeds[name], finished[name], tuning[name])
-        for name, values in sweep["points"].items()
-    ]
+        if history is None or not history.rows:
+            continue
+        if not tunes:
+            begun.append(path / name)
+        if history.finished:
+            (point.tuning if tunes else point.runs).append(_sweep_run(history, seed, path / name))
     return SweepResults(
         path,
         begun,
-        points,
+        list(points.values()),
         tuple(sweep["tuned"]),
         tuning_seeds,
         sweep["higher_is_better"],
@@ -310,9 +287,9 @@ def _read_history(path: Path) -> History | None:
         return None
 
 
-def _sweep_run(history: History, seed: int, directory: RunDirectory) -> SweepRun:
+def _sweep_run(history: History, seed: int, path: Path) -> SweepRun:
     return SweepRun(
-        directory,
+        path,
         seed,
         history.scored_rows[-1]["metrics"],
         history.average_batch,
@@ -333,7 +310,8 @@ def value_text(value: Any) -> str:
 def _result_cells(point: SweepPoint, scores: list[str], summary: SeedSummary) -> tuple[str, ...]:
     """Cells of the scores of a point, its average batch, steps, wall time and number of runs."""
     runs = point.runs
-    count = f"{len(runs)} of {point.planned}" if len(runs) < point.planned else str(len(runs))
+    planned = len(point.seeds)
+    count = f"{len(runs)} of {planned}" if len(runs) < planned else str(len(runs))
     diverged = sum(run.diverged for run in runs)
     if not runs:
         return (*["nothing yet"] * (len(scores) + 3), count)

@@ -1,7 +1,6 @@
 """One training, from settings to a finished run directory; it resumes after a kill."""
 
 import random
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -65,9 +64,7 @@ def hold_out(data: Data, settings: Settings) -> Data:
 _SEED_STEP = 1_000_003  # between the seeds of two ranks
 
 
-def train_run(
-    training: "Training", run: RunDirectory, view: LiveView, label: str, end: float | None = None
-) -> bool:
+def train_run(training: "Training", run: RunDirectory, view: LiveView, label: str) -> None:
     """Trains the run to its end, from its latest checkpoint where there is one. Collective.
 
     Args:
@@ -75,9 +72,6 @@ def train_run(
         run: the run directory.
         view: shows the progress.
         label: name of the run in the view.
-        end: value of `time.time()` at which a checkpoint is written, and the training stops.
-    Returns:
-        Whether it is finished.
     """
     with closing(run.log):
         checkpoint = process_group.run_on_rank_zero(run.load_checkpoint)
@@ -87,10 +81,8 @@ def train_run(
         unfinished = training.train.epoch < training.settings.epochs
         if unfinished:
             process_group.run_on_rank_zero(lambda: run.save_texts(training.data.run_files))
-            if not training.train_epochs(run, view, label, end):
-                return False
+            training.train_epochs(run, view, label)
         process_group.run_on_rank_zero(lambda: _finish(run, trained=unfinished))
-    return True
 
 
 def _finish(run: RunDirectory, *, trained: bool) -> None:
@@ -162,14 +154,8 @@ class Training:
         base = self.settings.base_batch
         return LambdaLR(base_of(self.optimizer), lambda tick: factor((tick + 0.5) * base))
 
-    def train_epochs(
-        self, run: RunDirectory, view: LiveView, label: str, end: float | None = None
-    ) -> bool:
-        """Trains, logs, shows and saves until the last epoch ends; rank 0 alone writes.
-
-        Returns:
-            False where it stopped at `end`.
-        """
+    def train_epochs(self, run: RunDirectory, view: LiveView, label: str) -> None:
+        """Trains, logs, shows and saves until the last epoch ends; rank 0 alone writes."""
         settings, train = self.settings, self.train
         epoch_samples = train.batches.samples or 0
         total = settings.epochs * epoch_samples
@@ -185,13 +171,9 @@ class Training:
                 if process_group.is_rank_zero():
                     run.log.record(record, **scores)
                     progress.step(record, scores)
-                if end is not None and time.time() >= end and train.samples < total:
-                    self._save(run)
-                    return False
                 if checkpoint.ends_in_step(*position):
                     self._save(run)
         self._save(run)
-        return True
 
     def steps(self) -> Iterator[StepRecord]:
         """Trains for one epoch, or the rest of it; yields one record per step."""

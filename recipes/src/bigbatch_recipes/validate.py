@@ -66,24 +66,22 @@ def _build(recipe: Recipe, settings: Settings) -> nn.Module:
 
 def unused_in(settings: Settings) -> set[str]:
     """Settings without effect on the training, because of its policy, optimizer and factor."""
-    unused = unused_by_policy(settings.policy) | unused_by_optimizer(settings.optimizer)
-    return unused | (set() if settings.factor == "gsnr" else {"r_max"})  # others are never above 1
-
-
-def unused_by_policy(policy: str) -> set[str]:
-    """Settings that the policy of this name lacks, or that cannot change its decisions."""
+    policy, optimizer = settings.policy, settings.optimizer
     unused = {name for each in POLICIES for name in policy_settings(each).values()}
     unused -= {"batch_size", *policy_settings(policy).values()}
     if policy == "schedule":  # decides without measurements
         unused |= {"smoothing", "dead_band", "confidence", "batch_size"}
     else:
         unused.add("replay_from")
-    return unused | (set(CONTROLLER_SETTINGS) if policy == "fixed" else set())
-
-
-def unused_by_optimizer(optimizer: str) -> set[str]:
-    """Settings that the optimizer of this name lacks, or cannot train with."""
+    if policy == "fixed":
+        unused |= {*CONTROLLER_SETTINGS}
+    if not optimizer.startswith("vr-"):
+        unused |= _VR_SETTINGS
+    elif settings.factor != "gsnr":  # others are never above 1
+        unused.add("r_max")
     base = optimizer.removeprefix("vr-")
-    unused = set() if optimizer.startswith("vr-") else {*_VR_SETTINGS}
-    unused |= set() if base in ("momentum", "lars") else {"momentum"}
-    return unused | ({"decay_all"} if base in ("lars", "lamb") else set())
+    if base not in ("momentum", "lars"):
+        unused.add("momentum")
+    if base in ("lars", "lamb"):
+        unused.add("decay_all")
+    return unused

@@ -9,7 +9,7 @@ import pytest
 
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.image_classification import GAP, HELD_OUT, TEST
-from bigbatch_recipes.sweep import trainings_of
+from bigbatch_recipes.study import trainings_of
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults
 from studies.results.comparison import Comparison
 from studies.results.comparison_log import ComparisonLog, LoggedRun, log_text, read_log

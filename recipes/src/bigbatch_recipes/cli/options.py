@@ -103,29 +103,15 @@ def parse_settings(given: Mapping[str, Any], *without: str) -> dict[str, Value]:
     return {name: Settings.parse_value(name, given[name]) for name in names}
 
 
-def format_options(names: Iterable[str], set_names: Iterable[str] = ()) -> str:
-    """Options as the command line has them: --lr; --set lr for those among `set_names`."""
-    return ", ".join(
-        f"--set {name}" if name in set_names else f"--{name.replace('_', '-')}"
-        for name in sorted(names)
-    )
+def format_options(names: Iterable[str]) -> str:
+    """Options as the command line has them: --lr, --max-batch."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
 
 
-def refuse_options(
-    reason: str, names: Iterable[str], set_names: Iterable[str] = (), alternative: str = ""
-) -> None:
-    """Raises SettingError where there are options that do not go together with another.
-
-    Args:
-        reason: the other option, or the choice that they do not go together with.
-        names: names of the options to refuse.
-        set_names: names among them that were given by --set.
-        alternative: another remedy than to leave them out.
-    """
-    if options := format_options(names, set_names):
-        raise SettingError(
-            f"{reason} does not go together with {options}; leave them out{alternative}"
-        )
+def refuse_options(reason: str, names: Iterable[str]) -> None:
+    """Raises SettingError where options were given that do not go together with another one."""
+    if options := format_options(names):
+        raise SettingError(f"{reason} does not go together with {options}; leave them out")
 
 
 def select_recipe(name: str | None, result: str | None, *, paper_scale: bool) -> Recipe:

@@ -36,30 +36,36 @@ def list_recipes(arguments: list[str], _: Launch) -> None:
     else:
         for recipe in RECIPES.values():
             view.print(_lines(recipe, data))
-        for experiment in EXPERIMENTS.values():
-            view.print(f"{experiment.name}: {experiment.summary}; one fixed experiment, no data")
-        view.print("Minutes: one training at the small scale on two cores.")
+        for name, experiment in EXPERIMENTS.items():
+            view.print(f"{name}: {experiment.summary}; one fixed experiment, no data")
         view.print("Arms, data and commands: bigbatch list NAME")
 
 
 def _lines(recipe: Recipe, data: Path | None) -> str:
-    small, paper = _weight_counts(recipe)
-    facts = {
-        "paper": recipe.paper,
-        "data": f"{recipe.origin.name}, {recipe.origin.size}: {_place(recipe.origin, data)}",
-        "weights": f"{small}, {paper} in the paper; {recipe.minutes:g} minutes",
-    }
     lines = [fill(f"{recipe.name}: {recipe.summary}", 80, subsequent_indent=_INDENT)]
     lines += [
         fill(text, 80, initial_indent=f"    {name:9}", subsequent_indent=_INDENT)
-        for name, text in facts.items()
+        for name, text in _facts(recipe, data).items()
     ]
     return "\n".join([*lines, ""])
 
 
+def _facts(recipe: Recipe, data: Path | None) -> dict[str, str]:
+    small, paper = (
+        _rounded(count_parameters(recipe, recipe.settings(paper_scale=scale)))
+        for scale in (False, True)
+    )
+    return {
+        "paper": recipe.paper,
+        "data": f"{recipe.origin.name}, {recipe.origin.size}",
+        "here": _place(recipe.origin, data),
+        "weights": f"{small} at the small scale, {paper} in the paper",
+        "minutes": f"{recipe.minutes:g}, one training at the small scale on two cores",
+    }
+
+
 def _description(recipe: Recipe, data: Path | None) -> list[str]:
     origin = recipe.origin
-    weights = _weight_counts(recipe)
     sweeps = []
     for sweep, scale in ((recipe.sweep, False), (recipe.paper_sweep, True)):
         settings = recipe.settings(paper_scale=scale)
@@ -68,12 +74,8 @@ def _description(recipe: Recipe, data: Path | None) -> list[str]:
     with_data = f"bigbatch train {recipe.name}" + (" --data DIR" if origin.files else "")
     return [
         f"{recipe.name}: {recipe.summary}",
-        f"paper    {recipe.paper}",
-        f"data     {origin.name}, {origin.size}",
+        *(f"{name:9}{text}" for name, text in _facts(recipe, data).items()),
         f"files    {origin.needed if origin.files else 'none'}",
-        f"here     {_place(origin, data)}",
-        f"weights  {weights[0]} at the small scale, {weights[1]} in the paper",
-        f"minutes  {recipe.minutes:g}, one training at the small scale on two cores",
         f"sweep    {sweeps[0]:,} points at the small scale, {sweeps[1]:,} at the full one",
         "arms",
         *(f"  {arm}: {_changes(own)}" for arm, own in recipe.arms_at(paper_scale=False).items()),
@@ -106,11 +108,6 @@ def _place(origin: DatasetLocation, given: Path | None) -> str:
     if folder is None:
         return f"not in {DEFAULT_FOLDER}, {origin.otherwise} instead"
     return f"in {folder}"
-
-
-def _weight_counts(recipe: Recipe) -> list[str]:
-    scales = (recipe.settings(paper_scale=one) for one in (False, True))
-    return [_rounded(count_parameters(recipe, settings)) for settings in scales]
 
 
 def _rounded(count: int) -> str:

@@ -13,9 +13,9 @@ from bigbatch_recipes.dry_run import NOT_TIMED, about_minutes
 from bigbatch_recipes.parallel_runs import default_jobs, train_sweep
 from bigbatch_recipes.recipe import Recipe, Sweep
 from bigbatch_recipes.run_directory import reserve
-from bigbatch_recipes.study import report_study
-from bigbatch_recipes.sweep import Point, points_of, start_sweep, sweep_of
-from bigbatch_recipes.sweep_results import combinations_of
+from bigbatch_recipes.study import Point, report_study
+from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of
+from bigbatch_recipes.sweep_results import SweepPoint, combinations_of
 from bigbatch_recipes.torchrun import Launch, is_single_process
 
 _EXAMPLES = """\
@@ -64,9 +64,9 @@ def sweep(arguments: list[str], launch: Launch) -> int:
     recipe = options.select_recipe(given.get("recipe"), given.get("result"), paper_scale=scale)
     seeds = given.get("seeds") or recipe.seeds_at(paper_scale=scale)
     settings = recipe.settings(paper_scale=scale)
-    settings, set_names = options.apply_set_options(settings, given.get("set", []))
+    settings, names = options.apply_set_options(settings, given.get("set", []))
     changes = options.parse_settings(given, *_NO_SETTINGS)
-    settings, names = settings.with_changes(changes), set_names | changes.keys()
+    settings, names = settings.with_changes(changes), names | changes.keys()
     if "dry_run" not in given:  # which needs no data
         settings = settings.with_changes({"data": options.find_data(recipe, given.get("data"))})
     grid, tune_seeds = given.get("grid", []), given.get("tune_seeds", 0)
@@ -74,9 +74,7 @@ def sweep(arguments: list[str], launch: Launch) -> int:
     if repeated := names & {key for one in grids.grids for key in one}:
         owner = "--grid" if grid else "the sweep of the recipe"
         remedy = "leave one of them out" + ", or give a --grid of your own" * (not grid)
-        raise SettingError(
-            f"{owner} has values of {options.format_options(repeated, set_names)} too; {remedy}"
-        )
+        raise SettingError(f"{owner} has values of {', '.join(sorted(repeated))} too; {remedy}")
     points = points_of(recipe, grids, settings, paper_scale=scale)
     if any("arm" in one for one in grids.grids):
         options.warn_of_arm_values(recipe, names, "--grid changes it", paper_scale=scale)
@@ -97,7 +95,8 @@ def _list_points(
     for point in points:
         view.print(point.name)
     best = f", of which each shows the best {' and '.join(sweep.tuned)}" if sweep.tuned else ""
-    shown = len(combinations_of(points, sweep.tuned)) if tune_seeds else len(points)
+    by_values = [SweepPoint(point.name, point.values) for point in points]
+    shown = len(combinations_of(by_values, sweep.tuned)) if tune_seeds else len(points)
     tuning, trained = len(points) * tune_seeds, shown * seeds
     counts = f"{trained} trainings over {seeds} seeds each"
     if tune_seeds:

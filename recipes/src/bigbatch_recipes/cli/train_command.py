@@ -1,5 +1,6 @@
 """`bigbatch train`: the study of a recipe, or one run where a setting is given."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from bigbatch_recipes.settings import Settings, policy_name
 from bigbatch_recipes.study import build_training, create_run, start_study, train_one, train_study
 from bigbatch_recipes.study import resume as resume_at
 from bigbatch_recipes.torchrun import Launch
-from bigbatch_recipes.validate import unused_by_optimizer, unused_by_policy
+from bigbatch_recipes.validate import unused_in
 
 _EXAMPLES = """\
   bigbatch train                             the digits study, 3 seeds
@@ -65,40 +66,40 @@ def train(arguments: list[str], launch: Launch) -> None:
         _run_experiment(name, run_dir or reserve(folder, name), given.get("seeds", SEEDS), view)
         return
     recipe = options.select_recipe(name, given.get("result"), paper_scale=scale)
-    changes, sets = options.parse_settings(given, *_NO_SETTINGS), given.get("set", [])
-    epochs = {"epochs": changes.pop("epochs")} if "epochs" in changes else {}
-    changes |= {"arm": given["arm"]} if "arm" in given else {}
-    settings_at = partial(_settings, recipe, epochs, sets, changes)
+    settings, own, names = _settings(recipe, given, paper_scale=scale)
     if "dry_run" in given:
         unused = given.keys() & {"seeds", "data", "runs_dir", "run_dir"}
         refuse_options("--dry-run, which trains nothing,", unused)
         _require_one_rank("a dry run")
-        by_scale = {each: settings_at(paper_scale=each) for each in sorted({scale, True})}
-        show_dry_run(recipe, by_scale, given.get("dry_run_ranks"), view)
+        show_dry_run(recipe, settings, given.get("dry_run_ranks"), view, paper_scale=scale)
         return
     if "dry_run_ranks" in given:
         raise SettingError(
             "--dry-run-ranks is for dry runs; add --dry-run, or train by torchrun --nproc_per_node"
         )
-    settings = settings_at(paper_scale=scale)
-    if changes:
-        single = f"{options.format_options(changes)}, of a single training,"
+    if own:
+        single = f"{options.format_options(own)}, of a single training,"
         refuse_options(single, given.keys() & {"seeds"})
-    settings = settings.with_changes({"data": options.find_data(recipe, given.get("data"))})
-    if changes:
         _require_runs(recipe, settings)
-        _train_one(settings, folder, run_dir, launch, view)
-        return
-    path, has_begun = _choose_path(launch, run_dir, folder, recipe.name)
-    seeds = given.get("seeds") or recipe.seeds_at(paper_scale=scale)
-    start = partial(start_study, recipe, path, settings, seeds, launch.id, paper_scale=scale)
+    settings = settings.with_changes({"data": options.find_data(recipe, given.get("data"))})
+    name = _run_name(settings) if own else recipe.name
+    path, has_begun = run_on_rank_zero(
+        lambda: launch.choose_directory(lambda: run_dir or reserve(folder, name, launch.id))
+    )
     with launch.resumable(path):
-        if not has_begun:
-            run_on_rank_zero(start)
-            names = options.apply_set_options(settings, sets)[1] | epochs.keys()
+        if has_begun:
+            resume_at(path, view)
+        elif own:
+            training = build_training(path, settings)  # before anything is written
+            run = run_on_rank_zero(lambda: create_run(path, settings.as_dict(), launch.id))
+            train_one(training, run, view)
+        else:
+            seeds = given.get("seeds") or recipe.seeds_at(paper_scale=scale)
+            start = partial(start_study, recipe, path, settings, seeds, launch.id)
+            run_on_rank_zero(partial(start, paper_scale=scale))
             remedy = "--arm trains one alone with it"
             options.warn_of_arm_values(recipe, names, remedy, paper_scale=scale)
-        train_study(path, view)
+            train_study(path, view)
 
 
 def _run_experiment(name: str, path: Path, seeds: int, view: LiveView) -> None:
@@ -111,36 +112,28 @@ def _run_experiment(name: str, path: Path, seeds: int, view: LiveView) -> None:
 
 
 def _settings(
-    recipe: Recipe,
-    epochs: dict[str, Any],
-    sets: list[str],
-    changes: dict[str, Any],
-    *,
-    paper_scale: bool,
-) -> Settings:
-    """The settings of a scale, changed by the arm, then by --set, then by other options."""
-    settings = recipe.settings(paper_scale=paper_scale)
-    if "arm" in changes:
-        settings = recipe.arm(changes["arm"], settings, paper_scale=paper_scale)
-    settings, set_names = options.apply_set_options(settings.with_changes(epochs), sets)
-    settings = settings.with_changes(changes)
-    if not changes:
-        return settings  # of a study, in which an arm may use a setting that others do not
-    for name, unused_by in (("policy", unused_by_policy), ("optimizer", unused_by_optimizer)):
-        value, alternative = getattr(settings, name), ""
-        if name in changes:
-            reason = f"--{name} {value}"
-        elif name in set_names:
-            reason = f"--set {name}={value}"
-        else:
-            owner = f"--arm {changes['arm']}" if "arm" in changes else f"recipe {recipe.name}"
-            reason, alternative = (
-                f"{owner}, whose {name} is {value},",
-                f", or give another --{name}",
-            )
-        unused = (changes.keys() | set_names) & unused_by(value)
-        refuse_options(reason, unused, set_names - changes.keys(), alternative)
-    return settings
+    recipe: Recipe, given: Mapping[str, Any], *, paper_scale: bool
+) -> tuple[Settings, set[str], set[str]]:
+    """The settings of a scale, changed by the arm, then by --set, then by other options.
+
+    Returns:
+        The settings; names of options that ask for a single training, not for the study; names of
+        all settings that were given.
+    """
+    changes = options.parse_settings(given, *_NO_SETTINGS)
+    settings, own = recipe.settings(paper_scale=paper_scale), changes.keys() - {"epochs"}
+    if "arm" in given:
+        settings, own = recipe.arm(given["arm"], settings, paper_scale=paper_scale), own | {"arm"}
+    settings, set_names = options.apply_set_options(settings, given.get("set", []))
+    settings, names = settings.with_changes(changes), set_names | changes.keys()
+    unused = sorted(unused_in(settings) & names)
+    if own and unused:  # in a study an arm may use a setting that others do not
+        raise SettingError(
+            f"{', '.join(unused)} has no effect with policy={settings.policy}, "
+            f"optimizer={settings.optimizer} and factor={settings.factor}; leave it out, or "
+            "choose others"
+        )
+    return settings, own, names
 
 
 def _require_runs(recipe: Recipe, settings: Settings) -> None:
@@ -153,30 +146,9 @@ def _require_runs(recipe: Recipe, settings: Settings) -> None:
             )
 
 
-def _train_one(
-    settings: Settings, runs_dir: Path, run_dir: Path | None, launch: Launch, view: LiveView
-) -> None:
-    name = "-".join(
-        [settings.recipe, settings.arm]
-        if settings.arm
-        else [settings.recipe, policy_name(settings.policy), settings.optimizer]
-    )
-    path, has_begun = _choose_path(launch, run_dir, runs_dir, name)
-    with launch.resumable(path):
-        if has_begun:
-            resume_at(path, view)
-            return
-        training = build_training(path, settings)  # before anything is written
-        run = run_on_rank_zero(lambda: create_run(path, settings.as_dict(), launch.id))
-        train_one(training, run, view)
-
-
-def _choose_path(
-    launch: Launch, run_dir: Path | None, runs_dir: Path, name: str
-) -> tuple[Path, bool]:
-    return run_on_rank_zero(
-        lambda: launch.choose_directory(lambda: run_dir or reserve(runs_dir, name, launch.id))
-    )
+def _run_name(settings: Settings) -> str:
+    own = [settings.arm] if settings.arm else [policy_name(settings.policy), settings.optimizer]
+    return "-".join([settings.recipe, *own])
 
 
 def _require_one_rank(experiment: str) -> None:

@@ -117,45 +117,40 @@ def read_packed(file: Path) -> Packed:
     """The rows of one of Criteo's files.
 
     They are written into the user's cache folder once, and mapped into memory. The copy's name has
-    the path, size and date of the file: after a change the rows are written again. Without a cache
-    folder each process keeps the rows in memory, with a note.
+    the path, size and date of the file: after a change the rows are written again.
+
+    Raises:
+        RunError: the file is no click log, or the cache folder cannot be written.
     """
+    copy = _copy_of(file)
     try:
-        copy = _copy_of(file)
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            warnings.warn(
+                f"{file.parent} is packed once, into {copy.parent}, {CLICK.itemsize} bytes a row",
+                stacklevel=2,
+            )
+            with copy.with_name(f".{copy.name}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks one packs, and the others wait
+                if not copy.exists():
+                    _pack(file, copy)
     except OSError as error:
-        warnings.warn(
-            f"{file} is kept in memory by each process, as its cache folder cannot be written "
-            f"({error}); let XDG_CACHE_HOME name another",
-            stacklevel=2,
-        )
-        return numpy.concatenate([numpy.empty(0, CLICK), *_packed_rows(file)])
-    if not copy.exists():
-        warnings.warn(
-            f"{file.parent} is packed once, into {copy.parent}, {CLICK.itemsize} bytes a row",
-            stacklevel=2,
-        )
-        with copy.with_name(f".{copy.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks one packs, and the others wait
-            if not copy.exists():
-                _pack(file, copy)
+        raise RunError(
+            f"{file} cannot be packed into {copy} ({error.strerror}); its rows take "
+            f"{CLICK.itemsize} bytes each: make room, or let XDG_CACHE_HOME name another folder"
+        ) from None
     return numpy.memmap(copy, CLICK, "r") if copy.stat().st_size else numpy.empty(0, CLICK)
 
 
 def _copy_of(file: Path) -> Path:
-    """The path of the packed copy of a file in the cache folder, which is created.
+    """The path of the packed copy of a file in the cache folder.
 
     Source:
         XDG Base Directory Specification 0.8: $XDG_CACHE_HOME, or ~/.cache where that names no
         absolute path.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        folder = (folder if folder.is_absolute() else Path.home() / ".cache") / "bigbatch"
-    except RuntimeError as error:  # the user has no home
-        raise OSError(str(error)) from None
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder} is not writable")
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = (cache if cache.is_absolute() else Path.home() / ".cache") / "bigbatch"
     stat = file.stat()
     place = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:16]
     version = hashlib.sha256(f"{CLICK.descr} {stat.st_size} {stat.st_mtime_ns}".encode())
@@ -166,15 +161,9 @@ def _pack(file: Path, copy: Path) -> None:
     """Writes the packed rows of a file; removes the copies of its earlier versions."""
     for earlier in copy.parent.glob(f"{copy.name.rpartition('-')[0]}-*.packed"):
         earlier.unlink(missing_ok=True)
-    try:
-        with open_atomically(copy) as out:
-            for rows in _packed_rows(file):
-                out.write(rows.tobytes())
-    except OSError as error:
-        raise RunError(
-            f"{file} cannot be packed into {copy} ({error.strerror}); its rows take "
-            f"{CLICK.itemsize} bytes each: make room, or let XDG_CACHE_HOME name another folder"
-        ) from None
+    with open_atomically(copy) as out:
+        for rows in _packed_rows(file):
+            out.write(rows.tobytes())
 
 
 def _packed_rows(file: Path) -> Iterator[Packed]:
@@ -259,7 +248,7 @@ class SyntheticClicks:
     truth: NDArray[numpy.float64]  # probabilities, (rows,)
 
 
-def click_log(rows: int) -> SyntheticClicks:
+def generate(rows: int) -> SyntheticClicks:
     """Draws so many rows: the same ones in every call, but not the first rows of a longer log."""
     rng = numpy.random.default_rng(_SEED)
     log = numpy.empty(rows, CLICK)

@@ -52,6 +52,17 @@ class DatasetLocation:
         files = " or ".join(self.files)
         return f"{', and '.join((files, *self.other_files))} of {self.source}"
 
+    def file_in(self, folder: Path, name: str) -> Path:
+        """The file of this name in the folder, plain or with .gz.
+
+        Raises:
+            RunError: neither is there.
+        """
+        for file in (folder / name, folder / f"{name}.gz"):
+            if file.exists():
+                return file
+        raise self.missing_file(folder / name)
+
     def missing_file(self, file: Path) -> RunError:
         """The error to raise if a file is not in the folder."""
         return RunError(f"{file} is missing; needed are {self.needed}")

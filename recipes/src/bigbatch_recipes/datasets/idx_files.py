@@ -26,21 +26,14 @@ def read_images(folder: Path, origin: DatasetLocation) -> tuple[InMemoryDataset,
 
 
 def _set(folder: Path, origin: DatasetLocation, split: str) -> InMemoryDataset:
-    images = read_idx(_file(folder, origin, f"{split}-images-idx3-ubyte"), dimensions=3)
-    labels = read_idx(_file(folder, origin, f"{split}-labels-idx1-ubyte"), dimensions=1)
+    images = read_idx(origin.file_in(folder, f"{split}-images-idx3-ubyte"), dimensions=3)
+    labels = read_idx(origin.file_in(folder, f"{split}-labels-idx1-ubyte"), dimensions=1)
     if len(images) != len(labels):
         raise RunError(
             f"{folder} has {len(images)} images and {len(labels)} labels of {split}; take both "
             "files from one place"
         )
     return InMemoryDataset(images[:, None], labels.long())
-
-
-def _file(folder: Path, origin: DatasetLocation, name: str) -> Path:
-    for file in (folder / f"{name}.gz", folder / name):
-        if file.exists():
-            return file
-    raise origin.missing_file(folder / f"{name}.gz")
 
 
 def read_idx(file: Path, dimensions: int) -> Tensor:

@@ -4,10 +4,10 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -19,6 +19,9 @@ from bigbatch.setting_types import Count, check_setting
 from bigbatch_recipes.datasets.files import DatasetLocation, text_of
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.sequence_pair import Numbers, SequencePair
+
+if TYPE_CHECKING:
+    from bigbatch_recipes.models.hf_bert.wordpiece import WordPieceTokenizer
 
 _TRAIN = "train-v1.1.json"
 _SUBSET = "train-subset-tokenized.json"  # 5 % of the questions, tokenised
@@ -48,25 +51,14 @@ class Question:
 
 def train_file(folder: Path) -> tuple[Path, str]:
     """The official training questions, or the subset of them; and a note for the scores' names."""
-    if _path_of(folder, _SUBSET) and not _path_of(folder, _TRAIN):
-        return _require_file(folder, _SUBSET), "; trained on a tokenised 5 % of the questions"
-    return _require_file(folder, _TRAIN), ""
+    if any(folder.glob(f"{_SUBSET}*")) and not any(folder.glob(f"{_TRAIN}*")):
+        return ORIGIN.file_in(folder, _SUBSET), "; trained on a tokenised 5 % of the questions"
+    return ORIGIN.file_in(folder, _TRAIN), ""
 
 
 def dev_file(folder: Path) -> Path:
     """The official development questions."""
-    return _require_file(folder, _DEV)
-
-
-def _require_file(folder: Path, name: str) -> Path:
-    path = _path_of(folder, name)
-    if path is None:
-        raise ORIGIN.missing_file(folder / name)
-    return path
-
-
-def _path_of(folder: Path, name: str) -> Path | None:
-    return next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
+    return ORIGIN.file_in(folder, _DEV)
 
 
 def read_questions(file: Path) -> list[Question]:
@@ -147,11 +139,7 @@ class SquadFeatures:
 
 
 def windows_of(
-    questions: Sequence[Question],
-    texts: Iterable[Numbers],
-    contexts: Iterable[tuple[Numbers, Offsets]],
-    frame: SequencePair,
-    stride: int,
+    questions: Sequence[Question], tokenizer: "WordPieceTokenizer", frame: SequencePair, stride: int
 ) -> SquadFeatures:
     """Windows of all questions; each begins `stride` tokens after the one before it.
 
@@ -160,6 +148,8 @@ def windows_of(
     """
     check_setting("stride", stride, Count)
     rows, row_questions = [], []
+    texts = tokenizer.encode(question.text for question in questions)
+    contexts = tokenizer.encode_with_offsets(question.context for question in questions)
     zipped = zip(questions, texts, contexts, strict=True)
     for number, (question, text, (tokens, offsets)) in enumerate(zipped):
         text = text[:_MAX_QUESTION_TOKENS]

@@ -45,7 +45,7 @@ def size_of(name: str) -> tuple[int, int]:
     return SIZES[name]
 
 
-def bert(settings: Settings, head: str) -> nn.Module:
+def network(settings: Settings, head: str) -> nn.Module:
     """The network with a head of `bert_heads`, as `size`, `vocabulary` and `dropout` set it."""
     from bigbatch_recipes.models.hf_bert import bert_heads
 
@@ -55,7 +55,7 @@ def bert(settings: Settings, head: str) -> nn.Module:
 
 
 def outline(settings: Settings, head: str) -> nn.Module:
-    """Layers of torch with as many weights as `bert` has; a dry run needs no `transformers`."""
+    """Layers of torch with as many weights as `network` has; a dry run needs no `transformers`."""
     vocabulary, dropout = int(settings.task["vocabulary"]), float(settings.task["dropout"])
     layers, width = size_of(str(settings.task["size"]))
     tokens, pooler = nn.Embedding(vocabulary, width), nn.Linear(width, width)
