@@ -85,9 +85,7 @@ class UnshardedTap(GradientTap):
         hook_unit = weak_method(self._hook_unit)
         for unit in self._units:
             if unit not in self._handles:
-                self._handles[unit] = unit.register_forward_pre_hook(
-                    lambda unit, _: hook_unit(unit)
-                )
+                self._handles[unit] = unit.register_forward_pre_hook(hook_unit)
 
     def detach(self, parameter: Tensor) -> None:
         """Removes the hook of one parameter."""
@@ -105,7 +103,7 @@ class UnshardedTap(GradientTap):
         super().close()
         self._unsharded.clear()
 
-    def _hook_unit(self, unit: nn.Module) -> None:
+    def _hook_unit(self, unit: nn.Module, _: object) -> None:
         """Hooks each watched parameter of the unit that has no hook yet and is gathered."""
         assert self._report is not None
         for module, name, parameter in self._units[unit]:

@@ -17,51 +17,25 @@ from bigbatch.gradients.groups.backward_graph import (
     Node,
     constants_of,
     leaf_of,
+    node_names,
     operands_of,
     shape_of,
 )
 from bigbatch.gradients.groups.rules import Place, refusal_of, refusal_of_path
 
-_ROWS = {
-    "AddmmBackward0",
-    "EmbeddingBackward0",
-    "MmBackward0",
-}  # whose output is flattened to a matrix
-_ELEMENTWISE = {
-    "AddBackward0",
-    "AddcmulBackward0",
-    "DivBackward0",
-    "ExpandBackward0",
-    "MulBackward0",
-    "PowBackward1",
-    "SubBackward0",
-    "WhereBackward0",
-}
+_ROWS = node_names("Addmm Embedding Mm")  # whose output is flattened to a matrix
+_ELEMENTWISE = node_names("Add Addcmul Div Expand Mul Sub Where") | {"PowBackward1"}
 _FACTORS = {"AddmmBackward0": 1, "BmmBackward0": 0, "MmBackward0": 0, "MvBackward0": 0}
 """Products of matrices, and the number of the operand on the left."""
 
-_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
-_TRANSPOSES = {"TBackward0"}
-_CASTS = {"ToCopyBackward0", "AliasBackward0", "ViewAsBackward0"}
+_VIEWS = node_names("View UnsafeView ReshapeAlias")
+_TRANSPOSES = node_names("T")
+_CASTS = node_names("ToCopy Alias ViewAs")
 _VIEWS_OF_PARAMETERS = (
-    _VIEWS
-    | _TRANSPOSES
-    | _CASTS
-    | {
-        "CatBackward0",
-        "CloneBackward0",
-        "PermuteBackward0",
-        "SelectBackward0",
-        "SliceBackward0",
-        "SplitBackward0",
-        "SplitWithSizesBackward0",
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "StackBackward0",
-        "TransposeBackward0",
-        "UnbindBackward0",
-        "UnsqueezeBackward0",
-    }
+    node_names("Cat Clone Permute Select Slice Split SplitWithSizes Squeeze Stack Transpose Unbind")
+    | node_names("Unsqueeze")
+    | {"SqueezeBackward1"}
+    | (_VIEWS | _TRANSPOSES | _CASTS)
 )
 """Functions whose output has no samples if their operands have none, whatever its shape."""
 
