@@ -7,8 +7,7 @@ from torch.optim.optimizer import ParamsT
 
 from bigbatch.optim.fused_step import can_fuse
 from bigbatch.optim.gsnr_options import Betas, Rate, VROptions
-from bigbatch.optim.lamb import LAMB
-from bigbatch.optim.lars import LARS
+from bigbatch.optim.trust_ratio import LAMB, LARS
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.setting_types import NotNegative, Number, Positive, Share, checked
 
