@@ -7,6 +7,7 @@ they lie on the route from a use to its parameter.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 import torch
@@ -113,7 +114,8 @@ class ParameterUses:
         for node in nodes:
             for following in operands_of(node):
                 self._consumers[following].append(node)
-        self.operands_first = self._sorted()
+        graph = TopologicalSorter({node: operands_of(node) for node in nodes})
+        self.operands_first = list(graph.static_order())
         self._positions = {node: position for position, node in enumerate(self.operands_first)}
         self._has_samples: dict[Node, bool] = {}
         for node in self.operands_first:
@@ -123,21 +125,6 @@ class ParameterUses:
     def has_samples(self, node: Node) -> bool:
         """Whether the output of a function depends on samples, and not on parameters alone."""
         return self._has_samples[node]
-
-    def _sorted(self) -> list[Node]:
-        """The nodes, each after its operands."""
-        waiting, order, done = list(self.nodes), list[Node](), set[Node]()
-        while waiting:
-            node = waiting[-1]
-            unknown = [] if node in done else [n for n in operands_of(node) if n not in done]
-            if unknown:
-                waiting += unknown
-                continue
-            waiting.pop()
-            if node not in done:
-                done.add(node)
-                order.append(node)
-        return order
 
     def is_ambiguous(self, use: Use) -> bool:
         """Whether only its shape makes the output of a use depend on samples.
