@@ -14,8 +14,7 @@ from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.gradient_hooks import gradient_hook, weak_method
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import OnGradient
-from bigbatch.gradients.rank_reducer import GroupReducer
-from bigbatch.gradients.shard_indices import ShardIndices, indices_in_rows
+from bigbatch.gradients.rank_reducer import GroupReducer, ShardIndices, indices_in_rows
 from bigbatch.gradients.sharded import local_shard, require_one_mesh
 from bigbatch.gradients.source import MADE_LATE, GradientSource
 
