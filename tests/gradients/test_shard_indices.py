@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bigbatch import GradientMeter
-from bigbatch.gradients.shard_indices import indices_in_rows, indices_in_runs, places_in_memory
+from bigbatch.gradients.rank_reducer import indices_in_rows, indices_in_runs, places_in_memory
 from bigbatch.statistics.norms import flattened
 from kernel_recorder import Allocated
 

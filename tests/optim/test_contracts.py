@@ -103,7 +103,7 @@ class Row:
     smooth: bool = True
 
 
-OWN = ("gamma", "r_max", "beta3", "factor", "watch", "compiled")
+OWN = ("gamma", "r_max", "beta3", "factor", "watch")
 
 
 def around(base: Make, params: Any, **settings: Any) -> VarianceReduced:

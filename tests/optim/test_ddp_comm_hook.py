@@ -243,7 +243,7 @@ def large(rank, ranks):
     large_step(ddp, rank, 1)
     shard = stats._shards[0]
     optimizer.step()
-    most = max(chunk.stop - chunk.start for chunk in shard.chunks)
+    most = max(chunk.whole.stop - chunk.whole.start for chunk in shard.chunks)
     return weights(ddp), len(shard.chunks), most * 4
 
 

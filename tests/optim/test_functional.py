@@ -522,7 +522,7 @@ def random_layers(
 
 def copied(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
     return [
-        Layer(*(None if x is None else x.to(dtype, copy=True) for x in layer.arrays), 1.25)
+        Layer(*(None if x is None else x.to(dtype, copy=True) for x in layer[:4]), 1.25)
         for layer in layers
     ]
 
@@ -588,8 +588,8 @@ def test_watching_changes_nothing(factor: str, fused: bool) -> None:
 @needs_kernels
 def test_the_passes_may_be_run_one_by_one() -> None:
     """As ranks do that hold parts of layers, and add the sums of the first up between them."""
-    whole = [layer.arrays for layer in random_layers([(64,), (40, 25)], averages=True)]
-    parts = [layer.arrays for layer in random_layers([(64,), (40, 25)], averages=True)]
+    whole = [layer[:4] for layer in random_layers([(64,), (40, 25)], averages=True)]
+    parts = [layer[:4] for layer in random_layers([(64,), (40, 25)], averages=True)]
     own = [1.25, 0.0] * 2
     group = [24.0, functional.agreement(torch.float32), 0, 7, 0.5, 2.0, 0.75]
     sums, summary = native.run(native.Rule.GSNR, whole, own, group, watch=True)
@@ -670,7 +670,7 @@ LAYOUTS = {
 def test_scaling_goes_by_elements_however_they_lie(factor: str, layout: str, fused: bool) -> None:
     clip = clip_of(factor, "narrow")
     plain = random_layers([(3, 2, 4, 4)], averages=True)
-    arranged = [Layer(*(LAYOUTS[layout](x) for x in plain[0].arrays), plain[0].correction)]
+    arranged = [Layer(*(LAYOUTS[layout](x) for x in plain[0][:4]), plain[0].correction)]
     assert arranged[0].total.stride() != plain[0].total.stride()
     expected = apply_gsnr(how(factor, clip, fused=False), plain)
     summary = apply_gsnr(how(factor, clip, fused=fused), arranged)

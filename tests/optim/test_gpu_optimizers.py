@@ -1,6 +1,6 @@
-"""Optimizers on a GPU: as on a CPU, compiled or not, and the host never waits in a step.
+"""Optimizers on a GPU: as on a CPU, and the host never waits in a step.
 
-What can be tested of that without a GPU is: which operations a step asks for, and `torch.compile`.
+What can be tested of that without a GPU is which operations a step asks for.
 """
 
 import contextlib
@@ -138,87 +138,6 @@ def test_the_recorder_sees_a_tensor_of_numbers():
     assert 1 == seen.seen["lift_fresh"]
 
 
-# on a CPU: torch.compile
-
-
-@pytest.fixture
-def compiler():
-    """A compiler that knows nothing yet."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-WARM_UP, AFTER = range(2), range(2, 5)
-KS = [8, 9, 10, 12, 16]  # micro-batches of the steps: their number and weight change
-
-
-def compiled_and_not(make, dtype, device="cpu", shapes=SHAPES):
-    """Steps of both kinds; none but the first two may compile anything."""
-    models = [Given(dtype, device, shapes) for _ in range(2)]
-    optimizers = [
-        make(model.parameters(), compiled=compiled)
-        for model, compiled in zip(models, (False, True), strict=True)
-    ]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        train(model, optimizer, WARM_UP, KS)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            train(model, optimizer, AFTER, KS)
-    return models
-
-
-@pytest.mark.late
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("own", [{}, {"watch": True}], ids=["plain", "watch"])
-@every_vr_optimizer
-def test_a_compiled_step_is_the_step_and_is_compiled_once(name, own):
-    # float64 has no kernels, so it is compiled on a CPU too
-    plain, compiled = compiled_and_not(partial(VR[name], **own), torch.float64)
-    assert difference(plain, compiled) < CLOSE[torch.float64]
-
-
-@pytest.mark.release
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("factor", ["shrinkage", "positive-part"])
-def test_every_factor_can_be_compiled(factor):
-    plain, compiled = compiled_and_not(partial(VR["VRAdam"], factor=factor), torch.float64)
-    assert difference(plain, compiled) < CLOSE[torch.float64]
-
-
-@pytest.mark.release
-@pytest.mark.usefixtures("compiler")
-def test_bfloat16_weights_can_be_compiled():
-    plain, compiled = compiled_and_not(VR["VRAdam"], torch.bfloat16)
-    assert difference(plain, compiled) < CLOSE[torch.bfloat16]
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("compiler")
-def test_optimizers_of_many_settings_are_compiled_in_one_process():
-    for number in range(12):
-        make = partial(VRSGD, lr=0.1, gamma=0.1 + 0.01 * number)
-        plain, compiled = compiled_and_not(make, torch.float64)
-        assert difference(plain, compiled) < CLOSE[torch.float64]
-
-
-MANY = [
-    *[(n, n) for n in (2, 3, 33)],
-    *[(n, m) for n, m in ((1, 7), (7, 1), (5, 4), (300, 300), (70, 1000))],
-    *[(n,) for n in (1, 2, 5, 100, 5000)],
-    *[(4, 3, 3, 3), (3, 4, 3, 3), (8, 8, 3, 3), (8, 4, 1, 1), (8, 1, 3, 3), (1, 8, 5, 5)],
-    *[(2, 3, 4), (2, 2, 2), ()],
-]
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("name", ["VRAdam", pytest.param("VRSGD", marks=pytest.mark.release)])
-def test_layers_of_many_shapes_are_compiled(name):
-    plain, compiled = compiled_and_not(VR[name], torch.float64, shapes=MANY)
-    assert difference(plain, compiled) < CLOSE[torch.float64]
-
-
 # on a GPU
 
 
@@ -251,24 +170,7 @@ def test_factors_on_a_gpu_are_those_on_a_cpu(name, dtype):
 
 
 @GPU
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@every_vr_optimizer
-def test_a_compiled_step_on_a_gpu_is_the_step(name, dtype):
-    plain, compiled = compiled_and_not(VR[name], dtype, "cuda")
-    assert difference(plain, compiled) < CLOSE[dtype]
-
-
-@GPU
-@pytest.mark.usefixtures("compiler")
-def test_layers_of_many_shapes_are_compiled_on_a_gpu():
-    plain, compiled = compiled_and_not(VR["VRAdam"], torch.float32, "cuda", shapes=MANY)
-    assert difference(plain, compiled) < CLOSE[torch.float32]
-
-
-@GPU
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("own", [{}, {"watch": True}, {"compiled": True}], ids=str)
+@pytest.mark.parametrize("own", [{}, {"watch": True}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_vr_optimizer
 def test_the_host_waits_for_no_step_after_the_first(name, dtype, own):

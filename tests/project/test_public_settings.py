@@ -91,7 +91,6 @@ VR = {
     "beta3": either(is_none, share),
     "factor": one_of("gsnr", "shrinkage", "positive-part"),
     "watch": is_flag,
-    "compiled": is_flag,
     "fused": either(is_none, is_flag),
 }
 DECAY = {"lr": rate, "weight_decay": not_negative, "maximize": is_flag}

@@ -77,6 +77,14 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
     return list(model.parameters())
 
 
+def is_sharded(value: object) -> bool:
+    """Whether a value is a DTensor, which is not imported for models without any."""
+    if type(value) is Tensor or type(value) is nn.Parameter:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def _is_fully_sharded(modules: list[nn.Module]) -> bool:
     """Whether a module is sharded by FSDP2, which is not imported for models without it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

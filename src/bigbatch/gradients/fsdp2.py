@@ -14,8 +14,7 @@ from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.gradient_hooks import gradient_hook, weak_method
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import OnGradient
-from bigbatch.gradients.rank_reducer import GroupReducer
-from bigbatch.gradients.shard_indices import ShardIndices, indices_in_rows
+from bigbatch.gradients.rank_reducer import GroupReducer, ShardIndices, indices_in_rows
 from bigbatch.gradients.sharded import local_shard, require_one_mesh
 from bigbatch.gradients.source import MADE_LATE, GradientSource
 
@@ -85,9 +84,7 @@ class UnshardedTap(GradientTap):
         hook_unit = weak_method(self._hook_unit)
         for unit in self._units:
             if unit not in self._handles:
-                self._handles[unit] = unit.register_forward_pre_hook(
-                    lambda unit, _: hook_unit(unit)
-                )
+                self._handles[unit] = unit.register_forward_pre_hook(hook_unit)
 
     def detach(self, parameter: Tensor) -> None:
         """Removes the hook of one parameter."""
@@ -105,7 +102,7 @@ class UnshardedTap(GradientTap):
         super().close()
         self._unsharded.clear()
 
-    def _hook_unit(self, unit: nn.Module) -> None:
+    def _hook_unit(self, unit: nn.Module, _: object) -> None:
         """Hooks each watched parameter of the unit that has no hook yet and is gathered."""
         assert self._report is not None
         for module, name, parameter in self._units[unit]:

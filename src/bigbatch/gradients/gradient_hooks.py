@@ -12,14 +12,13 @@ from torch.utils.hooks import RemovableHandle
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 
-def weak_method(method: Any) -> Callable[..., None]:
+def weak_method(method: Any) -> Callable[..., Any]:
     """Calls a bound method while its object lives: hooks live as long as models."""
-    owner_reference, function = weakref.ref(method.__self__), method.__func__
+    reference = weakref.WeakMethod(method)
 
-    def call(*arguments: Any) -> None:
-        owner = owner_reference()
-        if owner is not None:
-            function(owner, *arguments)
+    def call(*arguments: Any) -> Any:
+        bound = reference()
+        return None if bound is None else bound(*arguments)
 
     return call
 

@@ -1,6 +1,5 @@
 """Checks that the watched parameters are still the model's own."""
 
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,6 +7,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource
+from bigbatch.gradients.auto import is_sharded
 
 NO_GRADIENT = (
     "no parameter that is trained or measured got a gradient, so the step would train nothing: "
@@ -71,19 +71,13 @@ class ReplacementCheck:
         """The slots of a module; a shard stands for the parameter that FSDP2 gathered from it."""
         for name, value in slots.items() if isinstance(slots, dict) else ():
             previous = self._values.get((id(slots), name))
-            gathered = value is not previous and _is_shard(previous) and not _is_shard(value)
+            gathered = value is not previous and is_sharded(previous) and not is_sharded(value)
             yield slots, name, previous if gathered and value is not None else value
 
 
 def has_gradient(source: GradientSource) -> bool:
     """Whether this rank has a part of any gradient; one that is zero counts."""
     return any(source.local_grad(parameter) is not None for parameter in source.parameters)
-
-
-def _is_shard(value: Any) -> bool:
-    """Whether a value is a DTensor, which is not imported for models without any."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
 
 
 def _replaced_message(names: list[str]) -> str:

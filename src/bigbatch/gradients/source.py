@@ -120,14 +120,8 @@ class GradientSource:
                 "groups= needs each rank's own gradient, and this engine reduces in every "
                 "backward; measure by micro-batches, groups=None"
             )
-        watched = weakref.WeakMethod(self._watched)
-        self.group_tap = GroupTap(
-            groups,
-            lambda leaf: found(leaf) if (found := watched()) is not None else None,
-            layers,
-            model,
-            checks_samples=self._tap.on_leaves,
-        )
+        watched, checks_samples = weak_method(self._watched), self._tap.on_leaves
+        self.group_tap = GroupTap(groups, watched, layers, model, checks_samples=checks_samples)
 
     def _watched(self, leaf: Tensor) -> Tensor | None:
         """The watched parameter of a leaf of the graph; None if it is another's."""
@@ -409,8 +403,7 @@ class GradientSource:
         """
         ended = self._backward_ended if self._implicit else self._foreign_backward_ended
         last = functools.partial(ended)  # an object of this backward alone
-        gone = weak_method(self._backward_gone)
-        self._end_callback = weakref.ref(last, lambda _: gone())
+        self._end_callback = weakref.ref(last, weak_method(self._backward_gone))
         queue = Variable._execution_engine.queue_callback
         queue(functools.partial(queue, last))
 
@@ -422,7 +415,7 @@ class GradientSource:
             self._refuse_autograd_grad()
         self._close(stamps)
 
-    def _backward_gone(self) -> None:
+    def _backward_gone(self, _: object) -> None:
         """A backward has ended, or failed in the micro-batch that it opened."""
         if self._implicit:
             self._forget_groups()

@@ -1,7 +1,6 @@
 """Optimizers that scale each parameter's step by its gradient signal-to-noise ratio (GSNR)."""
 
-from bigbatch.optim.lamb import LAMB
-from bigbatch.optim.lars import LARS
+from bigbatch.optim.trust_ratio import LAMB, LARS
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.optim.vr_optimizers import VRLAMB, VRLARS, VRSGD, VRAdam
 

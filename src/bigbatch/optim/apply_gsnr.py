@@ -1,7 +1,6 @@
 """Multiplies gradients by r in place, layer by layer, with kernels if they fit, else with torch."""
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,17 +26,12 @@ class Layer(NamedTuple):
     average: Tensor | None = None  # p, updated in place; None without momentum of r
     correction: float = 1.0  # 1 / (1 - beta3^t)
 
-    @property
-    def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The arrays of the kernel."""
-        return self[:4]
-
 
 @dataclass(frozen=True)
 class GsnrOptions:
     """The options of all layers of a parameter group in one step."""
 
-    # factor, gamma, r_max, beta3, watch, compiled: see `VarianceReduced`
+    # factor, gamma, r_max, beta3, watch: see `VarianceReduced`
     factor: str
     gamma: float
     r_max: float
@@ -46,7 +40,6 @@ class GsnrOptions:
     k: int  # number of micro-batches
     watch: bool = False
     fused: bool = True  # whether kernels may be used; torch does the layers that do not fit them
-    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +123,7 @@ def apply_gsnr(
     rule = list(functional.FACTORS).index(o.factor)
     return TwoPass(
         native.Rule.GSNR,
-        layers=[layer.arrays for layer in layers],
+        layers=[layer[:4] for layer in layers],
         layer_values=[(layer.correction, 0.0) for layer in layers],
         group_values=[o.weight, limit, rule, o.k - 1, o.gamma, o.r_max, o.beta3],
         first_pass=(lambda i: _sums(o, layers[i])) if o.factor == "gsnr" else None,
@@ -143,70 +136,33 @@ def apply_gsnr(
 
 
 def _sums(options: GsnrOptions, layer: Layer) -> Tensor:
-    weight, *_ = _scalars(options, layer)
-    live_sums = _compiled(_live_sums) if options.compiled else _live_sums
-    chunks = _chunks(options, layer.total, layer.m2)
-    return torch.stack([live_sums(total, m2, weight) for total, m2 in chunks]).sum(0)
+    chunks = _chunks(layer.total, layer.m2)
+    ratios = (functional.ratio(total, m2, options.weight) for total, m2 in chunks)
+    return torch.stack([functional.live_sums(q) for q in ratios]).sum(0)
 
 
 def _scale(options: GsnrOptions, layer: Layer, sums: Tensor) -> Tensor | None:
-    scalars = _scalars(options, layer)
+    o, stats = options, list[Tensor]()
     mean = (sums[0] / sums[1].clamp_min(1)).to(layer.m2)
-    multiply = _compiled(_multiply) if options.compiled else _multiply
-    rows = [
-        multiply(options.factor, options.watch, mean, scalars, chunk)
-        for chunk in _chunks(options, *layer.arrays)
-    ]
-    stats = [row for row in rows if row is not None]  # empty if not watched
+    for total, m2, gradient, average in _chunks(*layer[:4]):
+        q = functional.ratio(total, m2, o.weight)
+        r = hat = functional.FACTORS[o.factor](q, mean, o.k, o.gamma, o.r_max)
+        if average is not None:
+            hat = functional.update_average(average, r, o.beta3, layer.correction)
+        before = functional.squares(gradient) if o.watch else None
+        gradient.mul_(hat)
+        if before is not None:
+            after = functional.squares(gradient)
+            row = [r.sum(), (r <= o.gamma).sum(), (r >= o.r_max).sum(), before, after]
+            stats.append(torch.stack([value.to(r.dtype) for value in row]))
     return torch.stack(stats).sum(0) if stats else None
 
 
-def _chunks(options: GsnrOptions, *arrays: Tensor | None) -> Iterator[Sequence[Any]]:
+def _chunks(*arrays: Tensor | None) -> Iterator[Sequence[Any]]:
     """The arrays in chunks that fit a CPU's cache; whole on GPUs, or if they are not contiguous."""
     present = [array for array in arrays if array is not None]
-    if not all(array.is_contiguous() for array in present):
+    if not all(array.is_cpu and array.is_contiguous() for array in present):
         yield arrays
         return
-    flat = [None if array is None else array.view(-1) for array in arrays]
-    if options.compiled or present[0].device.type != "cpu":
-        yield flat
-        return
     for start in range(0, max(1, present[0].numel()), _CHUNK):
-        yield [None if x is None else x[start : start + _CHUNK] for x in flat]
-
-
-def _scalars(options: GsnrOptions, layer: Layer) -> tuple[Any, ...]:
-    """Scalars of a layer, as tensors for `torch.compile`, which recompiles for other floats."""
-    o = options
-    scalars = (o.weight, o.k, o.gamma, o.r_max, o.beta3, layer.correction)
-    if not o.compiled:
-        return scalars
-    m2 = layer.m2
-    return tuple(torch.full((), scalar, dtype=m2.dtype, device=m2.device) for scalar in scalars)
-
-
-def _live_sums(total: Tensor, m2: Tensor, weight: float) -> Tensor:
-    return functional.live_sums(functional.ratio(total, m2, weight))
-
-
-def _multiply(
-    factor: str, watch: bool, mean: Tensor, scalars: tuple[Any, ...], arrays: Sequence[Any]
-) -> Tensor | None:
-    weight, k, gamma, r_max, beta3, correction = scalars
-    total, m2, gradient, average = arrays
-    q = functional.ratio(total, m2, weight)
-    r = functional.FACTORS[factor](q, mean, k, gamma, r_max)
-    hat = r if average is None else functional.update_average(average, r, beta3, correction)
-    if not watch:
-        gradient.mul_(hat)
-        return None
-    before = functional.squares(gradient)
-    gradient.mul_(hat)
-    after = functional.squares(gradient)
-    stats = [r.sum(), (r <= gamma).sum(), (r >= r_max).sum(), before, after]
-    return torch.stack([value.to(r.dtype) for value in stats])
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True, fullgraph=True)
+        yield [None if x is None else x.view(-1)[start : start + _CHUNK] for x in arrays]

@@ -4,6 +4,7 @@ See [Note: GSNR inside DDP's all-reduce] in `ddp_comm_hook.py`.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,16 +46,14 @@ class Shard:
         self._buffer = (buffer.numel(), buffer.dtype)
         ranks = math.prod(len(level.members) for level in levels)
         size = max(1, CHUNK_BYTES // buffer.element_size() // ranks) * ranks
-        starts = range(0, buffer.numel(), size)
-        self.chunks = [Chunk(s, min(s + size, buffer.numel()), levels) for s in starts]
-        self.chunk_slices: list[slice] = []  # each chunk's elements in the shard
+        self.chunks: list[Chunk] = []
         self.spans: list[Span] = []
         offset = 0
-        for chunk in self.chunks:
-            length = chunk.shard.stop - chunk.shard.start
-            self.chunk_slices.append(slice(offset, offset + length))
+        for start in range(0, buffer.numel(), size):
+            chunk = Chunk(slice(start, min(start + size, buffer.numel())), levels, offset)
+            self.chunks.append(chunk)
             self.spans += self.spans_of(chunk.shard, offset)
-            offset += length
+            offset = chunk.among_shards.stop
         self.mean = torch.zeros(offset, dtype=sum_dtype(buffer.dtype), device=buffer.device)
         self._average: Tensor | None = None  # p
         self._next_average: Tensor | None = None  # p after the step, if it is taken
@@ -129,8 +128,8 @@ class Shard:
             return
         numel, _ = self._buffer
         flat = self.mean.new_empty(numel)
-        for chunk, shard_slice in zip(self.chunks, self.chunk_slices, strict=True):
-            chunk.gather(self._average[shard_slice], flat[chunk.start : chunk.stop])()
+        for chunk in self.chunks:
+            chunk.gather(self._average[chunk.among_shards], flat[chunk.whole])()
         for parameter, start in self._offsets:
             if parameter in self._steps:
                 average = torch.zeros_like(parameter, dtype=flat.dtype, requires_grad=False)
@@ -158,28 +157,28 @@ class Bucket:
         self._buffer, self._m2_of = buffer, m2_of
         default = torch.float64 if buffer.dtype is torch.float64 else torch.bfloat16
         self._m2_dtype = m2_dtype or default
-        self._scattered: list[list[Callable[[], Tensor]]] = []
+        self._unsent = iter(shard.chunks)
+        self._scattered: deque[list[Callable[[], Tensor]]] = deque()
         self._gathering: list[Callable[[], None]] = []
-        for _ in shard.chunks[:_PREFETCHED]:
-            self._scatter()
+        for _ in range(_PREFETCHED):
+            self._scatter_next()
 
     def receive(self, weights: Sequence[float], *, fused: bool) -> Tensor:
         """Writes S of the shard to `shard.mean`, and returns its M2."""
         m2 = torch.empty_like(self.shard.mean)
-        for number, shard_slice in enumerate(self.shard.chunk_slices):
-            rows = [wait() for wait in self._scattered[number]]
-            self._scattered[number] = []
-            if len(self._scattered) < len(self.shard.chunks):
-                self._scatter()
-            self._join(self.shard.chunks[number], rows, shard_slice, m2, weights, fused)
+        for chunk in self.shard.chunks:
+            rows = [wait() for wait in self._scattered.popleft()]
+            self._scatter_next()
+            self._join(chunk, rows, m2, weights, fused)
         return m2
 
     def send_back(self, scaled: Tensor) -> None:
         """Begins to gather the scaled gradients of all shards in the buffer."""
         scaled = scaled.to(self._buffer.dtype)
-        for chunk, shard_slice in zip(self.shard.chunks, self.shard.chunk_slices, strict=True):
-            out = self._buffer[chunk.start : chunk.stop]
-            self._gathering.append(chunk.gather(scaled[shard_slice], out))
+        self._gathering = [
+            chunk.gather(scaled[chunk.among_shards], self._buffer[chunk.whole])
+            for chunk in self.shard.chunks
+        ]
         self.scaled = True
 
     def finish(self) -> None:
@@ -188,36 +187,31 @@ class Bucket:
             wait()
         self.future.set_result(self._buffer)
 
-    def _scatter(self) -> None:
-        """Scatters S of the next chunk, and M2 if there is any."""
-        chunk = self.shard.chunks[len(self._scattered)]
-        scattered = [chunk.scatter(self._buffer[chunk.start : chunk.stop], 0)]
+    def _scatter_next(self) -> None:
+        """Scatters S of the next chunk if there is one, and M2 if there is any."""
+        chunk = next(self._unsent, None)
+        if chunk is None:
+            return
+        scattered = [chunk.scatter(self._buffer[chunk.whole], 0)]
         if self._m2_of is not None:
             scattered.append(chunk.scatter(self._m2(chunk, self._m2_of), 0))
         self._scattered.append(scattered)
 
     def _m2(self, chunk: Chunk, m2_of: M2Of) -> Tensor:
-        length = chunk.stop - chunk.start
-        chunk_m2 = torch.zeros(length, dtype=self._m2_dtype, device=self._buffer.device)
-        for span in self.shard.spans_of(slice(chunk.start, chunk.stop)):
+        chunk_m2 = torch.zeros_like(self._buffer[chunk.whole], dtype=self._m2_dtype)
+        for span in self.shard.spans_of(chunk.whole):
             m2 = m2_of(span.parameter)
             if m2 is not None:
                 chunk_m2[span.shard_slice] = m2[span.parameter_slice]
         return chunk_m2
 
     def _join(
-        self,
-        chunk: Chunk,
-        rows: list[Tensor],
-        shard_slice: slice,
-        m2: Tensor,
-        weights: Sequence[float],
-        fused: bool,
+        self, chunk: Chunk, rows: list[Tensor], m2: Tensor, weights: Sequence[float], fused: bool
     ) -> None:
         """Joins the moments level by level; the rows of the first may have no M2."""
         for number, level in enumerate(self.shard.levels):
             is_last = number == len(self.shard.levels) - 1
-            total, second = self.shard.mean[shard_slice], m2[shard_slice]
+            total, second = self.shard.mean[chunk.among_shards], m2[chunk.among_shards]
             if not is_last:
                 total = self.shard.mean.new_empty(rows[0].shape[1])
                 second = torch.empty_like(total)

@@ -28,20 +28,26 @@ class Level:
 
 
 class Chunk:
-    """A slice of a flat tensor, of which this rank has a shard."""
+    """A slice of a flat tensor, of which this rank has a shard.
 
-    def __init__(self, start: int, stop: int, levels: list[Level]) -> None:
-        self.start, self.stop = start, stop
-        self.shard = slice(start, stop)  # in the flat tensor
+    Args:
+        whole: the slice.
+        levels: the groups that scatter it, one after the other.
+        offset: where its shard begins among this rank's shards.
+    """
+
+    def __init__(self, whole: slice, levels: list[Level], offset: int) -> None:
+        self.whole = self.shard = whole  # in the flat tensor
         self._levels = levels
         self._sizes: list[list[int]] = []  # elements of each rank, by level
         for level in levels:
             length = self.shard.stop - self.shard.start
             size = -(-length // len(level.members))
             sizes = [max(0, min(size, length - i * size)) for i in range(len(level.members))]
-            offset = self.shard.start + sum(sizes[: level.rank])
-            self.shard = slice(offset, offset + sizes[level.rank])
+            start = self.shard.start + sum(sizes[: level.rank])
+            self.shard = slice(start, start + sizes[level.rank])
             self._sizes.append(sizes)
+        self.among_shards = slice(offset, offset + self.shard.stop - self.shard.start)
 
     def scatter(self, values: Tensor, level: int) -> Callable[[], Tensor]:
         """Begins to send each rank of a level its part of this rank's values.

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.errors import GradientError, SettingError, StateError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import ReducedShards, require_wrapped
-from bigbatch.gradients.shard_indices import ShardIndices, indices_in_runs, places_in_memory
+from bigbatch.gradients.rank_reducer import ShardIndices, indices_in_runs, places_in_memory
 from bigbatch.optim.apply_gsnr import AppliedGsnr, out_of_range
 from bigbatch.optim.bucket_pipeline import BucketPipeline
 from bigbatch.optim.bucket_shards import Shard, Span, future_on

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
+from bigbatch.gradients.auto import is_sharded
 from bigbatch.gradients.dtypes import FULL_PRECISION
-from bigbatch.optim.sharding import is_sharded, local
+from bigbatch.optim.sharding import local
 
 _FUSED_ON_CPU = (SGD, Adam, Adagrad)
 

@@ -37,7 +37,6 @@ class VROptions(TypedDict, total=False):
     beta3: Share | None
     factor: Factor
     watch: bool
-    compiled: bool
 
 
 def require_base(base: Optimizer, names: Iterable[str]) -> None:

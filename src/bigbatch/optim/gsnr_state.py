@@ -26,11 +26,10 @@ class GsnrState:
 
     base: Optimizer  # the base optimizer, whose groups have gamma, r_max, beta3 and vr
     name: str  # the name of the optimizer, for messages
-    # factor, watch, fused, compiled: see `VarianceReduced`
+    # factor, watch, fused: see `VarianceReduced`
     factor: str
     watch: bool
     fused: bool | None
-    compiled: bool
     # the parameters of the groups with vr, in order
     vr_parameters: dict[Tensor, None] = field(default_factory=dict)
 
@@ -63,7 +62,6 @@ class GsnrState:
             k,
             self.watch,
             fused=self.fused is not False,
-            compiled=self.compiled,
         )
 
 

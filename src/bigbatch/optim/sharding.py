@@ -1,19 +1,17 @@
 """Sharded parameters: their gradient source, their local shards, and sums over their ranks.
 
-See [Note: FSDP2's shards] in `gradients/fsdp2.py`. This module never imports DTensor first: no
-parameter is sharded unless it is imported already.
+See [Note: FSDP2's shards] in `gradients/fsdp2.py`.
 """
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients import MADE_LATE, GradientSource, SingleProcessSource
+from bigbatch.gradients.auto import is_sharded
 
 AllReduce = Callable[[Tensor], None]
 
@@ -43,14 +41,6 @@ def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
         )
     require_one_mesh(sharded)
     return ShardedSource(parameters)
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
-    if type(tensor) is Tensor or type(tensor) is Parameter:
-        return False
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Any) -> Tensor:

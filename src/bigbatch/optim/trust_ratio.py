@@ -1,4 +1,4 @@
-"""The common part of LARS and LAMB: a rate for each layer, from two norms over the whole layer."""
+"""LARS and LAMB: a learning rate for each layer, from two norms over the whole layer."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -11,10 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bigbatch.errors import GradientError, SettingError
-from bigbatch.gradients.dtypes import FULL_PRECISION
-from bigbatch.optim.gsnr_options import require_kinds, require_unique
+from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
+from bigbatch.kernels import native
+from bigbatch.optim import functional
+from bigbatch.optim.gsnr_options import Betas, Rate, require_kinds, require_unique
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import TwoPass, require_kernels
+from bigbatch.setting_types import NotNegative, Positive, Share, checked
 
 
 class ParameterShard(NamedTuple):
@@ -77,7 +80,12 @@ class TrustRatioOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_dense_gradients()
+        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        if sparse := [g.layout for g in gradients if g.layout != torch.strided]:
+            raise GradientError(
+                f"{type(self).__name__} does not support gradients of layout {sparse[0]}; use "
+                "embeddings with sparse=False, or another optimizer"
+            )
         with torch.no_grad():
             for group in self.param_groups:
                 parameters = [p for p in group["params"] if p.grad is not None]
@@ -133,15 +141,6 @@ class TrustRatioOptimizer(Optimizer):
     ) -> TwoPass:
         """The step over some layers of a group, with decay and trust ratio if `adapts`."""
 
-    def _require_dense_gradients(self) -> None:
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        for gradient in gradients:
-            if gradient is not None and gradient.layout != torch.strided:
-                raise GradientError(
-                    f"{type(self).__name__} does not support gradients of layout "
-                    f"{gradient.layout}; use embeddings with sparse=False, or another optimizer"
-                )
-
     def _require_valid(self, group: dict[str, Any]) -> None:
         require_kinds(group, type(self))
         require_unique(group["params"])
@@ -151,3 +150,182 @@ class TrustRatioOptimizer(Optimizer):
                     f"{type(self).__name__} does not support a {parameter.dtype} parameter of "
                     f"layout {parameter.layout}; put it into another optimizer"
                 )
+
+
+class LARS(TrustRatioOptimizer):
+    """Layer-wise adaptive rate scaling: steps proportional to the norm of a layer's weights.
+
+        rate = trust_coefficient |theta| / (|g| + weight_decay |theta|)     (1 if a norm is 0)
+        b <- momentum b + lr rate (g + weight_decay theta);   theta <- theta - b
+
+    The learning rate is inside the buffer, as in the paper: when it changes, the steps that are
+    already in the buffer keep their own.
+
+    Args:
+        params: parameters or groups, floating point and dense.
+        lr: learning rate; a number or a tensor of one element.
+        momentum: in [0, 1).
+        weight_decay: decay that is added to the gradient, inside the trust ratio.
+        trust_coefficient: eta, above 0.
+        nesterov: whether theta <- theta - (momentum b + the last summand).
+        exclude_bias_and_norm: no decay and rate 1 for parameters of at most one dimension.
+        maximize: steps along the gradient.
+        fused: whether compiled kernels may be used; None: where they fit, and torch elsewhere.
+    Raises:
+        SettingError: a value is outside its range.
+    Source:
+        You, Gitman and Ginsburg 2017 (arXiv 1708.03888), algorithm 1.
+    """
+
+    _state_names = ("momentum_buffer",)
+
+    @checked
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Rate = 0.1,
+        momentum: Share = 0.9,
+        weight_decay: NotNegative = 0.0,
+        *,
+        trust_coefficient: Positive = 0.001,
+        nesterov: bool = False,
+        exclude_bias_and_norm: bool = True,
+        maximize: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "nesterov": nesterov,
+            "exclude_bias_and_norm": exclude_bias_and_norm,
+            "maximize": maximize,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    def _require_valid(self, group: dict[str, Any]) -> None:
+        super()._require_valid(group)
+        if group["nesterov"] and not group["momentum"]:
+            raise SettingError("nesterov=True needs a momentum")
+
+    def _init_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+
+    def _passes(
+        self, shards: list[ParameterShard], group: dict[str, Any], *, adapts: bool
+    ) -> TwoPass:
+        layers = [(s.theta, s.gradient, s.state[0], None) for s in shards]
+        lr, trust = float(group["lr"]), group["trust_coefficient"]
+        decay = group["weight_decay"] if adapts else 0.0
+        momentum, nesterov = group["momentum"], group["nesterov"]
+        sign = -1.0 if group["maximize"] else 1.0
+
+        def step(i: int, sums: Tensor) -> None:
+            theta, gradient, buffer, _ = layers[i]
+            weight, norm = sums.sqrt()
+            rate = functional.lars_rate(weight, norm, decay, trust) if adapts else 1.0
+            functional.lars_step(
+                theta, sign * gradient, buffer, lr * rate, decay, momentum, nesterov
+            )
+
+        return TwoPass(
+            native.Rule.LARS,
+            layers,
+            layer_values=[(0.0, 0.0)] * len(layers),
+            group_values=[lr, decay, sign, adapts, momentum, trust, nesterov],
+            first_pass=lambda i: torch.stack([functional.squares(x) for x in layers[i][:2]]),
+            second_pass=step,
+        )
+
+
+class LAMB(TrustRatioOptimizer):
+    """Layer-wise adaptive moments: Adam's direction, scaled to the norm of the layer's weights.
+
+        m <- beta1 m + (1 - beta1) g;   v <- beta2 v + (1 - beta2) g^2
+        u = m_hat / (sqrt(v_hat) + eps) + weight_decay theta
+        theta <- theta - lr |theta| / |u| u                              (1 if a norm is 0)
+
+    Both moments are bias-corrected and |theta| is not clamped, as in the authors' use. LAMB does
+    not clip the global norm; clip it yourself.
+
+    Args:
+        params: parameters or groups, floating point and dense.
+        lr: learning rate; a number or a tensor of one element.
+        betas: decay rates of the two moments, in [0, 1).
+        eps: added to the root of the second moment, above 0.
+        weight_decay: decay inside the direction that the trust ratio scales.
+        exclude_bias_and_norm: no decay and ratio 1 for parameters of at most one dimension.
+        maximize: steps along the gradient.
+        fused: whether compiled kernels may be used; None: where they fit, and torch elsewhere.
+    Raises:
+        SettingError: a value is outside its range.
+    Source:
+        You et al. 2020 (arXiv 1904.00962), algorithm 2.
+    """
+
+    _state_names = ("exp_avg", "exp_avg_sq")
+
+    @checked
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Rate = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: Positive = 1e-6,
+        weight_decay: NotNegative = 0.01,
+        *,
+        exclude_bias_and_norm: bool = True,
+        maximize: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "exclude_bias_and_norm": exclude_bias_and_norm,
+            "maximize": maximize,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    def _init_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        zeros = torch.zeros_like(parameter, dtype=sum_dtype(parameter.dtype))
+        return {
+            "exp_avg": zeros,
+            "exp_avg_sq": zeros.clone(),
+            "step": torch.tensor(0.0, dtype=torch.float32),
+        }
+
+    def _passes(
+        self, shards: list[ParameterShard], group: dict[str, Any], *, adapts: bool
+    ) -> TwoPass:
+        layers = [(s.theta, s.gradient, s.state[0], s.state[1]) for s in shards]
+        (beta1, beta2), eps, lr = group["betas"], group["eps"], float(group["lr"])
+        corrections = [(1 - beta1**s.steps, 1 - beta2**s.steps) for s in shards]
+        decay = group["weight_decay"] if adapts else 0.0
+        sign = -1.0 if group["maximize"] else 1.0
+
+        def moments(i: int) -> Tensor:
+            theta, gradient, m, v = layers[i]
+            functional.lamb_moments(sign * gradient, m, v, beta1, beta2)
+            u = functional.lamb_direction(theta, m, v, corrections[i], eps, decay)
+            return torch.stack([functional.squares(theta), functional.squares(u)])
+
+        def step(i: int, sums: Tensor) -> None:
+            theta, _, m, v = layers[i]
+            weight, norm = sums.sqrt()
+            rate = functional.lamb_rate(weight, norm) if adapts else 1.0
+            u = functional.lamb_direction(theta, m, v, corrections[i], eps, decay)
+            theta.sub_(u * (lr * rate))
+
+        return TwoPass(
+            native.Rule.LAMB,
+            layers,
+            layer_values=corrections,
+            group_values=[lr, decay, sign, adapts, beta1, beta2, eps],
+            first_pass=moments,
+            second_pass=step,
+        )

@@ -62,7 +62,6 @@ class VarianceReduced(Optimizer):
         watch: whether `gsnr` records what each step did, by layer.
         fused: whether compiled kernels may be used. None: if they were built, for arrays that fit
             them (float32 on the CPU), and torch for others; True: the same, and they must be built.
-        compiled: whether `torch.compile` compiles what the kernels do not do: for GPUs.
     Raises:
         SettingError: a value is outside its range, or the base optimizer is variance-reduced.
         GradientError: at `step()`, fewer than two micro-batches since `zero_grad()`; at
@@ -93,7 +92,6 @@ class VarianceReduced(Optimizer):
         factor: Factor = "gsnr",
         watch: bool = False,
         fused: bool | None = None,
-        compiled: bool = False,
     ) -> None:
         if isinstance(base, VarianceReduced):
             raise SettingError(f"{type(base).__name__} is scaled already; pass its base optimizer")
@@ -104,7 +102,7 @@ class VarianceReduced(Optimizer):
         require_base(base, self._group_defaults)
         self.attached: DDPCommHook | None = None  # the hook of a DDP model
         self.gsnr_state = GsnrState(
-            base, type(self).__name__, factor=factor, watch=watch, fused=fused, compiled=compiled
+            base, type(self).__name__, factor=factor, watch=watch, fused=fused
         )
         self._step_base = BaseStep(base, warns=not self._chooses_fused)
         # makes torch's hooks and step profiling; groups and state are the base optimizer's
@@ -118,7 +116,7 @@ class VarianceReduced(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: value for name, value in self._group_defaults.items() if name != "vr"}
-        for name in ("factor", "watch", "fused", "compiled"):
+        for name in ("factor", "watch", "fused"):
             options[name] = getattr(self.gsnr_state, name)
         self._require_consolidated()
         return {"base": self.base, "options": options, "momentum": self.gsnr_state.momentum}

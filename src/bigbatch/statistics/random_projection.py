@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bigbatch.gradients import GradientSource, GroupGradients, Subscriber
 from bigbatch.gradients.dtypes import FULL_PRECISION, to_device, widest_float, without_autocast
-from bigbatch.gradients.shard_indices import ShardIndices
+from bigbatch.gradients.rank_reducer import ShardIndices
 from bigbatch.statistics.norms import flattened
 
 _SIZE = 1021  # prime, so that rows do not align with those of a weight matrix

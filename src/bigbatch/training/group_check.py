@@ -15,9 +15,9 @@ from bigbatch.data.collate import Batch, count_samples, slice_samples
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GroupTap
+from bigbatch.gradients.auto import is_sharded
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.grouping import Grouping, Groups
-from bigbatch.optim.sharding import is_sharded
 from bigbatch.setting_types import Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics, from_weighted_losses
 from bigbatch.training.loss_check import one_number

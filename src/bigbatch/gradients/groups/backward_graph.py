@@ -17,12 +17,13 @@ Node = Any
 Edge = tuple[Node, int]
 """A node, and the number of one of its forward function's outputs."""
 
-_WITH_MODES = {
-    "BatchNormBackward0",
-    "CudnnBatchNormBackward0",
-    "MiopenBatchNormBackward0",
-    "NativeBatchNormBackward0",
-}
+
+def node_names(functions: str) -> frozenset[str]:
+    """The names of the nodes of functions, which are separated by spaces."""
+    return frozenset(f"{function}Backward0" for function in functions.split())
+
+
+_WITH_MODES = node_names("BatchNorm CudnnBatchNorm MiopenBatchNorm NativeBatchNorm")
 """Functions of one name that compute something else in training."""
 
 

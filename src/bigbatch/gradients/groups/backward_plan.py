@@ -85,7 +85,8 @@ class RememberedPlans:
             check = structure.checks if self._checks_samples else None
             plan = self._plan(nodes, roots, grouping, check)
             structure.checks += 1
-            structure.add(plan, nodes, grouping.samples)
+            structure.numbers = structure.numbers or plan.numbers
+            structure.plans[structure.shapes_of(nodes, grouping.samples)] = plan
         return nodes, plan
 
     def _plan(
@@ -138,17 +139,11 @@ class _Structure:
     def __init__(self) -> None:
         self.plans: dict[Shapes, BackwardPlan] = {}
         self.backwards = self.checks = 0
-        self._numbers: tuple[int, ...] = ()  # of the nodes of all uses
-
-    def add(self, plan: BackwardPlan, nodes: Sequence[Node], samples: int) -> None:
-        """Remembers a plan for graphs with shapes like these."""
-        if not self._numbers:
-            self._numbers = plan.numbers
-        self.plans[self.shapes_of(nodes, samples)] = plan
+        self.numbers: tuple[int, ...] = ()  # of the nodes of all uses
 
     def shapes_of(self, nodes: Sequence[Node], samples: int) -> Shapes:
         """Where these graphs have dimensions of the batch's size, or a multiple of it in rows."""
-        return ((samples == 1,), *(_relative(nodes[n], samples) for n in self._numbers))
+        return ((samples == 1,), *(_relative(nodes[n], samples) for n in self.numbers))
 
 
 def _relative(node: Node, samples: int) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients.dtypes import to_device
-from bigbatch.gradients.groups.grouping import Grouping
+from bigbatch.gradients.groups.grouping import Grouping, joined
 
 SIGNS = 8  # rows of a matrix of random signs, m
 
@@ -113,12 +113,12 @@ class RowSums(Contribution):
 
     def exact(self) -> Tensor:
         """(k, a)."""
-        return _joined([part.sum(1) for part in self.rows.grouping.split(self.rows.values)])
+        return joined([part.sum(1) for part in self.rows.grouping.split(self.rows.values)])
 
     def projected(self, projection: Projection) -> Tensor:
         """(k, m)."""
         parts = self.rows.grouping.split(self.rows.projected(projection.rows), 1)
-        return _joined([part.sum(2).t() for part in parts])
+        return joined([part.sum(2).t() for part in parts])
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class OuterProducts(Contribution):
         """(k, a, b)."""
         split = self.left.grouping.split
         pairs = zip(split(self.left.values), split(self.right.values), strict=True)
-        return _joined([torch.bmm(a.transpose(1, 2), b) for a, b in pairs])
+        return joined([torch.bmm(a.transpose(1, 2), b) for a, b in pairs])
 
     def projected(self, projection: Projection) -> Tensor:
         """(k, m, b)."""
@@ -193,7 +193,7 @@ class Convolutions(Contribution):
 
 def group_sums(values: Tensor, grouping: Grouping, shape: torch.Size) -> Tensor:
     """Sums over the samples of each group, and over what was broadcast: (B, ...) -> (k, *shape)."""
-    sums = _joined([part.sum(1) for part in grouping.split(values)])
+    sums = joined([part.sum(1) for part in grouping.split(values)])
     missing = sums.dim() - 1 - len(shape)
     if missing > 0:
         sums = sums.sum(tuple(range(1, 1 + missing)))
@@ -207,7 +207,7 @@ def _grouped_product(projection: Tensor, right: Rows) -> Tensor:
     """Sums over the rows of each group, (m, B n) and (B n, b) -> (k, m, b)."""
     split = right.grouping.split
     pairs = zip(split(projection, 1), split(right.values), strict=True)
-    return _joined([torch.bmm(q.transpose(0, 1), x) for q, x in pairs])
+    return joined([torch.bmm(q.transpose(0, 1), x) for q, x in pairs])
 
 
 def _of_channels(signs: Tensor | None, images: Tensor) -> Tensor:
@@ -215,7 +215,3 @@ def _of_channels(signs: Tensor | None, images: Tensor) -> Tensor:
     if signs is None:
         return images
     return (signs @ images.flatten(2)).reshape(len(images), -1, *images.shape[2:])
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients.dtypes import to_device, widest_float
+from bigbatch.gradients.groups.grouping import joined
 
 _MAX_GATHERED = 1 << 17  # elements that are gathered, few enough to stay in cache
 _ROUNDINGS = 64  # of the length of all gradients, that the error of one may have
@@ -126,7 +127,7 @@ class NormsOfGroups:
         return self.norms
 
     def _read(self, layer: int, scale: int, gathered: "Sequence[_Images]") -> None:
-        norms, images = self.norms, _joined([one.images for one in gathered])
+        norms, images = self.norms, joined([one.images for one in gathered], -1)
         total = images.sum(0)
         if images.numel() > 2 * _MAX_GATHERED:  # where vector_norm is inexact
             squares = torch.stack([torch.dot(image, image) for image in images])
@@ -144,7 +145,7 @@ class NormsOfGroups:
         expected = [one.expected for one in gathered if one.expected is not None]
         if not expected:
             return
-        difference = total.sub_(_joined(expected))
+        difference = total.sub_(joined(expected, -1))
         if len({one.part for one in gathered}) == 1:
             _add(self.norms.errors, gathered[0].part, torch.dot(difference, difference))
             _add(self.norms.lengths, gathered[0].part, length)
@@ -161,10 +162,6 @@ class _Images(NamedTuple):
     part: int  # the layer or the parameter whose sums are compared
     images: Tensor  # those of the groups, (k, n)
     expected: Tensor | None  # the image of their sum, (n,); None if it is not compared
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
 
 
 def _add(sums: dict[int, Tensor], key: int, value: Tensor) -> None:

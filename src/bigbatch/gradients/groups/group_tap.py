@@ -1,16 +1,15 @@
 """Computes the gradients of k groups of samples in one backward, at the nodes of its graph."""
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import full_precision, without_autocast
-from bigbatch.gradients.gradient_hooks import hands_errors_over
+from bigbatch.gradients.gradient_hooks import hands_errors_over, weak_method
 from bigbatch.gradients.groups.backward_graph import Node, edges_of, gradients_of_operands
 from bigbatch.gradients.groups.backward_plan import BackwardPlan, CoveredUse, RememberedPlans
 from bigbatch.gradients.groups.contributions import SIGNS, Contribution, Projection, SignPool
@@ -129,9 +128,9 @@ class GroupTap:
         self._backwards += 1
         self._compares = is_surprising or plan.backwards % _COMPARED == 1
         self._prepared += 1
-        on_gradient = weakref.WeakMethod(self._on_gradient)
+        on_gradient = weak_method(self._on_gradient)
         for use in plan.uses:
-            nodes[use.number].register_prehook(_prehook(on_gradient, self._prepared, use))
+            nodes[use.number].register_prehook(partial(on_gradient, self._prepared, use))
 
     def take(self, parameter: Tensor, gradient: Tensor) -> GroupGradients | None:
         """The groups' gradients, complete when the parameter's `gradient` is; None if unseen."""
@@ -243,17 +242,6 @@ class GroupTap:
             projection = Projection(self._signs.signs(shape[0], seed, *kind), columns)
             self._projections[key] = projection
         return projection
-
-
-def _prehook(
-    on_gradient: "weakref.WeakMethod[Callable[..., None]]", prepared: int, use: CoveredUse
-) -> Callable[[Any], None]:
-    def hook(gradients: tuple[Tensor | None, ...]) -> None:
-        bound = on_gradient()
-        if bound is not None:
-            bound(prepared, use, gradients)
-
-    return hook
 
 
 def refusal_message(

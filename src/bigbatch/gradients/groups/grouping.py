@@ -68,6 +68,11 @@ class Grouping:
         return rows.reshape(-1, self.samples, *shape[1:]).transpose(0, 1).reshape(shape)
 
 
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """The parts of `Grouping.split`, or other tensors, in one; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
 def _cut(tensor: Tensor, dim: int, groups: int) -> Tensor:
     shape = tensor.shape
     return tensor.reshape(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])

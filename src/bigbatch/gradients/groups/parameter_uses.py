@@ -7,6 +7,7 @@ they lie on the route from a use to its parameter.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 import torch
@@ -17,51 +18,25 @@ from bigbatch.gradients.groups.backward_graph import (
     Node,
     constants_of,
     leaf_of,
+    node_names,
     operands_of,
     shape_of,
 )
 from bigbatch.gradients.groups.rules import Place, refusal_of, refusal_of_path
 
-_ROWS = {
-    "AddmmBackward0",
-    "EmbeddingBackward0",
-    "MmBackward0",
-}  # whose output is flattened to a matrix
-_ELEMENTWISE = {
-    "AddBackward0",
-    "AddcmulBackward0",
-    "DivBackward0",
-    "ExpandBackward0",
-    "MulBackward0",
-    "PowBackward1",
-    "SubBackward0",
-    "WhereBackward0",
-}
+_ROWS = node_names("Addmm Embedding Mm")  # whose output is flattened to a matrix
+_ELEMENTWISE = node_names("Add Addcmul Div Expand Mul Sub Where") | {"PowBackward1"}
 _FACTORS = {"AddmmBackward0": 1, "BmmBackward0": 0, "MmBackward0": 0, "MvBackward0": 0}
 """Products of matrices, and the number of the operand on the left."""
 
-_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
-_TRANSPOSES = {"TBackward0"}
-_CASTS = {"ToCopyBackward0", "AliasBackward0", "ViewAsBackward0"}
+_VIEWS = node_names("View UnsafeView ReshapeAlias")
+_TRANSPOSES = node_names("T")
+_CASTS = node_names("ToCopy Alias ViewAs")
 _VIEWS_OF_PARAMETERS = (
-    _VIEWS
-    | _TRANSPOSES
-    | _CASTS
-    | {
-        "CatBackward0",
-        "CloneBackward0",
-        "PermuteBackward0",
-        "SelectBackward0",
-        "SliceBackward0",
-        "SplitBackward0",
-        "SplitWithSizesBackward0",
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "StackBackward0",
-        "TransposeBackward0",
-        "UnbindBackward0",
-        "UnsqueezeBackward0",
-    }
+    node_names("Cat Clone Permute Select Slice Split SplitWithSizes Squeeze Stack Transpose Unbind")
+    | node_names("Unsqueeze")
+    | {"SqueezeBackward1"}
+    | (_VIEWS | _TRANSPOSES | _CASTS)
 )
 """Functions whose output has no samples if their operands have none, whatever its shape."""
 
@@ -139,7 +114,8 @@ class ParameterUses:
         for node in nodes:
             for following in operands_of(node):
                 self._consumers[following].append(node)
-        self.operands_first = self._sorted()
+        graph = TopologicalSorter({node: operands_of(node) for node in nodes})
+        self.operands_first = list(graph.static_order())
         self._positions = {node: position for position, node in enumerate(self.operands_first)}
         self._has_samples: dict[Node, bool] = {}
         for node in self.operands_first:
@@ -149,21 +125,6 @@ class ParameterUses:
     def has_samples(self, node: Node) -> bool:
         """Whether the output of a function depends on samples, and not on parameters alone."""
         return self._has_samples[node]
-
-    def _sorted(self) -> list[Node]:
-        """The nodes, each after its operands."""
-        waiting, order, done = list(self.nodes), list[Node](), set[Node]()
-        while waiting:
-            node = waiting[-1]
-            unknown = [] if node in done else [n for n in operands_of(node) if n not in done]
-            if unknown:
-                waiting += unknown
-                continue
-            waiting.pop()
-            if node not in done:
-                done.add(node)
-                order.append(node)
-        return order
 
     def is_ambiguous(self, use: Use) -> bool:
         """Whether only its shape makes the output of a use depend on samples.

@@ -212,9 +212,7 @@ def _add(call: Call, sign: int = 1) -> Contributions:
 
 def _bmm(call: Call) -> Contributions:
     """A batch of one matrix: torch.einsum."""
-    left = Rows(call.rows(call.saved("self")), call.grouping)
-    products = OuterProducts(left, Rows(call.rows(call.gradient), call.grouping))
-    return {1: GroupSums(products.exact()[:, None])}
+    return {1: GroupSums(_mm(call)[1].exact()[:, None])}
 
 
 def _of_each_group(call: Call) -> Contributions:

@@ -19,6 +19,7 @@ from bigbatch.gradients.groups.backward_graph import (
     Edge,
     Node,
     leaf_of,
+    node_names,
     operands_of,
     saved_by_python,
     shape_of,
@@ -31,25 +32,10 @@ from bigbatch.gradients.groups.rules import Place
 _FEW = 8  # samples that one half may not tell apart
 _HALVES_OF_FEW = 4
 
-_INDEXED = {
-    "EmbeddingBackward0",
-    "GatherBackward0",
-    "IndexAddBackward0",
-    "IndexBackward0",
-    "IndexCopyBackward0",
-    "IndexPutBackward0",
-    "IndexSelectBackward0",
-    "MaskedScatterBackward0",
-    "MaskedSelectBackward0",
-    "RepeatInterleaveBackward0",
-    "ScatterAddBackward0",
-    "ScatterBackward0",
-    "ScatterReduceBackward0",
-    "SortBackward0",
-    "TakeAlongDimBackward0",
-    "TakeBackward0",
-    "TopkBackward0",
-}
+_INDEXED = node_names(
+    "Embedding Gather IndexAdd Index IndexCopy IndexPut IndexSelect MaskedScatter MaskedSelect "
+    "RepeatInterleave ScatterAdd Scatter ScatterReduce Sort TakeAlongDim Take Topk"
+)
 """Functions of samples that may take them elsewhere in another batch."""
 
 
@@ -235,8 +221,7 @@ class _Attempt:
 
     def _gradients(self, members: Tensor) -> Sequence[Tensor | None]:
         """The gradients of the last uses."""
-        found, edges = self._found, []
-        gradients: list[Tensor] = []
+        found, edges, gradients = self._found, list[GradientEdge](), list[Tensor]()
         for (number, output, _), place in self._places:
             metadata = found.nodes[number]._input_metadata[output]
             shape, device = tuple(metadata.shape), metadata.device

@@ -11,8 +11,7 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.leaf_tap import LeafTap
-from bigbatch.gradients.rank_reducer import GroupReducer
-from bigbatch.gradients.shard_indices import ShardIndices, indices_in_runs
+from bigbatch.gradients.rank_reducer import GroupReducer, ShardIndices, indices_in_runs
 from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shards
 
 
