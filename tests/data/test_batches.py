@@ -732,9 +732,9 @@ def test_samples_that_were_read_ahead_and_changed_are_those_of_the_next_steps(ki
     if opened:
         batches.start(0)
         seen += [rows_of(m.batch) for m in batches.step(BatchPlan(1, 1, 4), 1)]
-    with batches.peek(10, epoch=0) as peeked:
-        assert 10 == peeked.available
-        first = peeked.batches(1, 8)
+    with batches.peek(10, epoch=0) as (samples, available):
+        assert 10 == available
+        first = samples.peek(1, 8)
         start = 4 if opened else 0
         assert list(range(start + 1, start + 8)) == [n for b, _ in first for n in rows_of(b)]
         assert 7 == sum(samples for _, samples in first)
@@ -752,8 +752,8 @@ def test_samples_that_were_read_ahead_and_changed_are_those_of_the_next_steps(ki
 def test_the_end_that_was_read_ahead_is_not_known_earlier():
     batches = Batches([torch.arange(4), torch.arange(4, 6)])
     batches.start(0)
-    with batches.peek(100, epoch=0) as peeked:
-        assert 6 == peeked.available
+    with batches.peek(100, epoch=0) as (_, available):
+        assert 6 == available
     assert batches.samples is None
     assert [[0, 1, 2], [3, 4, 5]] == [
         m.batch.tolist() for m in batches.step(BatchPlan(1, 3, 2), min_batch=1)

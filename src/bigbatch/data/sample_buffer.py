@@ -39,6 +39,7 @@ class SampleBuffer:
         count: Callable[[Batch], int] | None = None,
     ) -> None:
         self.loader = loader
+        self.place: Callable[[Batch], Batch] | None = None  # moves a batch that is given out
         self.counted = 0  # samples fetched in this pass
         self.waiting = 0  # of them, not taken yet
         self.ended = False  # the loader has no more
@@ -70,19 +71,15 @@ class SampleBuffer:
         self._chunks.clear()
         self.waiting = self._fetched = 0
 
-    def read_until(self, samples: int) -> None:
-        """Fetches batches until so many samples wait, or the loader ends."""
-        while self.waiting < samples and not self.ended:
-            self.ended = not self._fetch()
+    def read_until(self, samples: int, *, notes_end: bool = True) -> None:
+        """Fetches batches until so many samples wait, or the loader ends.
 
-    def read_ahead(self, samples: int) -> int:
-        """Fetches until so many samples wait; returns how many do, fewer at the loader's end.
-
-        The end is not noted: it becomes known when it would have been, so steps are cut alike.
+        An end that is not noted becomes known when it would have been, so steps are cut alike.
         """
-        while self.waiting < samples and not self.ended and self._fetch():
-            pass
-        return min(samples, self.waiting)
+        has_more = not self.ended
+        while self.waiting < samples and has_more:
+            has_more = self._fetch()
+        self.ended = self.ended or (notes_end and not has_more)
 
     def peek(self, start: int, stop: int) -> list[tuple[Batch, int]]:
         """Copies of the samples `start` to `stop` of those that wait, with their numbers.
@@ -95,13 +92,13 @@ class SampleBuffer:
             if low < high:
                 parts.append((self._split(chunk.batch, low, high), high - low))
             start, stop = start - chunk.samples, stop - chunk.samples
-        if self.concatenates:
-            batches = [batch for batch, _ in parts]
-            joined = concatenate_samples(batches) if len(batches) > 1 else None
-            if joined is not None:
-                return [(joined, sum(samples for _, samples in parts))]
-            return [(copy_samples(batch), samples) for batch, samples in parts]
-        return [(tree_map_only(torch.Tensor, torch.clone, batch), n) for batch, n in parts]
+        if not self.concatenates:
+            copies = [(tree_map_only(torch.Tensor, torch.clone, batch), n) for batch, n in parts]
+        elif (joined := copy_samples([batch for batch, _ in parts])) is not None:
+            copies = [(joined, sum(n for _, n in parts))]
+        else:
+            copies = [(copy_samples([batch]), n) for batch, n in parts]
+        return [(self._placed(batch), n) for batch, n in copies]
 
     def take(self, samples: int, turns: int = 1) -> tuple[list[Batch], int]:
         """The next `samples` samples, assigned in turn to `turns` batches, and their number.
@@ -129,7 +126,10 @@ class SampleBuffer:
             assert batches is not None
         count = sum(chunk.samples for chunk in chunks)
         self.waiting -= count
-        return batches, count
+        return [self._placed(batch) for batch in batches], count
+
+    def _placed(self, batch: Batch) -> Batch:
+        return batch if self.place is None else self.place(batch)
 
     def _join(self, chunks: list["_Chunk"], turns: int) -> list[Batch] | None:
         """The chunks as one batch for each turn; None if they do not fit together."""

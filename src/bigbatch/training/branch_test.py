@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigbatch.data.batches import Batches, PeekedSamples
+from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
 from bigbatch.data.rng_state import seed_torch
+from bigbatch.data.sample_buffer import SampleBuffer
 from bigbatch.errors import BatchError, SettingError
 from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
 from bigbatch.training.branch_plan import BranchPlan, BranchRequest, averaging_steps
@@ -104,8 +105,8 @@ def branch_test(
     left = None if batches.samples is None else batches.samples - batches.open * batches.consumed
     arguments = update.plan.batch_size, ranks, memory
     plan = request.plan(*arguments, left)
-    with batches.peek(plan.read // ranks, update.epoch) as samples:
-        fewest = min(count for (count,) in update.collectives.all_gather(samples.available))
+    with batches.peek(plan.read // ranks, update.epoch) as (samples, available):
+        fewest = min(count for (count,) in update.collectives.all_gather(available))
         if fewest * ranks < plan.read:
             plan = request.plan(*arguments, int(fewest) * ranks)
         factors = update.factors_of(plan.batch_sizes)
@@ -142,7 +143,7 @@ class _Branches:
 
     update: Update
     loss_of: LossOf
-    samples: PeekedSamples
+    samples: SampleBuffer
     snapshot: TrainingSnapshot
     plan: BranchPlan
     factors: tuple[float, ...]
@@ -212,7 +213,7 @@ class _Branches:
         rows = stop - start
         count = -(-rows // self.update.max_micro_batch)
         cuts = [start + rows * number // count for number in range(count + 1)]
-        parts = [part for cut in pairwise(cuts) for part in self.samples.batches(*cut)]
+        parts = [part for cut in pairwise(cuts) for part in self.samples.peek(*cut)]
         if len(parts) > count and self.update.meter.source.reducer.lockstep:
             raise BatchError(
                 "batches of different shapes cannot be concatenated, and the ranks must do equally "
