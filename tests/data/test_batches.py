@@ -384,24 +384,10 @@ def test_an_unknown_remainder_is_refused_with_its_value():
         Batches(ragged([4]), remainder="keep")
 
 
-def test_split_needs_a_count_and_count_a_split():
-    with pytest.raises(SettingError, match="split= needs count="):
-        Batches(ragged([4]), split=lambda b, lo, hi: b[lo:hi])
-    with pytest.raises(SettingError, match="count= belongs to split="):
-        Batches(ragged([4]), count=len)
-
-
-def test_split_alone_counts_by_the_known_length():
-    rows = torch.utils.data.TensorDataset(torch.arange(10))
-    loader = torch.utils.data.DataLoader(rows, 4, collate_fn=lambda items: {"set": items})
-    batches = Batches(loader, split=lambda b, lo, hi: {"set": b["set"][lo:hi]})
-    batches.start(0)
-    seen = []
-    while micro_batches := batches.step(BatchPlan(1, 3, 1), min_batch=1):
-        for batch, samples, _ in micro_batches:
-            assert samples == len(batch["set"])
-            seen += [int(item[0]) for item in batch["set"]]
-    assert list(range(10)) == seen
+@pytest.mark.parametrize("option", [{"split": lambda b, lo, hi: b[lo:hi]}, {"count": len}])
+def test_split_needs_a_count_and_count_a_split(option):
+    with pytest.raises(SettingError, match="split= and count= belong together"):
+        Batches(ragged([4]), **option)
 
 
 def test_a_pass_over_batches_that_cannot_be_glued_continues_with_exactly_the_rest():

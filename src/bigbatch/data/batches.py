@@ -47,8 +47,7 @@ class Batches:
         virtual_ranks: v, a multiple of the ranks; default: the ranks.
         split: (batch, lo, hi) -> samples lo to hi, for batches whose leaves do not share their
             first size. Such batches are not concatenated.
-        count: batch -> number of samples, with `split`; default: by the known length of a
-            DataLoader.
+        count: batch -> number of samples, with `split`.
     Raises:
         SettingError: the loader can be iterated only once, an option is unknown, or the number of
             samples is.
@@ -71,8 +70,8 @@ class Batches:
         split: Callable[[Batch, int, int], Batch] | None = None,
         count: Callable[[Batch], int] | None = None,
     ) -> None:
-        if split is None and count is not None:
-            raise SettingError("count= belongs to split=; pass both, or split= alone")
+        if (split is None) != (count is None):
+            raise SettingError("split= and count= belong together; pass both, or neither")
         self.remainder = remainder
         self.uneven = uneven
         self.place: Callable[[Batch], Batch] | None = None  # moves a micro-batch

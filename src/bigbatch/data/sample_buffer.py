@@ -17,7 +17,7 @@ from bigbatch.data.collate import (
 )
 from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rng_state import RandomReader, RandomState, restorable, restore_random_state
-from bigbatch.errors import SettingError, StateError
+from bigbatch.errors import StateError
 
 
 class SampleBuffer:
@@ -29,7 +29,7 @@ class SampleBuffer:
     Args:
         loader: gives the batches.
         split: (batch, lo, hi) -> samples lo to hi; such batches are not concatenated.
-        count: batch -> number of samples, with `split`; default: by the known length.
+        count: batch -> number of samples, with `split`.
     """
 
     def __init__(
@@ -50,11 +50,8 @@ class SampleBuffer:
         self._fetched = 0  # batches
         self._chunks: deque[_Chunk] = deque()
         self._split = split or slice_samples
-        self._count = count or (count_samples if split is None else None)  # None: by the sizes
-        self._count_is_known = count is not None
+        self._count = count or count_samples
         self.concatenates = split is None
-        if split is not None and count is None and None in (loader.batch_size, loader.length):
-            raise SettingError("split= needs count= where the loader does not say its sizes")
 
     @property
     def open(self) -> bool:
@@ -239,8 +236,8 @@ class SampleBuffer:
             return False
         size, length = self._stated_sizes
         stated = min(size, length - self.counted) if size and length is not None else None
-        samples = self._count_by_length() if self._count is None else self._count(batch)
-        if self._fetched == 0 and not self._count_is_known:
+        samples = self._count(batch)
+        if self._fetched == 0 and self.concatenates:
             self.loader.require_samples(samples, self.counted)
         if stated not in (None, samples):
             self.has_stated_sizes = False
@@ -249,13 +246,6 @@ class SampleBuffer:
         self.counted += samples
         self.waiting += samples
         return True
-
-    def _count_by_length(self) -> int:
-        """Samples of the next batch by the present sizes of the loader, which may have changed."""
-        size, length = self.loader.batch_size, self.loader.length
-        assert size is not None
-        assert length is not None
-        return min(size, length - self.counted)
 
     def _cut(self, chunk: "_Chunk", samples: int) -> tuple["_Chunk", "_Chunk"]:
         head = self._split(chunk.batch, 0, samples)
