@@ -384,24 +384,10 @@ def test_an_unknown_remainder_is_refused_with_its_value():
         Batches(ragged([4]), remainder="keep")
 
 
-def test_split_needs_a_count_and_count_a_split():
-    with pytest.raises(SettingError, match="split= needs count="):
-        Batches(ragged([4]), split=lambda b, lo, hi: b[lo:hi])
-    with pytest.raises(SettingError, match="count= belongs to split="):
-        Batches(ragged([4]), count=len)
-
-
-def test_split_alone_counts_by_the_known_length():
-    rows = torch.utils.data.TensorDataset(torch.arange(10))
-    loader = torch.utils.data.DataLoader(rows, 4, collate_fn=lambda items: {"set": items})
-    batches = Batches(loader, split=lambda b, lo, hi: {"set": b["set"][lo:hi]})
-    batches.start(0)
-    seen = []
-    while micro_batches := batches.step(BatchPlan(1, 3, 1), min_batch=1):
-        for batch, samples, _ in micro_batches:
-            assert samples == len(batch["set"])
-            seen += [int(item[0]) for item in batch["set"]]
-    assert list(range(10)) == seen
+@pytest.mark.parametrize("option", [{"split": lambda b, lo, hi: b[lo:hi]}, {"count": len}])
+def test_split_needs_a_count_and_count_a_split(option):
+    with pytest.raises(SettingError, match="split= and count= belong together"):
+        Batches(ragged([4]), **option)
 
 
 def test_a_pass_over_batches_that_cannot_be_glued_continues_with_exactly_the_rest():
@@ -732,9 +718,9 @@ def test_samples_that_were_read_ahead_and_changed_are_those_of_the_next_steps(ki
     if opened:
         batches.start(0)
         seen += [rows_of(m.batch) for m in batches.step(BatchPlan(1, 1, 4), 1)]
-    with batches.peek(10, epoch=0) as peeked:
-        assert 10 == peeked.available
-        first = peeked.batches(1, 8)
+    with batches.peek(10, epoch=0) as (samples, available):
+        assert 10 == available
+        first = samples.peek(1, 8)
         start = 4 if opened else 0
         assert list(range(start + 1, start + 8)) == [n for b, _ in first for n in rows_of(b)]
         assert 7 == sum(samples for _, samples in first)
@@ -752,8 +738,8 @@ def test_samples_that_were_read_ahead_and_changed_are_those_of_the_next_steps(ki
 def test_the_end_that_was_read_ahead_is_not_known_earlier():
     batches = Batches([torch.arange(4), torch.arange(4, 6)])
     batches.start(0)
-    with batches.peek(100, epoch=0) as peeked:
-        assert 6 == peeked.available
+    with batches.peek(100, epoch=0) as (_, available):
+        assert 6 == available
     assert batches.samples is None
     assert [[0, 1, 2], [3, 4, 5]] == [
         m.batch.tolist() for m in batches.step(BatchPlan(1, 3, 2), min_batch=1)

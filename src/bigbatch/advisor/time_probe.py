@@ -2,8 +2,8 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigbatch.advisor.forward_watch import ModuleCall
-from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.policies.step_time import StepTime, TimedSize
+from bigbatch.training.snapshot import ForwardSnapshot
 
 _FACTORS = (0.25, 1, 4)  # of the samples of a backward
 _SLOW_FACTORS = (0.25, 0.5, 1)  # if it takes longer than a second
@@ -53,7 +53,7 @@ def probe(call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool) -> Pr
         module = copy.deepcopy(module)
         parameters = [p for p in module.parameters() if p.requires_grad]
     device = parameters[0].device.type
-    with _restored(module), torch.enable_grad(), call.autocast(device):
+    with ForwardSnapshot(module), torch.enable_grad(), call.autocast(device):
         one = _Backward(module, call, parameters)
         sample_bytes = _bytes_kept(one)
         free = _free_bytes(parameters[0].device)
@@ -170,25 +170,3 @@ def _free_host_bytes() -> int | None:
         limit = int((group / "memory.max").read_text())
         free = min(free, limit - int((group / "memory.current").read_text()))
     return free
-
-
-@contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Restores buffers and random states."""
-    modules = [(m, dict(m._buffers)) for m in module.modules()]
-    values = [(b, b.detach().clone()) for b in _buffers(modules)]
-    random = random_state()
-    try:
-        yield
-    finally:
-        for owner, buffers in modules:
-            owner._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
-        restore_random_state(random)
-
-
-def _buffers(modules: Iterable[tuple[nn.Module, dict[str, Tensor | None]]]) -> Iterator[Tensor]:
-    for _, buffers in modules:
-        yield from (buffer for buffer in buffers.values() if buffer is not None)

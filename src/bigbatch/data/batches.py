@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -48,8 +47,7 @@ class Batches:
         virtual_ranks: v, a multiple of the ranks; default: the ranks.
         split: (batch, lo, hi) -> samples lo to hi, for batches whose leaves do not share their
             first size. Such batches are not concatenated.
-        count: batch -> number of samples, with `split`; default: by the known length of a
-            DataLoader.
+        count: batch -> number of samples, with `split`.
     Raises:
         SettingError: the loader can be iterated only once, an option is unknown, or the number of
             samples is.
@@ -72,8 +70,8 @@ class Batches:
         split: Callable[[Batch, int, int], Batch] | None = None,
         count: Callable[[Batch], int] | None = None,
     ) -> None:
-        if split is None and count is not None:
-            raise SettingError("count= belongs to split=; pass both, or split= alone")
+        if (split is None) != (count is None):
+            raise SettingError("split= and count= belong together; pass both, or neither")
         self.remainder = remainder
         self.uneven = uneven
         self.place: Callable[[Batch], Batch] | None = None  # moves a micro-batch
@@ -142,10 +140,8 @@ class Batches:
             raise SettingError(
                 "virtual_ranks beyond the ranks deals single samples, which split= cannot"
             )
-        self._pass = SamplePass(
-            self._buffer, collectives, virtual_ranks, self.remainder, lockstep, self.place
-        )
-        self._require_same_ranks()
+        self._buffer.place = self.place
+        self._pass = SamplePass(self._buffer, collectives, virtual_ranks, self.remainder, lockstep)
         self._agree_on_total()
         padding = self._loader.padding
         if padding and ranks > 1 and collectives.rank == 0:
@@ -192,13 +188,15 @@ class Batches:
         return StepBatches(self._pass, plan, min_batch, max_batch, min_rows)
 
     @contextmanager
-    def peek(self, samples: int, epoch: int) -> Iterator["PeekedSamples"]:
+    def peek(self, samples: int, epoch: int) -> Iterator[tuple[SampleBuffer, int]]:
         """Reads the next samples of this rank, which later steps get as if nothing had been read.
 
         What was fetched waits in memory for the steps. If fetching drew random numbers, or a pass
         had to be started for it, the samples are dropped at the end of the block and the loader is
         put back to its position, as after a resumption. Random states are those of before.
 
+        Returns:
+            The buffer to `peek` at them, and how many were read; fewer at the end of a pass.
         Raises:
             SettingError: between two passes of persistent workers, which draw numbers of their own.
         """
@@ -216,13 +214,13 @@ class Batches:
         try:
             if not self.open:
                 self.start(epoch)
-            available = buffer.read_ahead(samples)
+            buffer.read_until(samples, notes_end=False)
             traceless = (
                 saved[:2] == (True, buffer.has_stated_sizes)
                 and same_random_state(before, random_state())
                 and all(map(torch.equal, generators, self._loader.generator_states()))
             )
-            yield PeekedSamples(buffer, available, self.place)
+            yield buffer, min(samples, buffer.waiting)
         finally:
             if not traceless:
                 self._rewind(saved[2], epoch, is_open=saved[0])
@@ -289,26 +287,22 @@ class Batches:
             self._skip(position, epoch)
         self._pass.end = self._total
 
-    def _require_same_ranks(self) -> None:
+    def _agree_on_total(self) -> None:
         """Raises SettingError, on every rank alike, if samples would come twice or never."""
-        ranks = self._collectives.ranks
+        length, ranks = self._loader.length, self._collectives.ranks
         rows = self._collectives.all_gather(
-            self._loader.num_replicas or ranks, subject="their samplers"
+            self._loader.num_replicas or ranks,
+            -1 if length is None else length,
+            subject="their samplers and numbers of samples",
         )
-        for rank, (num_replicas,) in enumerate(rows):
+        for rank, (num_replicas, _) in enumerate(rows):
             if num_replicas != ranks:
                 raise SettingError(
                     f"the sampler of rank {rank} deals samples to num_replicas={num_replicas:.0f} "
                     f"ranks, and {ranks} share the model; give it num_replicas={ranks} and the "
                     "rank among them"
                 )
-
-    def _agree_on_total(self) -> None:
-        length, ranks = self._loader.length, self._collectives.ranks
-        rows = self._collectives.all_gather(
-            -1 if length is None else length, subject="their numbers of samples"
-        )
-        lengths = [round(length) for (length,) in rows]
+        lengths = [round(length) for _, length in rows]
         total, shortest = sum(lengths), min(lengths)
         if shortest < 0:
             self._total = None
@@ -343,20 +337,3 @@ class Batches:
             )
         consumed: int = position["consumed"]
         self._buffer.skip(epoch, consumed, samples_of_rank(consumed, rank, ranks))
-
-
-@dataclass(frozen=True)
-class PeekedSamples:
-    """The next samples of this rank, inside `Batches.peek`."""
-
-    buffer: SampleBuffer  # in which they wait
-    available: int  # how many were read; fewer than were asked for at the end of a pass
-    # moves a batch to its device, for example; None to leave it
-    place: Callable[[Batch], Batch] | None
-
-    def batches(self, start: int, stop: int) -> list[tuple[Batch, int]]:
-        """Copies of samples `start` to `stop` as few batches, each with its number of samples."""
-        batches = self.buffer.peek(start, stop)
-        if self.place is None:
-            return batches
-        return [(self.place(batch), samples) for batch, samples in batches]

@@ -58,12 +58,15 @@ def concatenate_samples(batches: Sequence[Batch]) -> Batch | None:
         >>> concatenate_samples([torch.tensor([1]), torch.tensor([2, 3])])
         tensor([1, 2, 3])
     """
-    return batches[0] if len(batches) == 1 else _copy(batches)
+    return batches[0] if len(batches) == 1 else copy_samples(batches)
 
 
-def copy_samples(batch: Batch) -> Batch:
-    """A batch of the same samples in memory of its own."""
-    return _copy([batch])
+def copy_samples(batches: Sequence[Batch]) -> Batch | None:
+    """`concatenate_samples` in memory of its own, also of a single batch."""
+    try:
+        return _map(_concatenate, list(batches))
+    except _StructureMismatchError:
+        return None
 
 
 def interleave_samples(
@@ -86,19 +89,12 @@ def interleave_samples(
             for batch, count, offset in zip(batches, counts, offsets, strict=False)
             if offset < count
         ]
-        interleaved.append(_copy(strided))
+        interleaved.append(copy_samples(strided))
     return None if any(batch is None for batch in interleaved) else interleaved
 
 
 def _index(batch: Batch, samples: slice) -> Batch:
     return _map(lambda leaves: leaves[0][samples], [batch])
-
-
-def _copy(batches: Sequence[Batch]) -> Batch | None:
-    try:
-        return _map(_concatenate, list(batches))
-    except _StructureMismatchError:
-        return None
 
 
 class _StructureMismatchError(Exception):
@@ -128,10 +124,7 @@ def _leaves(batch: Batch) -> list[Any]:
     """All leaves, in one order for batches of one structure."""
     if _is_leaf(batch):
         return [batch]
-    leaves: list[Any] = []
-    for part in _flatten(batch)[0]:
-        leaves += [part] if isinstance(part, torch.Tensor) else _leaves(part)
-    return leaves
+    return [leaf for part in _flatten(batch)[0] for leaf in _leaves(part)]
 
 
 def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:

@@ -1,7 +1,7 @@
 """One pass over the samples of all ranks, and the micro-batches of its steps."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -31,8 +31,6 @@ class SamplePass:
     virtual_ranks: int  # samples in a row, a multiple of the ranks
     remainder: Remainder  # use of the last samples; see `Batches`
     lockstep: bool = False  # whether the ranks must do equally many backwards
-    # moves a micro-batch to its device, for example; None to leave it
-    place: Callable[[Batch], Batch] | None = None
     consumed: int = 0  # samples that steps have taken, over all ranks
     end: int | None = None  # samples of the whole pass, once known
 
@@ -87,7 +85,7 @@ class SamplePass:
         is_full = self.consumed - start == rows * self.virtual_ranks
         return [
             MicroBatch(
-                batch if self.place is None else self.place(batch),
+                batch,
                 samples_of_rank(samples, turn, turns),
                 rows * ranks if is_full else self._global_samples(start, turn, turns),
             )

@@ -2,11 +2,6 @@
 
 import ctypes
 import random
-import struct
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy
@@ -29,72 +24,27 @@ def random_state() -> RandomState:
 class RandomReader:
     """Reads the states of the generators again and again.
 
-    Python and NumPy copy their states word by word, which takes longer than all else. So they are
-    read only if their memory has changed: every draw moves the position, or makes all words again.
+    NumPy copies its state word by word, which takes longer than all else. So it is read only if its
+    memory has changed: every draw moves the position in the words, or makes all words again.
     """
 
     def __init__(self) -> None:
-        read_numpy = partial(numpy.random.get_state, legacy=True)
-        self._python = _CachedState(
-            random.getstate, _python_memory(), lambda state: state[2] is not None
-        )
-        self._numpy = _CachedState(read_numpy, _NumpyMemory(), lambda state: state[3] != 0)
+        self._generator: Any = None  # NumPy's global one, of the last read
+        self._memory = memoryview(b"")  # its last words and its position, as they are now
+        self._numpy_state: Any = None
+        self._seen = b""  # the memory that belongs to the state
 
     def read(self) -> RandomState:
         """The present states."""
         initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return {
-            "python": self._python.get(),
-            "numpy": self._numpy.get(),
+            "python": random.getstate(),
+            "numpy": self._read_numpy(),
             "torch": torch.default_generator.get_state(),
             "cuda": torch.cuda.get_rng_state_all() if initialized else [],
         }
 
-
-@dataclass
-class _CachedState:
-    """A generator's state, read again if its memory has changed.
-
-    Memory does not show a normal number that is kept for the next draw, so a state that has one is
-    not cached.
-    """
-
-    read: Callable[[], Any]
-    memory: Callable[[], bytes]  # reads the generator's memory; empty if that is impossible
-    has_normal: Callable[[Any], bool]  # whether a state has a normal number
-    state: Any = None
-    state_memory: bytes = b""  # the memory that belongs to the state
-
-    def get(self) -> Any:
-        """The present state."""
-        memory = self.memory()
-        if not memory or memory != self.state_memory:
-            self.state = self.read()
-            self.state_memory = b"" if self.has_normal(self.state) else memory
-        return self.state
-
-
-def _python_memory() -> Callable[[], bytes]:
-    """Reads position and words behind the object's header, if CPython has them there."""
-    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-    header, size = object.__basicsize__, type(generator).__mro__[1].__basicsize__
-    if sys.implementation.name == "cpython" and size >= header + _WORDS + 4:
-        *words, position = generator.getstate()[1]
-        address = id(generator) + header
-        expected = struct.pack("625I", position, *words)
-        if ctypes.string_at(address, len(expected)) == expected:
-            return _memory_reader(address)
-    return bytes
-
-
-class _NumpyMemory:
-    """Reads the last words and the position of NumPy's global generator, whichever it is now."""
-
-    def __init__(self) -> None:
-        self._generator: Any = None
-        self._read: Callable[[], bytes] = bytes
-
-    def __call__(self) -> bytes:
+    def _read_numpy(self) -> Any:
         generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
         if generator is not self._generator:
             if type(generator) is not numpy.random.MT19937:
@@ -104,13 +54,14 @@ class _NumpyMemory:
                     "your own"
                 )
             end: int = generator.ctypes.state_address + _WORDS + 4  # words, then the position
-            self._generator, self._read = generator, _memory_reader(end - _SAMPLED)
-        return self._read()
-
-
-def _memory_reader(address: int) -> Callable[[], bytes]:
-    """Reads the sampled bytes at an address; without a foreign call each time."""
-    return memoryview((ctypes.c_char * _SAMPLED).from_address(address)).tobytes
+            sampled = (ctypes.c_char * _SAMPLED).from_address(end - _SAMPLED)
+            self._generator, self._memory, self._seen = generator, memoryview(sampled), b""
+        memory = self._memory.tobytes()
+        if memory != self._seen:
+            self._numpy_state = numpy.random.get_state(legacy=True)  # noqa: NPY002
+            # memory does not show a normal number that is kept for the next draw
+            self._seen = b"" if self._numpy_state[3] else memory
+        return self._numpy_state
 
 
 def restorable(raw: RandomState) -> RandomState:

@@ -17,7 +17,7 @@ from bigbatch.data.collate import (
 )
 from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rng_state import RandomReader, RandomState, restorable, restore_random_state
-from bigbatch.errors import SettingError, StateError
+from bigbatch.errors import StateError
 
 
 class SampleBuffer:
@@ -29,7 +29,7 @@ class SampleBuffer:
     Args:
         loader: gives the batches.
         split: (batch, lo, hi) -> samples lo to hi; such batches are not concatenated.
-        count: batch -> number of samples, with `split`; default: by the known length.
+        count: batch -> number of samples, with `split`.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class SampleBuffer:
         count: Callable[[Batch], int] | None = None,
     ) -> None:
         self.loader = loader
+        self.place: Callable[[Batch], Batch] | None = None  # moves a batch that is given out
         self.counted = 0  # samples fetched in this pass
         self.waiting = 0  # of them, not taken yet
         self.ended = False  # the loader has no more
@@ -49,11 +50,8 @@ class SampleBuffer:
         self._fetched = 0  # batches
         self._chunks: deque[_Chunk] = deque()
         self._split = split or slice_samples
-        self._count = count or (count_samples if split is None else None)  # None: by the sizes
-        self._count_is_known = count is not None
+        self._count = count or count_samples
         self.concatenates = split is None
-        if split is not None and count is None and None in (loader.batch_size, loader.length):
-            raise SettingError("split= needs count= where the loader does not say its sizes")
 
     @property
     def open(self) -> bool:
@@ -70,19 +68,15 @@ class SampleBuffer:
         self._chunks.clear()
         self.waiting = self._fetched = 0
 
-    def read_until(self, samples: int) -> None:
-        """Fetches batches until so many samples wait, or the loader ends."""
-        while self.waiting < samples and not self.ended:
-            self.ended = not self._fetch()
+    def read_until(self, samples: int, *, notes_end: bool = True) -> None:
+        """Fetches batches until so many samples wait, or the loader ends.
 
-    def read_ahead(self, samples: int) -> int:
-        """Fetches until so many samples wait; returns how many do, fewer at the loader's end.
-
-        The end is not noted: it becomes known when it would have been, so steps are cut alike.
+        An end that is not noted becomes known when it would have been, so steps are cut alike.
         """
-        while self.waiting < samples and not self.ended and self._fetch():
-            pass
-        return min(samples, self.waiting)
+        has_more = not self.ended
+        while self.waiting < samples and has_more:
+            has_more = self._fetch()
+        self.ended = self.ended or (notes_end and not has_more)
 
     def peek(self, start: int, stop: int) -> list[tuple[Batch, int]]:
         """Copies of the samples `start` to `stop` of those that wait, with their numbers.
@@ -95,13 +89,13 @@ class SampleBuffer:
             if low < high:
                 parts.append((self._split(chunk.batch, low, high), high - low))
             start, stop = start - chunk.samples, stop - chunk.samples
-        if self.concatenates:
-            batches = [batch for batch, _ in parts]
-            joined = concatenate_samples(batches) if len(batches) > 1 else None
-            if joined is not None:
-                return [(joined, sum(samples for _, samples in parts))]
-            return [(copy_samples(batch), samples) for batch, samples in parts]
-        return [(tree_map_only(torch.Tensor, torch.clone, batch), n) for batch, n in parts]
+        if not self.concatenates:
+            copies = [(tree_map_only(torch.Tensor, torch.clone, batch), n) for batch, n in parts]
+        elif (joined := copy_samples([batch for batch, _ in parts])) is not None:
+            copies = [(joined, sum(n for _, n in parts))]
+        else:
+            copies = [(copy_samples([batch]), n) for batch, n in parts]
+        return [(self._placed(batch), n) for batch, n in copies]
 
     def take(self, samples: int, turns: int = 1) -> tuple[list[Batch], int]:
         """The next `samples` samples, assigned in turn to `turns` batches, and their number.
@@ -129,7 +123,10 @@ class SampleBuffer:
             assert batches is not None
         count = sum(chunk.samples for chunk in chunks)
         self.waiting -= count
-        return batches, count
+        return [self._placed(batch) for batch in batches], count
+
+    def _placed(self, batch: Batch) -> Batch:
+        return batch if self.place is None else self.place(batch)
 
     def _join(self, chunks: list["_Chunk"], turns: int) -> list[Batch] | None:
         """The chunks as one batch for each turn; None if they do not fit together."""
@@ -239,8 +236,8 @@ class SampleBuffer:
             return False
         size, length = self._stated_sizes
         stated = min(size, length - self.counted) if size and length is not None else None
-        samples = self._count_by_length() if self._count is None else self._count(batch)
-        if self._fetched == 0 and not self._count_is_known:
+        samples = self._count(batch)
+        if self._fetched == 0 and self.concatenates:
             self.loader.require_samples(samples, self.counted)
         if stated not in (None, samples):
             self.has_stated_sizes = False
@@ -249,13 +246,6 @@ class SampleBuffer:
         self.counted += samples
         self.waiting += samples
         return True
-
-    def _count_by_length(self) -> int:
-        """Samples of the next batch by the present sizes of the loader, which may have changed."""
-        size, length = self.loader.batch_size, self.loader.length
-        assert size is not None
-        assert length is not None
-        return min(size, length - self.counted)
 
     def _cut(self, chunk: "_Chunk", samples: int) -> tuple["_Chunk", "_Chunk"]:
         head = self._split(chunk.batch, 0, samples)

@@ -29,7 +29,7 @@ from bigbatch.policies.policy import Policy, SimiGrad, needs_of
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.branch_plan import DEFAULT_REPEATS, DEFAULT_SHARE, BranchRequest, Repeats
-from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test, require_supported
+from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test
 from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterval
 from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
@@ -223,7 +223,7 @@ class AdaptiveBatch:
     @property
     def lr_factor(self) -> float:
         """Factor of the next step's learning rate, before that step is measured."""
-        return self._update.factor(self.plan.batch_size, None)
+        return self._update.factors_of([self.plan.batch_size])[0]
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -315,8 +315,6 @@ class AdaptiveBatch:
         self._require_no_open_step()
         sizes = None if batch_sizes is None else tuple(batch_sizes)
         request = BranchRequest(sizes, samples, repeats, held_aside, share * self.samples)
-        require_supported(self._update, self.batches)
-        assert isinstance(self.batches, Batches)
         self._select_trained()
         with self._update.outside_steps():
             return branch_test(self.model, self._update, self.batches, loss_of, request)

@@ -69,11 +69,10 @@ class BranchRequest:
         fewest = max(_FEWEST_STEPS, math.ceil(memory[0]))
         if self.samples is not None:
             self._require_length(self.samples, sizes[-1], memory)
-            plan = self._of(sizes, self.samples, ranks)
-            self._require_affordable(plan, available)
-            return plan
-        least = self._of(sizes, fewest * sizes[-1], ranks)
+        least = self._of(sizes, self.samples or fewest * sizes[-1], ranks)
         self._require_affordable(least, available)
+        if self.samples is not None:
+            return least
         longer = range(max(_MOST_STEPS, 2 * fewest), fewest, -1)
         left = math.inf if available is None else available
         plans = (self._of(sizes, steps * sizes[-1], ranks) for steps in longer)

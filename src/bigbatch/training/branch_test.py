@@ -4,16 +4,17 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bigbatch.data.batches import Batches, PeekedSamples
+from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
+from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rng_state import seed_torch
+from bigbatch.data.sample_buffer import SampleBuffer
 from bigbatch.errors import BatchError, SettingError
 from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
 from bigbatch.training.branch_plan import BranchPlan, BranchRequest, averaging_steps
@@ -79,7 +80,7 @@ class BranchTestResult:
         return "\n".join(lines)
 
 
-def require_supported(update: Update, batches: Any) -> None:
+def _require_supported(update: Update, batches: object) -> None:
     """Raises SettingError for a loop in which branches cannot train."""
     problem = ""
     if not isinstance(batches, Batches):
@@ -96,16 +97,21 @@ def require_supported(update: Update, batches: Any) -> None:
 
 
 def branch_test(
-    model: nn.Module, update: Update, batches: Batches, loss_of: LossOf, request: BranchRequest
+    model: nn.Module,
+    update: Update,
+    batches: Batches | ExternalBatches,
+    loss_of: LossOf,
+    request: BranchRequest,
 ) -> BranchTestResult:
     """Trains the branches and restores everything; see `AdaptiveBatch.branch_test`. Collective."""
-    ranks = update.collectives.ranks
-    memory = averaging_steps(update.optimizer)
+    _require_supported(update, batches)
+    assert isinstance(batches, Batches)
+    ranks, memory = update.collectives.ranks, averaging_steps(update.optimizer)
     left = None if batches.samples is None else batches.samples - batches.open * batches.consumed
     arguments = update.plan.batch_size, ranks, memory
     plan = request.plan(*arguments, left)
-    with batches.peek(plan.read // ranks, update.epoch) as samples:
-        fewest = min(count for (count,) in update.collectives.all_gather(samples.available))
+    with batches.peek(plan.read // ranks, update.epoch) as (samples, available):
+        fewest = min(count for (count,) in update.collectives.all_gather(available))
         if fewest * ranks < plan.read:
             plan = request.plan(*arguments, int(fewest) * ranks)
         factors = update.factors_of(plan.batch_sizes)
@@ -115,19 +121,19 @@ def branch_test(
             undo.callback(snapshot.restore)
             undo.callback(update.meter.source.reducer.set_requires_gradient_sync, True)
             branches = _Branches(update, loss_of, samples, snapshot, plan, factors)
-            first_losses, curves = branches.train()
+            first_losses, losses = branches.train()
+    curves = []
+    for size, rows in zip(plan.batch_sizes, losses, strict=True):
+        gains = [[first - x for x in row] for first, row in zip(first_losses, rows, strict=True)]
+        curves.append(BranchCurve(size, [size * step for step in plan.points(size)], gains))
     found = critical_batch(curves, CONFIDENCE)
-    ends = [[row[-1] for row in curve.gains] for curve in curves]
     return BranchTestResult(
         batch_sizes=plan.batch_sizes,
         lr_factors=factors,
         samples=plan.samples,
         held_aside=plan.held_aside,
         first_losses=tuple(first_losses),
-        losses=tuple(
-            tuple(first - gain for first, gain in zip(first_losses, gains, strict=True))
-            for gains in ends
-        ),
+        losses=tuple(tuple(row[-1] for row in rows) for rows in losses),
         critical_batch=found.estimate,
         interval=(found.low, found.high),
         noise_scale=update.average_noise_scale,
@@ -142,37 +148,32 @@ class _Branches:
 
     update: Update
     loss_of: LossOf
-    samples: PeekedSamples
+    samples: SampleBuffer
     snapshot: TrainingSnapshot
     plan: BranchPlan
     factors: tuple[float, ...]
 
-    def train(self) -> tuple[list[float], list[BranchCurve]]:
-        """The losses before the branches, by repeat, and the curve of each branch. Collective."""
+    def train(self) -> tuple[list[float], list[list[list[float]]]]:
+        """Losses before the branches, by repeat, and of each branch, by repeat and point."""
         plan, ranks = self.plan, self.update.collectives.ranks
         # of its own on each rank, for dropout; the same for all branches of a repeat
         seeds = torch.randint(2**40, (plan.repeats,)).tolist()
-        points = [plan.points(size) for size in plan.batch_sizes]
         first_losses: list[float] = []
-        gains: list[list[list[float]]] = [[] for _ in points]
+        losses: list[list[list[float]]] = [[] for _ in plan.batch_sizes]
         for repeat, seed in enumerate(seeds):
             start = repeat * plan.read // plan.repeats // ranks
             self._restart()
             sums = [self._loss_sum(start, seed)]
-            for size, factor, steps in zip(plan.batch_sizes, self.factors, points, strict=True):
+            for size, factor in zip(plan.batch_sizes, self.factors, strict=True):
                 self._restart()
                 with scale_lr(self.update.optimizer, factor):
-                    sums += self._train_branch(size // ranks, steps, start, seed)
+                    sums += self._train_branch(size // ranks, plan.points(size), start, seed)
             rows = zip(*self.update.collectives.all_gather(*sums), strict=True)
-            first, *losses = (math.fsum(row) / plan.held_aside for row in rows)
-            first_losses.append(first)
-            for of_branch, steps in zip(gains, points, strict=True):
-                of_branch.append([first - loss for loss in losses[: len(steps)]])
-                del losses[: len(steps)]
-        curves = zip(plan.batch_sizes, points, gains, strict=True)
-        return first_losses, [
-            BranchCurve(size, [size * step for step in steps], rows) for size, steps, rows in curves
-        ]
+            means = iter([math.fsum(row) / plan.held_aside for row in rows])
+            first_losses.append(next(means))
+            for size, of_branch in zip(plan.batch_sizes, losses, strict=True):
+                of_branch.append([*islice(means, len(plan.points(size)))])
+        return first_losses, losses
 
     def _restart(self) -> None:
         self.snapshot.restore()
@@ -212,7 +213,7 @@ class _Branches:
         rows = stop - start
         count = -(-rows // self.update.max_micro_batch)
         cuts = [start + rows * number // count for number in range(count + 1)]
-        parts = [part for cut in pairwise(cuts) for part in self.samples.batches(*cut)]
+        parts = [part for cut in pairwise(cuts) for part in self.samples.peek(*cut)]
         if len(parts) > count and self.update.meter.source.reducer.lockstep:
             raise BatchError(
                 "batches of different shapes cannot be concatenated, and the ranks must do equally "

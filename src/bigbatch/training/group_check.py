@@ -1,8 +1,7 @@
 """Compares the groups of one backward with a backward for each group."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -21,6 +20,7 @@ from bigbatch.gradients.groups.grouping import Grouping, Groups
 from bigbatch.setting_types import Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics, from_weighted_losses
 from bigbatch.training.loss_check import one_number
+from bigbatch.training.snapshot import ForwardSnapshot
 
 LossFunction = Callable[[Any, Any], Tensor]
 """(output of the model, y) -> mean loss, one number."""
@@ -154,7 +154,7 @@ def check_groups(
             f"weight= has shape {tuple(weight.shape)}; pass {samples} numbers, one for each sample"
         )
     grouping = Grouping(samples, min(groups, samples))
-    with _restored(model), torch.enable_grad():
+    with ForwardSnapshot(model), torch.enable_grad():
         mode = _set_mode(model, lambda: _loss(model, loss_fn, x, y))
         random = random_state()
         compared = _ComparedGradients(model, names, grouping, weight, _loss(model, loss_fn, x, y))
@@ -277,24 +277,6 @@ def _set_mode(model: nn.Module, loss_of: Callable[[], Tensor]) -> str:
 def _is_random(loss_of: Callable[[], Tensor]) -> bool:
     """Whether the loss differs between two random states."""
     return float(loss_of()) != float(loss_of())
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Restores buffers, training modes and random states."""
-    random = random_state()
-    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, training, buffers in modules:
-                module.training = training
-                module._buffers.update(buffers)
-            for buffer, value in values:
-                buffer.copy_(value)
-        restore_random_state(random)
 
 
 def _square(tensor: Tensor) -> float:

@@ -262,12 +262,13 @@ def _count(scheduler: LRScheduler) -> int:
 class LRChanges:
     """Warns once that a schedule of the user's own counts updates, whose number is unknown.
 
+    And once that a policy, the `follower`, follows the rates of a scheduler where none is known.
     Rates may change between two passes (a schedule of epochs, a plateau after validation), and with
     a loaded state, which has new groups.
     """
 
-    def __init__(self, optimizer: Optimizer, *, warns: bool) -> None:
-        self._optimizer, self._warns = optimizer, warns
+    def __init__(self, optimizer: Optimizer, *, warns: bool, follower: str) -> None:
+        self._optimizer, self._warns, self._follower = optimizer, warns, follower
         self._rates: list[tuple[dict[str, Any], Any, int]] = []  # group, rate, writes to the rate
         self._epoch = 0  # of the last update
 
@@ -279,7 +280,17 @@ class LRChanges:
 
     def examine(self, epoch: int) -> None:
         """Compares the rates before another update that has no scheduler."""
-        if not self._warns or epoch != self._epoch:
+        if not self._warns:
+            return
+        if self._follower:
+            warnings.warn(
+                f"{self._follower} follows the scheduled learning rate, and no scheduler is known: "
+                "the batch changes only where you change the rate yourself; pass "
+                "AdaptiveBatch(scheduler=scheduler)",
+                stacklevel=5,
+            )
+            self._follower = ""
+        if epoch != self._epoch:
             return
         numbers = {id(group): number for number, group in enumerate(self._optimizer.param_groups)}
         for group, rate, writes in self._rates:

@@ -15,6 +15,32 @@ from bigbatch.gradients import MADE_LATE, are_freed, parameters_of
 from bigbatch.training.optimizer_checks import trained_parameters
 
 
+class ForwardSnapshot:
+    """What forwards of a model may change: buffers, training modes, random states.
+
+    As a context manager it restores them at the block's end.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._random = random_state()
+        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
+        self._values = _copies([*model.buffers()])
+
+    def restore(self) -> None:
+        """Restores everything; may be called repeatedly."""
+        for module, training, buffers in self._modules:
+            module.training = training
+            module._buffers.update(buffers)
+        _restore_copies(self._values)
+        restore_random_state(self._random)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+
 class TrainingSnapshot:
     """Everything that a trial changes; tensors are copied to the CPU."""
 
@@ -22,17 +48,16 @@ class TrainingSnapshot:
         self, model: nn.Module, optimizer: Optimizer, loader: ResumableLoader | None = None
     ) -> None:
         self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._forwards = ForwardSnapshot(model)
         self._fsdp_roots = _fsdp_roots(model)
         if any(not hasattr(root, "reset_iter_state") for root in self._fsdp_roots):
             raise SettingError(
                 f"under fully_shard torch {torch.__version__} cannot continue after an error; "
                 "install torch 2.13"
             )
-        self._random = random_state()
         self._loader_state = None if loader is None else loader.state_dict()
         self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # copies the containers
         self._attributes = [(each, dict(each)) for each in _attributes(optimizer, depth=2)]
-        self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
         self._group_list = optimizer.param_groups
         self._groups = [(group, dict(group)) for group in optimizer.param_groups]
         parameters = dict.fromkeys([*parameters_of(model), *trained_parameters(optimizer)])
@@ -41,11 +66,8 @@ class TrainingSnapshot:
         self._parameters = [
             (p, p.requires_grad, None if p.grad is None else p.grad.cpu()) for p in parameters
         ]
-        leaves = tree_leaves([[*parameters], [*model.buffers()], self._state, vars(optimizer)])
-        tensors = {id(leaf): _shard(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-        self._values = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors.values()]
+        self._values = _copies(tree_leaves([[*parameters], self._state, vars(optimizer)]))
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Restores everything; may be called repeatedly."""
         self._model.zero_grad()  # of gathered parameters too, which a reset forgets
@@ -55,14 +77,10 @@ class TrainingSnapshot:
         for attributes, saved in self._attributes:
             attributes.clear()
             attributes.update(saved)
-        for module, training, buffers in self._modules:
-            module.training = training
-            module._buffers.update(buffers)
         for parameter, requires_grad, grad in self._parameters:
             parameter.requires_grad_(requires_grad)
             parameter.grad = None if grad is None else grad.to(parameter.device)
-        for tensor, value in self._values:
-            tensor.copy_(value)
+        _restore_copies(self._values)
         self._optimizer.load_state_dict(self._state)
         for loaded, (group, saved) in zip(self._optimizer.param_groups, self._groups, strict=True):
             loaded.update(saved)  # loading has copied a learning rate that is a tensor
@@ -73,7 +91,7 @@ class TrainingSnapshot:
             self._optimizer.param_groups = self._group_list
         if self._loader is not None and self._loader_state is not None:
             self._loader.resume_between_passes(self._loader_state)
-        restore_random_state(self._random)
+        self._forwards.restore()
 
 
 def _attributes(thing: Any, depth: int) -> list[dict[str, Any]]:
@@ -92,7 +110,14 @@ def _fsdp_roots(module: nn.Module) -> list[Any]:
     return [root for child in module.children() for root in _fsdp_roots(child)]
 
 
-def _shard(tensor: Any) -> Tensor:
-    """This rank's shard of a tensor, detached."""
-    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return shard.detach()
+def _copies(leaves: list[Any]) -> list[tuple[Tensor, Tensor]]:
+    """The tensors among the leaves, or this rank's shards of them, and copies on the CPU."""
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values()
+    shards = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return [(shard.detach(), shard.detach().to("cpu", copy=True)) for shard in shards]
+
+
+@torch.no_grad()
+def _restore_copies(copies: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in copies:
+        tensor.copy_(value)

@@ -44,7 +44,7 @@ class Step:
         self.ended = False
         self._micro_batches, self._update = micro_batches, update
         self._meter, self._source = update.meter, update.meter.source
-        self._reduced = None if update.reader is None else update.reader.reduced_source()
+        self._reduced = update.reduced
         # samples, here and on all ranks, of the micro-batch whose backward is still to come; not
         # the batch, whose memory an error must not keep
         self._pending: tuple[int, int] | None = None
@@ -210,12 +210,11 @@ class Step:
         """
         self._update.oom_hints.advise(error)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the unscaled mean gradient of the trained parameters; returns its norm before that.
 
         Raises:
             LoopError: before the last micro-batch's backward, or after `update()`.
-            SettingError: another norm than 2 if `.grad` is r g already, as under DDP.
         """
         self._require_complete("clip_grad_norm_")
         optimizer, scaler = self._update.optimizer, self._update.scaler
@@ -225,12 +224,7 @@ class Step:
         reader = self._update.reader
         attached = None if reader is None else reader.attached
         if attached is None:
-            norm = nn.utils.clip_grad_norm_(trained_parameters(optimizer), max_norm, norm_type)
-        elif norm_type != 2:
-            raise SettingError(
-                f"norm_type={norm_type}: under DDP .grad of a variance-reduced optimizer is r g, "
-                "and the norm that is known of g is the 2-norm; leave norm_type out"
-            )
+            norm = nn.utils.clip_grad_norm_(trained_parameters(optimizer), max_norm)
         else:
             norm = attached.clip_grad_norm_(max_norm, scaler)
         self._source.guard.accept_edit()

@@ -2,8 +2,7 @@
 
 import copy
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -95,6 +94,8 @@ class Update:
         self.step_seconds = 0.0  # of the last step, on this rank; 0 before the first
         self.meter, self.scaler, self.optimizer = meter, meter.scaler, optimizer
         self.reader = micro_batch_optimizer(optimizer)  # if it reads each micro-batch's gradient
+        # its own source, if each backward is reduced over the ranks
+        self.reduced = None if self.reader is None else self.reader.reduced_source()
         self.collectives = collectives = HostCollectives(meter.source)
         external, warns = isinstance(batches, ExternalBatches), collectives.rank == 0
         self.oom_hints = OomHints(collectives.rank, collectives.ranks, external=external)
@@ -115,13 +116,14 @@ class Update:
         self._scaling: Any = resolve_scaling(lr_scaling, controller.base_batch)
         self._batches, self._controller = batches, controller
         self._fit_plan = lru_cache(maxsize=4)(constraints.plan)
-        self._lr_changes = LRChanges(optimizer, warns=warns)
         self._has_weights: set[bool] = set()  # of each rank, once it was asked
         self._half_done = False  # whether a step has failed after it may have changed something
         self._earlier_seconds = 0.0  # before the last resumption
         self._started = self._step_started = time.perf_counter()
         meter.at_step(0, due=interval.due)
         policy = type(controller.policy).__name__
+        follower = policy if controller.needs.lr_decay else ""
+        self._lr_changes = LRChanges(optimizer, warns=warns, follower=follower)
         if controller.needs.statistics:
             interval.require_statistics(f"policy={policy}")
         if lr_scaling == "adascale":
@@ -132,7 +134,6 @@ class Update:
                 f"gives a wrong one; pass lr_scaling={needed!r}"
             )
         self.clock.follows_rates = controller.needs.lr_decay
-        self._warns_without_scheduler = warns and self.clock.follows_rates
         self._transports = transport
         if transport:
             is_fixed, size = isinstance(controller.policy, Fixed), controller.decision.batch_size
@@ -169,20 +170,17 @@ class Update:
         if samples is not None and samples >= self._controller.min_batch:
             self._controller.limit(max_batch=samples)
 
-    def factor(self, batch_size: int, statistics: GradientStatistics | None) -> float:
-        """The factor of the learning rate in a step of so many samples."""
-        return self._scale(batch_size, statistics) * self._controller.decision.lr_factor
-
     def _scale(self, batch_size: int, statistics: GradientStatistics | None) -> float:
         """The part of the factor that follows from the batch size."""
         scale: float = self._scaling(batch_size, self.clock.base_batch, statistics)
         return scale
 
-    def factors_of(self, batch_sizes: tuple[int, ...]) -> tuple[float, ...]:
-        """The factor that a step of each size would have; a rule with a state keeps it."""
+    def factors_of(self, batch_sizes: Sequence[int]) -> tuple[float, ...]:
+        """The factor that a step of each size would have, not measured; keeps the rule's state."""
         scaling = self._scaling if has_state(self._scaling) else None
         saved = None if scaling is None else copy.deepcopy(scaling.state_dict())
-        factors = tuple(self.factor(batch_size, None) for batch_size in batch_sizes)
+        lr_factor = self._controller.decision.lr_factor
+        factors = tuple(self._scale(batch_size, None) * lr_factor for batch_size in batch_sizes)
         if scaling is not None:
             scaling.load_state_dict(saved)
         return factors
@@ -200,10 +198,7 @@ class Update:
         Raises:
             LoopError: an earlier step failed half way.
         """
-        if self._half_done:
-            raise LoopError("update() failed half way; load an earlier checkpoint")
-        if self.clock.scheduler is None and self.record is not None:
-            self._lr_changes.examine(self.epoch)
+        self._require_ready()
         started = time.perf_counter()
         try:
             yield
@@ -248,11 +243,7 @@ class Update:
         subject = "what decides a step"  # see [Note: Agreement of ranks]
         self.collectives.require_equal(step.checksums, subject, self._facts)
         self.clock.require_ready()
-        if self.clock.scheduler is None:
-            self._lr_changes.examine(self.epoch)
-        if self._half_done:
-            raise LoopError("update() failed half way; load an earlier checkpoint")
-        self._warn_without_scheduler()
+        self._require_ready()
         target_batch_size = self._controller.decision.batch_size
         scale = self._scale(step.samples, step.statistics)
         lr_factor = scale * self._controller.decision.lr_factor
@@ -348,22 +339,18 @@ class Update:
             return self._controller.next(step.statistics, now)
         return Decision(present.batch_size, reason, present.lr_factor)
 
-    def _warn_without_scheduler(self) -> None:
-        """Warns before the first step if the policy follows a scheduler and there is none."""
-        if self._warns_without_scheduler and self.clock.scheduler is None:
-            warnings.warn(
-                f"{type(self._controller.policy).__name__} follows the scheduled learning rate, "
-                "and no scheduler is known: the batch changes only where you change the rate "
-                "yourself; pass AdaptiveBatch(scheduler=scheduler)",
-                stacklevel=4,
-            )
-        self._warns_without_scheduler = False
+    def _require_ready(self) -> None:
+        """Checks that all is as the last step left it."""
+        if self._half_done:
+            raise LoopError("update() failed half way; load an earlier checkpoint")
+        if self.clock.scheduler is None:
+            self._lr_changes.examine(self.epoch)
 
     def _zero_grad(self) -> None:
         """Zeroes the gradients and forgets the micro-batches of an unfinished step."""
         self.meter.source.zero_grad()
-        if self.reader is not None and (reduced := self.reader.reduced_source()) is not None:
-            reduced.restart()
+        if self.reduced is not None:
+            self.reduced.restart()
 
     @property
     def _situation(self) -> Situation:
