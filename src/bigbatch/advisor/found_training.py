@@ -1,9 +1,9 @@
 """What trains in a program: model, engine and settings behind an optimizer that has stepped."""
 
 import gc
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from traceback import walk_stack
 from types import FrameType
 
 import torch
@@ -42,7 +42,7 @@ class Caller:
     def find(cls, frame: FrameType) -> "Caller":
         """Looks at the functions that are being executed, from this one outwards."""
         engine, scaler = "", None
-        for caller in _callers(frame):
+        for caller, _ in walk_stack(frame):
             package = str(caller.f_globals.get("__name__")).partition(".")[0]
             # the outermost trainer, since one may use another: the HF Trainer uses Accelerate
             engine = _ENGINES.get(package, engine)
@@ -50,12 +50,6 @@ class Caller:
             if isinstance(owner, GradScaler) and owner.is_enabled():
                 scaler = owner
         return cls(engine, scaler)
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @dataclass(frozen=True)
@@ -79,8 +73,11 @@ class FoundTraining:
             SettingError: the training cannot be measured; says what was seen.
         """
         optimizers = tuple(optimizers)
-        for optimizer in optimizers:
-            _require_one_gradient(optimizer)
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise SettingError(
+                "LBFGS evaluates the gradient several times in a step, at other weights each time, "
+                "so no noise scale belongs to its step"
+            )
         parameters = _trained(optimizers)
         modules = outermost_modules(parameters) if model is None else [model]
         if caller.engine == "DeepSpeed":
@@ -176,18 +173,3 @@ def _trained(optimizers: Iterable[Optimizer]) -> tuple[Tensor, ...]:
 
 def _names(optimizers: Iterable[Optimizer]) -> str:
     return " and ".join(type(optimizer).__name__ for optimizer in optimizers)
-
-
-def _require_one_gradient(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise SettingError(
-            "LBFGS evaluates the gradient several times in a step, at other weights each time, so "
-            "no noise scale belongs to its step"
-        )
-
-
-def ranks_of_world() -> int:
-    """Processes of the default process group, 1 without one."""
-    dist = sys.modules.get("torch.distributed")
-    is_used = dist is not None and dist.is_available() and dist.is_initialized()
-    return dist.get_world_size() if is_used else 1  # type: ignore[union-attr]

@@ -2,9 +2,8 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigbatch.advisor.forward_watch import ModuleCall
-from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.policies.step_time import StepTime, TimedSize
+from bigbatch.training.group_check import restored
 
 _FACTORS = (0.25, 1, 4)  # of the samples of a backward
 _SLOW_FACTORS = (0.25, 0.5, 1)  # if it takes longer than a second
@@ -26,16 +25,9 @@ _SECONDS = 10.0  # from which no further repeat begins
 _MARGIN = 0.1  # of memory that is left free
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What the probe found."""
-
-    backward: StepTime  # seconds of a forward and backward by samples
-    sample_bytes: float  # bytes that a backward keeps for a sample
-    largest: int | None  # samples for which there is memory beyond what is used; an estimate
-
-
-def probe(call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool) -> Probe:
+def probe(
+    call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool
+) -> tuple[StepTime, int | None, float]:
     """Times forwards and backwards of a quarter, one and four times the samples of a call.
 
     The loss is the module's own, if it returns one, else a mean of its outputs. Gradients come from
@@ -45,6 +37,9 @@ def probe(call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool) -> Pr
         call: the call, without graphs.
         parameters: what is trained.
         copies: whether to run a copy of the module, which may keep more than buffers.
+    Returns:
+        Seconds of a forward and backward by samples; the samples for which there is memory beyond
+        what is used, an estimate; the bytes that a backward keeps for a sample.
     """
     module = call.module
     if isinstance(module, DistributedDataParallel):
@@ -53,7 +48,7 @@ def probe(call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool) -> Pr
         module = copy.deepcopy(module)
         parameters = [p for p in module.parameters() if p.requires_grad]
     device = parameters[0].device.type
-    with _restored(module), torch.enable_grad(), call.autocast(device):
+    with restored(module), torch.enable_grad(), call.autocast(device):
         one = _Backward(module, call, parameters)
         sample_bytes = _bytes_kept(one)
         free = _free_bytes(parameters[0].device)
@@ -64,7 +59,7 @@ def probe(call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool) -> Pr
         factors = _SLOW_FACTORS if is_slow else _FACTORS
         sizes = sorted({max(1, round(factor * call.samples)) for factor in factors})
         fitting = [n for n in sizes if n <= call.samples or n * 2 <= (largest or 0)]
-        return Probe(_fit(one, fitting), sample_bytes, largest)
+        return _fit(one, fitting), largest, sample_bytes
 
 
 class _Backward:
@@ -170,25 +165,3 @@ def _free_host_bytes() -> int | None:
         limit = int((group / "memory.max").read_text())
         free = min(free, limit - int((group / "memory.current").read_text()))
     return free
-
-
-@contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Restores buffers and random states."""
-    modules = [(m, dict(m._buffers)) for m in module.modules()]
-    values = [(b, b.detach().clone()) for b in _buffers(modules)]
-    random = random_state()
-    try:
-        yield
-    finally:
-        for owner, buffers in modules:
-            owner._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
-        restore_random_state(random)
-
-
-def _buffers(modules: Iterable[tuple[nn.Module, dict[str, Tensor | None]]]) -> Iterator[Tensor]:
-    for _, buffers in modules:
-        yield from (buffer for buffer in buffers.values() if buffer is not None)

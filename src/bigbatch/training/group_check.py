@@ -154,7 +154,7 @@ def check_groups(
             f"weight= has shape {tuple(weight.shape)}; pass {samples} numbers, one for each sample"
         )
     grouping = Grouping(samples, min(groups, samples))
-    with _restored(model), torch.enable_grad():
+    with restored(model), torch.enable_grad():
         mode = _set_mode(model, lambda: _loss(model, loss_fn, x, y))
         random = random_state()
         compared = _ComparedGradients(model, names, grouping, weight, _loss(model, loss_fn, x, y))
@@ -280,7 +280,7 @@ def _is_random(loss_of: Callable[[], Tensor]) -> bool:
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module) -> Iterator[None]:
     """Restores buffers, training modes and random states."""
     random = random_state()
     modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
