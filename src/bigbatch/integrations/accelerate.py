@@ -1,5 +1,6 @@
 """AdaptiveBatch for a model, optimizer and loader prepared by Hugging Face's accelerate."""
 
+import inspect
 from collections.abc import Iterable, Iterator
 from itertools import chain, pairwise
 from typing import Any, Unpack
@@ -33,19 +34,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, send_to_device, synchronize_rng_states
 
-# of a DataLoader, in addition to its data set and its sampler
-_LOADER_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-)
+_REPLACED = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+_LOADER_OPTIONS = inspect.signature(DataLoader).parameters.keys() - _REPLACED
 
 
 def adaptive_batch(

@@ -31,6 +31,7 @@ from bigbatch.integrations.transformers.trainer_step import (
     StepBatch,
     count_labels,
 )
+from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy, needs_of
 from bigbatch.setting_types import checked
@@ -93,7 +94,7 @@ class AdaptiveMixin(NextClass):
         self._split_step = SplitStep()
         self._prepared_batches: PreparedBatches | None = None
         self._checkpoint: dict[str, Any] | None = None  # the state to resume from
-        self._logged_step = 0  # the last measured one that was logged
+        self._logged: StepRecord | None = None  # the last measurement that was logged
         names = [name for name in LoopOptions.__annotations__ if name in kwargs]
         options = loop_options(**{name: kwargs.pop(name) for name in names})
         self._settings: dict[str, Any] = {"policy": policy, "meter": meter, **options}
@@ -155,7 +156,6 @@ class AdaptiveMixin(NextClass):
             scaler=self.accelerator.scaler,
             **settings,
         )
-        self._logged_step = 0
         self.optimizer = SplitOptimizer(self.optimizer, self._split_step)
         self.lr_scheduler = SplitScheduler(self.lr_scheduler, self.optimizer, self._split_step)
         self.callback_handler.optimizer = self.optimizer
@@ -259,15 +259,11 @@ class AdaptiveMixin(NextClass):
         """As the Trainer's, with the last update, and the last measurement since the last log."""
         train = self.adaptive
         if "loss" in logs and train is not None and train.record is not None:
-            metrics: dict[str, float] = {
-                "batch_size": train.record.batch_size,
-                "samples": train.record.samples,
-            }
-            measured = train.last_measured
-            if measured is not None and measured.step > self._logged_step:
-                self._logged_step = measured.step
-                metrics["similarity"] = measured.similarity
-                metrics["noise_scale"] = measured.noise_scale
+            record, measured = train.record, train.last_measured
+            metrics: dict[str, float] = {"batch_size": record.batch_size, "samples": record.samples}
+            if measured is not None and measured is not self._logged:
+                metrics |= {"similarity": measured.similarity, "noise_scale": measured.noise_scale}
+            self._logged = measured
             logs |= {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._log_scores(logs)
         super().log(logs, *args, **kwargs)
