@@ -60,7 +60,7 @@ class ObservedTraining:
         self._optimizer_seconds: list[float] = []
         self._waits: list[float] = []  # seconds before the first forward of a step
         self._last_end = 0.0
-        self._start_step(())
+        self._start_step()
 
     def close(self) -> None:
         """Removes every hook."""
@@ -99,8 +99,10 @@ class ObservedTraining:
             )
         return True
 
-    def _start_step(self, shared: Sequence[float], *, due: bool = True) -> None:
+    def _start_step(self) -> None:
         self._last_end = time.perf_counter()
+        samples = self._samples
+        shared, due = ((), True) if samples is None else (samples.shared, samples.due)
         self._reader.start(self._steps, shared, due=due)
 
     # learning
@@ -113,7 +115,7 @@ class ObservedTraining:
         elif len(self._learned) >= _MAX_LEARNED:
             raise SettingError(self._explained(reading.failure or _irregular(self._learned)))
         else:
-            self._start_step(())
+            self._start_step()
 
     def _begin_measuring(self, reading: StepReading) -> None:
         backwards = reading.backwards
@@ -126,12 +128,12 @@ class ObservedTraining:
             raise SettingError(self._explained(refusal))
         self._forwards.keep_called()
         if backwards * self._reader.ranks >= _MICRO_BATCHES:
-            samples = self._read_by("micro-batches", backwards)
+            self._read_by("micro-batches", backwards)
         elif hidden := self._hidden_groups():
-            samples = self._read_without_groups(hidden, backwards)
+            self._read_without_groups(hidden, backwards)
         else:
-            samples = self._read_by("groups", backwards)
-        self._start_step(samples.shared, due=samples.due)
+            self._read_by("groups", backwards)
+        self._start_step()
 
     def _check_samples(self) -> str:
         """Why the number of samples cannot be used, unless it was stated; notes a doubt."""
@@ -165,13 +167,13 @@ class ObservedTraining:
             return f"the samples of a backward are stated as {stated}, not in dimension 0"
         return ""
 
-    def _read_without_groups(self, reason: str, backwards: int) -> SampledSteps:
+    def _read_without_groups(self, reason: str, backwards: int) -> None:
         """By two or three backwards, or else by consecutive steps."""
         self._observations.unseen.append(f"groups of samples of one backward: {reason}")
         several = backwards * self._reader.ranks > 1
-        return self._read_by("micro-batches" if several else "consecutive steps", backwards)
+        self._read_by("micro-batches" if several else "consecutive steps", backwards)
 
-    def _read_by(self, way: Way, backwards: int) -> SampledSteps:
+    def _read_by(self, way: Way, backwards: int) -> None:
         if way != self._reader.way:
             self._reader.close()
             kind = ConsecutiveStepsReader if way == "consecutive steps" else StepReader
@@ -180,7 +182,6 @@ class ObservedTraining:
         limit = math.inf if self._limits.seconds is None else self._limits.seconds
         elapsed = time.perf_counter() - self._began
         self._samples = SampledSteps(limit - elapsed, pair=way == "consecutive steps")
-        return self._samples
 
     # measuring
 
@@ -201,8 +202,8 @@ class ObservedTraining:
             if self._reader.way != "groups":
                 raise SettingError(failure)
             self._failures.clear()
-            samples = self._read_without_groups(failure, self._reader.backwards)
-        self._start_step(samples.shared, due=samples.due)
+            self._read_without_groups(failure, self._reader.backwards)
+        self._start_step()
         return False
 
     def _note(self, reading: StepReading, now: float) -> None:

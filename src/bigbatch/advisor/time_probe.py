@@ -105,11 +105,8 @@ def _fit(one: _Backward, sizes: Sequence[int]) -> StepTime:
             break
     # the least of some repeats: other processes only add to it
     timed = [TimedSize(n, min(times), _REPEATS) for n, times in seconds.items()]
-    found = StepTime.fit(timed)
-    if found is None:
-        (n, times), *_ = seconds.items()
-        return StepTime(0.0, min(times) / n, n, n)
-    return found
+    n = sizes[0]
+    return StepTime.fit(timed) or StepTime(0.0, timed[0].seconds / n, n, n)
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> float:
@@ -148,9 +145,7 @@ def _free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserved
-    if device.type != "cpu":
-        return None
-    return _free_host_bytes()
+    return _free_host_bytes() if device.type == "cpu" else None
 
 
 def _free_host_bytes() -> int | None:
