@@ -119,7 +119,7 @@ def test_an_unknown_time_gives_no_batch_but_the_noise_scale():
     advice = MADE["unknown time"]
     assert advice.batch_size is None
     assert () == advice.devices
-    assert [] == lines_to_add(advice)
+    assert {} == lines_to_add(advice)
     assert pytest.approx(500.0, rel=0.01) == advice.noise_scale
     assert "No fastest batch size" in str(advice)
     assert "not seen: the time of other batch sizes: no" in str(advice)
@@ -257,10 +257,6 @@ def test_another_ending_is_refused(tmp_path, name):
 # lines to add
 
 
-def lines_of(advice):
-    return {lines.trainer: lines.lines for lines in lines_to_add(advice)}
-
-
 def numbers_in(text, *names):
     return [int(re.search(rf"{name}[= ](\d+)", text)[1]) for name in names]
 
@@ -276,7 +272,7 @@ def test_the_lines_of_all_trainers_are_the_advised_batch(name, ranks, largest):
     time = replace(made.time, largest=largest)
     observations = replace(made, time=time, found=replace(made.found, ranks=ranks))
     advice = Advice(observations)
-    lines, batch = lines_of(advice), advice.batch_size
+    lines, batch = lines_to_add(advice), advice.batch_size
     deepspeed = json.loads(lines["DeepSpeed"])
     micro = deepspeed["train_micro_batch_size_per_gpu"]
     accumulation = deepspeed["gradient_accumulation_steps"]
@@ -300,7 +296,7 @@ def test_megatron_accepts_its_lines(name, ranks, largest):
     made = MADE[name].observations
     time = replace(made.time, largest=largest)
     advice = Advice(replace(made, time=time, found=replace(made.found, ranks=ranks)))
-    line = lines_of(advice)["Megatron-LM"]
+    line = lines_to_add(advice)["Megatron-LM"]
     micro, size = numbers_in(line, "micro-batch-size", "global-batch-size")
     assert 0 == size % (micro * ranks)
     assert micro <= (largest or size)
@@ -309,7 +305,7 @@ def test_megatron_accepts_its_lines(name, ranks, largest):
 @pytest.mark.parametrize("name", WITH_LINES)
 def test_a_schedule_is_read_by_bigbatch(name):
     advice = MADE[name]
-    line = lines_of(advice)["bigbatch, a schedule"]
+    line = lines_to_add(advice)["bigbatch, a schedule"]
     policy = eval(line.removeprefix("policy="), {"bb": bb})
     assert isinstance(policy, bb.Schedule)
     assert ("to" in schedule(advice)) == (name == "rising")
@@ -318,7 +314,7 @@ def test_a_schedule_is_read_by_bigbatch(name):
 def test_the_observed_trainer_comes_first():
     for engine, first in [("HF Trainer", "HF Trainer"), ("DDP", "PyTorch"), ("DeepSpeed",) * 2]:
         advice = advice_of(steady(1e4), machine(), engine=engine)
-        assert first == lines_to_add(advice)[0].trainer
+        assert first == next(iter(lines_to_add(advice)))
 
 
 # details of pages

@@ -200,51 +200,49 @@ class BatchAdvice:
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON; infinities and nan are None."""
         observations = self.observations
-        measurements = [
-            {
-                "step": one.step,
-                "grad_sqnorm": one.statistics.grad_sqnorm,
-                "grad_variance": one.statistics.grad_variance,
-                "samples": one.statistics.samples,
-                "micro_batches": one.statistics.micro_batches,
-            }
-            for one in observations.measurements
-        ]
-        result: dict[str, Any] = {"refusal": self.refusal, "measurements": measurements}
+        keys = ("grad_sqnorm", "grad_variance", "samples", "micro_batches")
+        result: dict[str, Any] = {
+            "refusal": self.refusal,
+            "measurements": [
+                {"step": one.step, **{key: getattr(one.statistics, key) for key in keys}}
+                for one in observations.measurements
+            ],
+        }
         if observations.found is not None:
             result["found"] = {**vars(observations.found), "way": observations.way}
-        result |= {
-            "steps": observations.steps,
-            "seconds": observations.seconds,
-            "step_seconds": observations.step_seconds,
-            "unseen": observations.unseen,
-        }
+        for name in ("steps", "seconds", "step_seconds", "unseen"):
+            result[name] = getattr(observations, name)
         if not self.refusal:
             result |= self._advised()
-        return result
+        return {key: _finite(value) for key, value in result.items()}
 
     def _advised(self) -> dict[str, Any]:
         trend, time = self.trend, self.observations.time
-        value = {"value": trend.noise_scale, "low": trend.low, "high": trend.high, "level": LEVEL}
         advised = self.batch_size
         return {
-            "noise_scale": {key: _finite(number) for key, number in value.items()},
-            "segments": [_finite_dict(vars(segment)) for segment in trend.segments],
-            "layers": [_finite_dict(vars(layer)) for layer in trend.layers],
+            "noise_scale": {
+                "value": trend.noise_scale,
+                "low": trend.low,
+                "high": trend.high,
+                "level": LEVEL,
+            },
+            "segments": [*map(vars, trend.segments)],
+            "layers": [*map(vars, trend.layers)],
             "batch_size": advised,
             "leave_it": self.leaves_batch or self.is_undecided,
             "lr_factor": None if advised is None else self.lr_factor(advised),
             "betas": [] if advised is None else self.betas(advised),
             "largest_micro_batch": None if time is None else time.largest,
             "network": vars(self.network),
-            "devices": [vars(row) for row in self.devices],
+            "devices": [*map(vars, self.devices)],
             "doubts": self.doubts,
         }
 
 
-def _finite_dict(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: _finite(value) for key, value in values.items()}
-
-
 def _finite(value: Any) -> Any:
+    """A value for JSON: None in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,9 +1,9 @@
 """What trains in a program: model, engine and settings behind an optimizer that has stepped."""
 
 import gc
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from traceback import walk_stack
 from types import FrameType
 
 import torch
@@ -42,7 +42,7 @@ class Caller:
     def find(cls, frame: FrameType) -> "Caller":
         """Looks at the functions that are being executed, from this one outwards."""
         engine, scaler = "", None
-        for caller in _callers(frame):
+        for caller, _ in walk_stack(frame):
             package = str(caller.f_globals.get("__name__")).partition(".")[0]
             # the outermost trainer, since one may use another: the HF Trainer uses Accelerate
             engine = _ENGINES.get(package, engine)
@@ -50,12 +50,6 @@ class Caller:
             if isinstance(owner, GradScaler) and owner.is_enabled():
                 scaler = owner
         return cls(engine, scaler)
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @dataclass(frozen=True)
@@ -79,8 +73,11 @@ class FoundTraining:
             SettingError: the training cannot be measured; says what was seen.
         """
         optimizers = tuple(optimizers)
-        for optimizer in optimizers:
-            _require_one_gradient(optimizer)
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise SettingError(
+                "LBFGS evaluates the gradient several times in a step, at other weights each time, "
+                "so no noise scale belongs to its step"
+            )
         parameters = _trained(optimizers)
         modules = outermost_modules(parameters) if model is None else [model]
         if caller.engine == "DeepSpeed":
@@ -89,11 +86,13 @@ class FoundTraining:
                 "train by bigbatch.integrations.deepspeed.initialize, whose Shadow(Goodput()) "
                 "policy logs the same advice and changes nothing"
             )
+        whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        found = cls(optimizers, parameters, whole, tuple(modules), caller)
         if not modules:
             raise SettingError(
-                f"no nn.Module holds the {len(parameters)} parameters of "
-                f"{_names(optimizers)}: an engine that steps on copies, or functional parameters; "
-                "pass the model, `with bb.advise(model, optimizer)`"
+                f"no nn.Module holds the {len(parameters)} parameters of {found.names}: an engine "
+                "that steps on copies, or functional parameters; pass the model, "
+                "`with bb.advise(model, optimizer)`"
             )
         configs = (vars(module).get("_join_config") for top in modules for module in top.modules())
         if any(getattr(config, "enable", False) for config in configs):
@@ -101,8 +100,7 @@ class FoundTraining:
                 "DDP's join() lets ranks end at different steps, and a measurement needs them all; "
                 "observe a run with equal numbers of batches on all ranks"
             )
-        whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        return cls(optimizers, parameters, whole, tuple(modules), caller)
+        return found
 
     @property
     def has_all_parameters(self) -> bool:
@@ -112,7 +110,7 @@ class FoundTraining:
     @property
     def names(self) -> str:
         """The optimizers' class names."""
-        return _names(self.optimizers)
+        return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
 
     @property
     def engine(self) -> str:
@@ -136,32 +134,22 @@ def outermost_modules(parameters: Iterable[Tensor]) -> list[nn.Module]:
     """The modules that hold some of these parameters and are in no other module."""
     wanted = set(parameters)
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-    inner = {id(child) for module in modules for child in _children(module)}
+    # a module whose __init__ did not finish may have none yet
+    parts = [(vars(module).get("_modules") or {}).values() for module in modules]
+    inner = {id(child) for children in parts for child in children}
     outermost = [module for module in modules if id(module) not in inner]
     return [m for m in outermost if not wanted.isdisjoint(parameters_of(m))]
 
 
 def candidates(outermost: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules that a loop may call: these and those in them, except in one that is compiled."""
-    found: dict[nn.Module, None] = {}
-
-    def visit(module: nn.Module) -> None:
-        if module in found:
-            return
-        found[module] = None
-        if not _is_compiled(module):
-            for child in module.children():
-                visit(child)
-
-    for module in outermost:
-        visit(module)
-    return list(found)
-
-
-def _children(module: nn.Module) -> list[nn.Module]:
-    """Its modules; none of one whose __init__ did not finish."""
-    children = vars(module).get("_modules") or {}
-    return [child for child in children.values() if child is not None]
+    found = dict.fromkeys(outermost)
+    pending = list(found)
+    for module in pending:
+        children = [] if _is_compiled(module) else [m for m in module.children() if m not in found]
+        found.update(dict.fromkeys(children))
+        pending += children
+    return pending
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -172,22 +160,3 @@ def _is_compiled(module: nn.Module) -> bool:
 def _trained(optimizers: Iterable[Optimizer]) -> tuple[Tensor, ...]:
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return tuple(dict.fromkeys(p for group in groups for p in group["params"] if p.requires_grad))
-
-
-def _names(optimizers: Iterable[Optimizer]) -> str:
-    return " and ".join(type(optimizer).__name__ for optimizer in optimizers)
-
-
-def _require_one_gradient(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise SettingError(
-            "LBFGS evaluates the gradient several times in a step, at other weights each time, so "
-            "no noise scale belongs to its step"
-        )
-
-
-def ranks_of_world() -> int:
-    """Processes of the default process group, 1 without one."""
-    dist = sys.modules.get("torch.distributed")
-    is_used = dist is not None and dist.is_available() and dist.is_initialized()
-    return dist.get_world_size() if is_used else 1  # type: ignore[union-attr]

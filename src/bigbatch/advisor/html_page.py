@@ -114,5 +114,5 @@ def _lines(advice: BatchAdvice) -> Iterator[str]:
     found = lines_to_add(advice)
     if found:
         yield "<h2>Lines to add</h2>"
-    for lines in found:
-        yield f"<h3>{escape(lines.trainer)}</h3>\n<pre>{escape(lines.lines)}</pre>"
+    for trainer, lines in found.items():
+        yield f"<h3>{escape(trainer)}</h3>\n<pre>{escape(lines)}</pre>"

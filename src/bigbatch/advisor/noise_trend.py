@@ -53,9 +53,7 @@ class NoiseTrend:
         later = measurements[len(measurements) // 2 :]
         mean = mean_noise_scale(later, batch_size)
         low, high = _interval(later, batch_size, mean)
-        segments = tuple(
-            Segment(part[0].step, part[-1].step, _pooled(part)) for part in _segments(measurements)
-        )
+        segments = tuple(map(_segment, _segments(measurements)))
         return cls(mean, low, high, segments, _layers(later, batch_size))
 
     @property
@@ -129,22 +127,22 @@ def _averages(part: Sequence[Measurement]) -> tuple[float, float]:
     return signal / samples, noise / samples
 
 
-def _pooled(part: Sequence[Measurement]) -> float:
+def _segment(part: Sequence[Measurement]) -> Segment:
     signal, noise = _averages(part)
-    return noise / signal if signal > 0 else math.inf
+    return Segment(part[0].step, part[-1].step, noise / signal if signal > 0 else math.inf)
 
 
 def _layers(measurements: Sequence[Measurement], batch_size: int) -> tuple[LayerNoise, ...]:
-    names = dict.fromkeys(name for one in measurements for name in one.statistics.layers)
-    found = []
-    for name in names:
-        layer = [
-            replace(one, statistics=one.statistics.layers[name])
-            for one in measurements
-            if name in one.statistics.layers
-        ]
-        noise = math.fsum(one.statistics.grad_variance for one in layer)
-        found.append((noise, LayerNoise(name, 0.0, mean_noise_scale(layer, batch_size))))
-    total = math.fsum(noise for noise, _ in found) or 1.0
-    found.sort(key=lambda pair: -pair[0])
-    return tuple(LayerNoise(one.name, noise / total, one.noise_scale) for noise, one in found)
+    parts: dict[str, list[Measurement]] = {}
+    for one in measurements:
+        for name, statistics in one.statistics.layers.items():
+            parts.setdefault(name, []).append(replace(one, statistics=statistics))
+    noises = {
+        name: math.fsum(one.statistics.grad_variance for one in part)
+        for name, part in parts.items()
+    }
+    total = math.fsum(noises.values()) or 1.0
+    return tuple(
+        LayerNoise(name, noises[name] / total, mean_noise_scale(parts[name], batch_size))
+        for name in sorted(noises, key=noises.__getitem__, reverse=True)
+    )

@@ -1,5 +1,6 @@
 """What was observed of a training: plain data, from which the advice is computed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,7 +35,7 @@ class Measurement:
     step: int  # number of the optimizer step, from 0
     statistics: GradientStatistics  # signal and noise, also by layer
     # |h_d|^2 and 8 random projections of this rank's micro-batches, in their order
-    features: tuple[tuple[float, ...], ...] = ()
+    features: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from bigbatch.advisor.observations import Found, Limits, MachineTime, Measuremen
 from bigbatch.advisor.rank_agreement import sign_in
 from bigbatch.advisor.sampled_steps import SampledSteps
 from bigbatch.advisor.step_reader import ConsecutiveStepsReader, StepReader, StepReading
-from bigbatch.advisor.time_probe import Probe, probe
+from bigbatch.advisor.time_probe import probe
 from bigbatch.errors import SettingError
+from bigbatch.policies.step_time import StepTime
 
 _MICRO_BATCHES = 4  # backwards of all ranks from which they are compared themselves
 _LEARNED = 2  # equal steps that show how many backwards a step has
@@ -59,7 +60,7 @@ class ObservedTraining:
         self._optimizer_seconds: list[float] = []
         self._waits: list[float] = []  # seconds before the first forward of a step
         self._last_end = 0.0
-        self._start_step(())
+        self._start_step()
 
     def close(self) -> None:
         """Removes every hook."""
@@ -98,8 +99,10 @@ class ObservedTraining:
             )
         return True
 
-    def _start_step(self, shared: Sequence[float], *, due: bool = True) -> None:
+    def _start_step(self) -> None:
         self._last_end = time.perf_counter()
+        samples = self._samples
+        shared, due = ((), True) if samples is None else (samples.shared, samples.due)
         self._reader.start(self._steps, shared, due=due)
 
     # learning
@@ -112,7 +115,7 @@ class ObservedTraining:
         elif len(self._learned) >= _MAX_LEARNED:
             raise SettingError(self._explained(reading.failure or _irregular(self._learned)))
         else:
-            self._start_step(())
+            self._start_step()
 
     def _begin_measuring(self, reading: StepReading) -> None:
         backwards = reading.backwards
@@ -124,25 +127,26 @@ class ObservedTraining:
         if refusal:
             raise SettingError(self._explained(refusal))
         self._forwards.keep_called()
-        compared = backwards * self._reader.ranks
-        if compared >= _MICRO_BATCHES:
-            samples = self._read_by(self._reader, backwards)
+        if backwards * self._reader.ranks >= _MICRO_BATCHES:
+            self._read_by("micro-batches", backwards)
         elif hidden := self._hidden_groups():
-            self._observations.unseen.append(f"groups of samples of one backward: {hidden}")
-            samples = self._read_without_groups(backwards)
+            self._read_without_groups(hidden, backwards)
         else:
-            samples = self._read_by(self._new_reader("groups"), backwards)
-        self._start_step(samples.shared, due=samples.due)
+            self._read_by("groups", backwards)
+        self._start_step()
 
     def _check_samples(self) -> str:
         """Why the number of samples cannot be used, unless it was stated; notes a doubt."""
         call = self._forwards.last
         if call is None or self._limits.micro_batch is not None:
             return ""
-        count = check_sample_count(call, self._training.model)
-        if count.doubt:
-            self._observations.unseen.append(f"what the samples are: {count.doubt}")
-        return count.refusal
+        try:
+            doubt = check_sample_count(call, self._training.model)
+        except SettingError as error:
+            return str(error)
+        if doubt:
+            self._observations.unseen.append(f"what the samples are: {doubt}")
+        return ""
 
     def _explained(self, reason: str) -> str:
         """A reason for a refusal, with the likely cause if there are several optimizers."""
@@ -163,23 +167,21 @@ class ObservedTraining:
             return f"the samples of a backward are stated as {stated}, not in dimension 0"
         return ""
 
-    def _new_reader(self, way: Way) -> StepReader:
-        self._reader.close()
-        kind = ConsecutiveStepsReader if way == "consecutive steps" else StepReader
-        return kind(self._training, self._forwards, way, self._limits)
-
-    def _read_without_groups(self, backwards: int) -> SampledSteps:
+    def _read_without_groups(self, reason: str, backwards: int) -> None:
         """By two or three backwards, or else by consecutive steps."""
+        self._observations.unseen.append(f"groups of samples of one backward: {reason}")
         several = backwards * self._reader.ranks > 1
-        way: Way = "micro-batches" if several else "consecutive steps"
-        return self._read_by(self._new_reader(way), backwards)
+        self._read_by("micro-batches" if several else "consecutive steps", backwards)
 
-    def _read_by(self, reader: StepReader, backwards: int) -> SampledSteps:
-        self._reader, reader.backwards = reader, backwards
+    def _read_by(self, way: Way, backwards: int) -> None:
+        if way != self._reader.way:
+            self._reader.close()
+            kind = ConsecutiveStepsReader if way == "consecutive steps" else StepReader
+            self._reader = kind(self._training, self._forwards, way, self._limits)
+        self._reader.backwards = backwards
         limit = math.inf if self._limits.seconds is None else self._limits.seconds
         elapsed = time.perf_counter() - self._began
-        self._samples = SampledSteps(limit - elapsed, pair=reader.way == "consecutive steps")
-        return self._samples
+        self._samples = SampledSteps(limit - elapsed, pair=way == "consecutive steps")
 
     # measuring
 
@@ -196,8 +198,12 @@ class ObservedTraining:
         if samples.timed_out or self._steps >= (self._limits.steps or math.inf):
             return True
         if samples.failed >= _ATTEMPTS:
-            samples = self._next_way(failure or "another rank could not read its step")
-        self._start_step(samples.shared, due=samples.due)
+            failure = failure or "another rank could not read its step"
+            if self._reader.way != "groups":
+                raise SettingError(failure)
+            self._failures.clear()
+            self._read_without_groups(failure, self._reader.backwards)
+        self._start_step()
         return False
 
     def _note(self, reading: StepReading, now: float) -> None:
@@ -209,14 +215,6 @@ class ObservedTraining:
         self._waits.append(self._forwards.waited)
         if self._reader.ended:
             self._optimizer_seconds.append(now - self._reader.ended)
-
-    def _next_way(self, reason: str) -> SampledSteps:
-        """The next way of measuring."""
-        if self._reader.way != "groups":
-            raise SettingError(reason)
-        self._observations.unseen.append(f"groups of samples of one backward: {reason}")
-        self._failures.clear()
-        return self._read_without_groups(self._reader.backwards)
 
     # the end
 
@@ -274,22 +272,22 @@ class ObservedTraining:
         if call is None or found is None:
             return
         try:
-            timed = self._probe(call)
+            times, largest, sample_bytes = self._probe(call)
         except Exception as error:
             known = isinstance(error, SettingError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
             self._observations.unseen.append(f"the time of other batch sizes: {reason}")
             return
-        times, optimizer = timed.backward, median(self._optimizer_seconds or [0.0])
+        optimizer = median(self._optimizer_seconds or [0.0])
         backwards = times.seconds([found.micro_batch] * found.accumulation)
         rest = max(0.0, self._observations.step_seconds - backwards - optimizer)
         in_process = any(not loader.num_workers for loader in data_loaders())
         data = min(rest, median(self._waits or [0.0])) if in_process else 0.0
         self._observations.time = MachineTime(
-            times, optimizer, data, rest - data, timed.largest, timed.sample_bytes
+            times, optimizer, data, rest - data, largest, sample_bytes
         )
 
-    def _probe(self, call: ModuleCall) -> Probe:
+    def _probe(self, call: ModuleCall) -> tuple[StepTime, int | None, float]:
         training, is_last = self._training, self._limits.is_last
         if training.wrapper == "FSDP2":
             raise SettingError("under fully_shard it is not measured")

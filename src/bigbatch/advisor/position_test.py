@@ -1,8 +1,9 @@
 """Whether the backwards of a step are micro-batches, which no position in the step tells apart."""
 
-import math
 from collections.abc import Sequence
-from statistics import NormalDist
+
+import torch
+from torch import Tensor
 
 from bigbatch.advisor.observations import Measurement
 
@@ -18,45 +19,36 @@ def differs_by_position(measurements: Sequence[Measurement]) -> str:
     within each step, of |h_d|^2 and of 8 random projections, at a level of 1e-5 together.
 
     Source:
-        Friedman 1937; chi^2 by the approximation of Wilson and Hilferty 1931.
+        Friedman 1937.
     """
     steps = [one.features for one in measurements if len(one.features) > 1]
     k = len(steps[0]) if steps else 0
     steps = [step for step in steps if len(step) == k]
     if len(steps) < _FEWEST:
         return ""
-    columns = range(len(steps[0][0]))
-    for column in columns:
-        ranks = [_ranks([features[column] for features in step]) for step in steps]
-        sums = [math.fsum(position) for position in zip(*ranks, strict=True)]
+    columns = torch.tensor(steps, dtype=torch.float64, device="cpu").unbind(2)
+    for number, values in enumerate(columns):
+        sums = _ranks(values).sum(0)
         if _probability(sums, len(steps)) * len(columns) <= _LEVEL:
-            first, second = sums.index(max(sums)) + 1, sums.index(min(sums)) + 1
-            kind = "other gradients" if column else "longer gradients"
+            kind = "other gradients" if number else "longer gradients"
             return (
-                f"backward {first} of the {k} in a step has {kind} than backward {second} in "
-                f"nearly all of {len(steps)} steps, so they are not micro-batches of one loss and "
-                "one distribution (several tasks or domains, an actor and a critic, a penalty?)"
+                f"backward {sums.argmax() + 1} of the {k} in a step has {kind} than backward "
+                f"{sums.argmin() + 1} in nearly all of {len(steps)} steps, so they are not "
+                "micro-batches of one loss and one distribution (several tasks or domains, an "
+                "actor and a critic, a penalty?)"
             )
     return ""
 
 
-def _probability(sums: Sequence[float], steps: int) -> float:
+def _probability(sums: Tensor, steps: int) -> float:
     """That of such sums of ranks or more different ones, if positions may be exchanged."""
     k = len(sums)
-    square_sum = math.fsum((total - steps * (k + 1) / 2) ** 2 for total in sums)
-    return _survival(12 * square_sum / (steps * k * (k + 1)), k - 1)
+    chi_square = 12 * (sums - steps * (k + 1) / 2).square().sum() / (steps * k * (k + 1))
+    freedom = chi_square.new_tensor(k - 1)
+    return float(torch.special.gammaincc(freedom / 2, chi_square / 2))
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    """Ranks from 1, ties shared."""
-    return [
-        sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2
-        for value in values
-    ]
-
-
-def _survival(chi_square: float, freedom: int) -> float:
-    """P(chi^2 > value)."""
-    scale = 2 / (9 * freedom)
-    z = ((chi_square / freedom) ** (1 / 3) - (1 - scale)) / math.sqrt(scale)
-    return 1 - NormalDist().cdf(z)
+def _ranks(values: Tensor) -> Tensor:
+    """Ranks from 1 in each row, ties shared."""
+    row, others = values[:, :, None], values[:, None, :]
+    return (others < row).sum(2) + ((others == row).sum(2) + 1) / 2

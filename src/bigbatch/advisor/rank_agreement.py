@@ -15,6 +15,8 @@ def sign_in(refusal: str) -> str:
     It uses the store of the default process group, no collective: a rank without advice would leave
     the others waiting in one, or answer it by one of its own.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return refusal
     store: Any = dist.distributed_c10d._get_default_store()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     number = store.add(f"{_KEY}/count/{rank}", 1)  # a process may be observed several times

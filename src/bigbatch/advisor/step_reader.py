@@ -38,9 +38,9 @@ class StepReading:
     statistics: GradientStatistics | None  # its signal and noise; None if they could not be read
     failure: str  # why; empty if there is no reason
     backwards: int  # how many it had on this rank
-    sizes: tuple[float, ...]  # samples of these
-    features: tuple[tuple[float, ...], ...]  # |h_d|^2 and 8 projections of each of these
-    shared: tuple[float, ...]  # sums over the ranks of the values that each has passed
+    sizes: Sequence[float]  # samples of these
+    features: Sequence[Sequence[float]]  # |h_d|^2 and 8 projections of each of these
+    shared: Sequence[float]  # sums over the ranks of the values that each has passed
 
 
 class StepReader(Subscriber):
@@ -64,6 +64,7 @@ class StepReader(Subscriber):
         )
         meter.select(training.parameters)
         self.source: GradientSource = meter.source
+        self.ranks = self.source.ranks  # that share the step
         self.source.on_error = self.note_error
         if way == "groups":
             meter.cut_backwards(limits.groups, training.model)
@@ -82,11 +83,6 @@ class StepReader(Subscriber):
         self._is_begun = False  # whether the step has had one
         self._checks_weights = training.wrapper != "FSDP2"  # which writes to them in a forward
         meter.at_step(0, due=False)
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that share the step."""
-        return self.source.ranks
 
     def start(self, number: int, shared: Sequence[float], *, due: bool) -> None:
         """A step starts."""
@@ -110,23 +106,13 @@ class StepReader(Subscriber):
                 f"a step had {backwards} backwards, and the one before {expected}: how many a step "
                 "has must not change from step to step"
             )
-        statistics: GradientStatistics | None = None
-        shared: Sequence[float] = ()
-        if expected:
-            statistics, failure, shared = self._read(failure)
+        statistics, failure, shared = self._read(failure) if expected else (None, failure, ())
         features = [] if self._features is None else self._features.tolist()
         self._forwards.stop()
         self.source.restart()
         self.source.unsubscribe(self)
         self._meter.at_step(0, due=False)
-        return StepReading(
-            statistics,
-            failure,
-            backwards,
-            tuple(self._sizes),
-            tuple(map(tuple, features)),
-            tuple(shared),
-        )
+        return StepReading(statistics, failure, backwards, [*self._sizes], features, shared)
 
     def close(self) -> None:
         """Removes every hook."""
@@ -180,21 +166,18 @@ class StepReader(Subscriber):
         if version != self._version and self._checks_weights:
             raise GradientError(_CHANGED)
         if number == self.backwards:
-            self._require_equal_sizes()
+            if len(set(self._sizes)) > 1:
+                sizes = ", ".join(f"{size:.0f}" for size in self._sizes)
+                raise GradientError(
+                    f"the backwards of a step are of {sizes} samples, and it cannot be seen how "
+                    "the loss weights them"
+                )
             sqnorms = torch.stack([squares.sum() for squares in self._meter.micro_batch_sqnorms])
             projections = self._meter.micro_batch_projections.to(sqnorms)
             self._features = torch.cat([sqnorms[:, None], projections], 1)
             self._take()
             synchronize(self.source.parameters[0].device)
             self.ended = time.perf_counter()
-
-    def _require_equal_sizes(self) -> None:
-        if len(set(self._sizes)) > 1:
-            sizes = ", ".join(f"{size:.0f}" for size in self._sizes)
-            raise GradientError(
-                f"the backwards of a step are of {sizes} samples, and it cannot be seen how the "
-                "loss weights them"
-            )
 
     # reading
 
@@ -241,7 +224,6 @@ class ConsecutiveStepsReader(StepReader):
         self, training: FoundTraining, forwards: ForwardWatch, way: Way, limits: Limits
     ) -> None:
         super().__init__(training, forwards, way, limits)
-        self._scaler = training.caller.scaler
         self._first: dict[Tensor, Tensor] = {}  # gradients of the first step of a pair
         self._first_samples = 0.0
         self._first_moments: tuple[float, ...] = ()  # of the first step's input
@@ -249,7 +231,8 @@ class ConsecutiveStepsReader(StepReader):
 
     @torch.no_grad()
     def _take(self) -> None:
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        scaler = self._training.caller.scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()
         gradients = {p: p.grad / scale for p in self.source.parameters if p.grad is not None}
         first, self._first = self._first, {}
         self._pair = None

@@ -180,9 +180,9 @@ def _lines(advice: BatchAdvice) -> Iterator[str]:
     if not found or advice.leaves_batch or advice.is_undecided:
         return
     yield "Lines to add:"
-    for lines in found:
-        first, *others = lines.lines.splitlines()
-        yield f"  {lines.trainer + ':':<22} {first}"
+    for trainer, lines in found.items():
+        first, *others = lines.splitlines()
+        yield f"  {trainer + ':':<22} {first}"
         yield from (f"  {'':<22} {line}" for line in others)
 
 

@@ -4,7 +4,6 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,9 @@ _SECONDS = 10.0  # from which no further repeat begins
 _MARGIN = 0.1  # of memory that is left free
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What the probe found."""
-
-    backward: StepTime  # seconds of a forward and backward by samples
-    sample_bytes: float  # bytes that a backward keeps for a sample
-    largest: int | None  # samples for which there is memory beyond what is used; an estimate
-
-
-def probe(call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool) -> Probe:
+def probe(
+    call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool
+) -> tuple[StepTime, int | None, float]:
     """Times forwards and backwards of a quarter, one and four times the samples of a call.
 
     The loss is the module's own, if it returns one, else a mean of its outputs. Gradients come from
@@ -45,6 +37,9 @@ def probe(call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool) -> Pr
         call: the call, without graphs.
         parameters: what is trained.
         copies: whether to run a copy of the module, which may keep more than buffers.
+    Returns:
+        Seconds of a forward and backward by samples; the samples for which there is memory beyond
+        what is used, an estimate; the bytes that a backward keeps for a sample.
     """
     module = call.module
     if isinstance(module, DistributedDataParallel):
@@ -64,7 +59,7 @@ def probe(call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool) -> Pr
         factors = _SLOW_FACTORS if is_slow else _FACTORS
         sizes = sorted({max(1, round(factor * call.samples)) for factor in factors})
         fitting = [n for n in sizes if n <= call.samples or n * 2 <= (largest or 0)]
-        return Probe(_fit(one, fitting), sample_bytes, largest)
+        return _fit(one, fitting), largest, sample_bytes
 
 
 class _Backward:
@@ -110,11 +105,8 @@ def _fit(one: _Backward, sizes: Sequence[int]) -> StepTime:
             break
     # the least of some repeats: other processes only add to it
     timed = [TimedSize(n, min(times), _REPEATS) for n, times in seconds.items()]
-    found = StepTime.fit(timed)
-    if found is None:
-        (n, times), *_ = seconds.items()
-        return StepTime(0.0, min(times) / n, n, n)
-    return found
+    n = sizes[0]
+    return StepTime.fit(timed) or StepTime(0.0, timed[0].seconds / n, n, n)
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> float:
@@ -153,9 +145,7 @@ def _free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserved
-    if device.type != "cpu":
-        return None
-    return _free_host_bytes()
+    return _free_host_bytes() if device.type == "cpu" else None
 
 
 def _free_host_bytes() -> int | None:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from bigbatch.advisor.found_training import Caller, FoundTraining, ranks_of_world
+from bigbatch.advisor.found_training import Caller, FoundTraining
 from bigbatch.advisor.observations import Limits, Observations
 from bigbatch.advisor.observed_training import ObservedTraining, too_short
 from bigbatch.advisor.rank_agreement import sign_in
@@ -129,18 +129,15 @@ class TrainingObserver:
             training.time_other_sizes()
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        """Calls, and turns an exception into a refusal."""
+        """Calls, and turns an exception into a refusal, which the other ranks get too."""
         try:
             call()
         except Exception as error:
             known = isinstance(error, BigbatchError)
-            self._refuse(str(error) if known else f"{type(error).__name__}: {error}")
-
-    def _refuse(self, reason: str) -> None:
-        self.ended = True
-        self.observations.refusal = reason
-        if self._training is not None:
-            self._training.close()
-        if ranks_of_world() > 1 and (self._training is None or not self._training.signed_in):
-            with suppress(Exception):  # the store may be gone
-                sign_in(reason)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            self.ended, self.observations.refusal = True, reason
+            if self._training is not None:
+                self._training.close()
+            if self._training is None or not self._training.signed_in:
+                with suppress(Exception):  # the store may be gone
+                    sign_in(reason)

@@ -1,5 +1,6 @@
 """AdaptiveBatch for a model, optimizer and loader prepared by Hugging Face's accelerate."""
 
+import inspect
 from collections.abc import Iterable, Iterator
 from itertools import chain, pairwise
 from typing import Any, Unpack
@@ -33,19 +34,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, send_to_device, synchronize_rng_states
 
-# of a DataLoader, in addition to its data set and its sampler
-_LOADER_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-)
+_REPLACED = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+_LOADER_OPTIONS = inspect.signature(DataLoader).parameters.keys() - _REPLACED
 
 
 def adaptive_batch(
@@ -199,29 +189,9 @@ class ShardedSampler(Sampler[Any]):
 
 
 class PreparedBatches(Batches):
-    """`Batches` of a prepared loader, whose micro-batches are moved to the device when cut.
+    """`Batches` of a prepared loader."""
 
-    Args:
-        loader: the loader inside the prepared one, sharded again.
-        device: device of the micro-batches; None leaves them where the loader makes them.
-        non_blocking: whether the host continues during copies to the device.
-        options: as for `Batches`.
-    """
-
-    def __init__(
-        self,
-        loader: Iterable[Batch],
-        device: torch.device | None,
-        *,
-        non_blocking: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(loader, **options)
-        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-        # samples of a pass, over all ranks
-        self.global_samples = sampler.total if isinstance(sampler, ShardedSampler) else None
-        if device is not None:
-            self.place = lambda batch: send_to_device(batch, device, non_blocking)
+    global_samples: int | None = None  # of a pass over all ranks, where `batches` shards it
 
 
 def batches(
@@ -253,9 +223,13 @@ def batches(
             f"the loader is a {type(loader).__name__} that accelerate did not prepare; pass what "
             "accelerator.prepare returns for a DataLoader"
         )
-    return PreparedBatches(
-        inner, device if placed else None, non_blocking=accelerator.non_blocking, **options
-    )
+    prepared = PreparedBatches(inner, **options)
+    sampler = getattr(getattr(inner, "batch_sampler", None), "sampler", None)
+    if isinstance(sampler, ShardedSampler):
+        prepared.global_samples = sampler.total
+    if placed and device is not None:
+        prepared.place = lambda batch: send_to_device(batch, device, accelerator.non_blocking)
+    return prepared
 
 
 def _unsharded(accelerator: Any, loader: Any) -> Any:

@@ -145,6 +145,7 @@ def initialize(
     own_loop = training_data is None
     loader = ExternalBatches(micro_batch) if own_loop else _loader(engine, training_data)
     stepped: Any = engine.basic_optimizer if vr_optimizer is None else optimizer
+    is_torchs = scheduler is None or isinstance(scheduler, LRScheduler)
     if policy is None:
         policy = params.controller(batch_size) if params.enable_adjust else Fixed(batch_size)
     train = AdaptiveBatch(
@@ -158,7 +159,7 @@ def initialize(
         min_micro_batches=min_micro_batches,
         lr_scaling=lr_scaling,
         **measuring,
-        scheduler=_as_torch_scheduler(scheduler, engine.basic_optimizer),
+        scheduler=scheduler if is_torchs else DeepSpeedScheduler(scheduler, engine.basic_optimizer),
         meter=GradientMeter(engine, source=source),
     )
     AdaptiveEngine.adapt(engine, train, params)
@@ -195,8 +196,7 @@ class DeepSpeedScheduler(LRScheduler):
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
         """Steps so far."""
-        count: int = self._scheduler.last_batch_iteration
-        return count
+        return int(self._scheduler.last_batch_iteration)
 
     def step(self, epoch: int | None = None) -> None:
         """Advances the scheduler by one step."""
@@ -204,8 +204,7 @@ class DeepSpeedScheduler(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of DeepSpeed's scheduler."""
-        state: dict[str, Any] = self._scheduler.state_dict()
-        return state
+        return dict(self._scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of DeepSpeed's scheduler."""
@@ -240,10 +239,3 @@ def _loader(engine: Any, data: Any) -> Any:
         pin_memory=loader.pin_memory,
         drop_last=loader.dataloader_drop_last,
     )
-
-
-def _as_torch_scheduler(scheduler: Any, optimizer: Optimizer) -> LRScheduler | None:
-    """The scheduler if it is torch's, else a wrapper that has its interface."""
-    if scheduler is None or isinstance(scheduler, LRScheduler):
-        return scheduler
-    return DeepSpeedScheduler(scheduler, optimizer)

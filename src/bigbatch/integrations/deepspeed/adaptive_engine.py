@@ -172,8 +172,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         """
         self._require_between_steps("save_checkpoint")
         state = {**(client_state or {}), _STATE_KEY: DistributedState(self.bigbatch).state_dict()}
-        saved: bool = super().save_checkpoint(save_dir, tag, state, save_latest, **options)
-        return saved
+        return bool(super().save_checkpoint(save_dir, tag, state, save_latest, **options))
 
     def load_checkpoint(
         self,

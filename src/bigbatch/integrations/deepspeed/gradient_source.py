@@ -12,7 +12,7 @@ from bigbatch.gradients import GradientSource
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.leaf_tap import LeafTap
 from bigbatch.gradients.rank_reducer import GroupReducer, ShardIndices, indices_in_runs
-from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shards
+from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shards, shape_of
 
 
 class ZeroSource(GradientSource):
@@ -122,9 +122,3 @@ class ZeroGuard(GradGuard):
     def changed_by_foreign_backward(self) -> bool:
         """Always above stage 0, where `.grad` does not show what a backward has accumulated."""
         return not isinstance(self._layout, Replicated) or super().changed_by_foreign_backward()
-
-
-def shape_of(parameter: Any) -> torch.Size:
-    """The shape of the whole parameter; at stage 3 it is empty between two uses."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape

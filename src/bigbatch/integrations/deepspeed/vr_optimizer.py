@@ -14,7 +14,7 @@ from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.rank_reducer import RankReducer
-from bigbatch.integrations.deepspeed.gradient_source import ZeroSource, shape_of
+from bigbatch.integrations.deepspeed.gradient_source import ZeroSource
 from bigbatch.integrations.deepspeed.zero_layout import (
     Accumulated,
     Layout,
@@ -176,18 +176,6 @@ class ZeroScaling:
         self._averages.clear()
 
 
-class PartitionedLayers:
-    """Where LARS and LAMB find layers in ZeRO's partitions."""
-
-    def __init__(self, layout: Partitioned | Sharded | Offloaded) -> None:
-        self.all_reduce = layout.all_reduce
-        self._layout = layout
-
-    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[int, Tensor]]:
-        """Shards of a tensor like a partition, each with the number of dimensions of its layer."""
-        return [(len(shape_of(p)), shard) for p, shard in self._layout.split(flat, tensor)]
-
-
 def set_layers(optimizer: Optimizer, layout: Layout) -> None:
     """Lets LARS and LAMB find layers in partitions; raises SettingError where it is not tested."""
     if not isinstance(optimizer, TrustRatioOptimizer) or isinstance(layout, Replicated):
@@ -199,7 +187,7 @@ def set_layers(optimizer: Optimizer, layout: Layout) -> None:
             '"data_types": {"grad_accum_dtype": "bf16"}, or use stage 2'
         )
     assert isinstance(layout, Partitioned | Sharded | Offloaded)
-    optimizer.partition = PartitionedLayers(layout)
+    optimizer.partition = layout
 
 
 def require_no_vr_factory(engine: Any) -> None:

@@ -1,6 +1,7 @@
 """Where DeepSpeed keeps the mean gradient, by ZeRO stage."""
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -97,23 +98,38 @@ class _Divided(Layout):
 
     replicated = False
 
-    def __init__(self, optimizer: Any, param_groups: Any, ranks: dist.ProcessGroup) -> None:
-        super().__init__(_flatten(param_groups))
+    def __init__(
+        self, optimizer: Any, groups: Any, partitions: list[Tensor], ranks: dist.ProcessGroup
+    ) -> None:
+        super().__init__(_flatten(groups))
         self.all_reduce = functools.partial(dist.all_reduce, group=ranks)
-        self._optimizer, self._rank = optimizer, dist.get_rank(ranks)
+        self.partitions = partitions  # the flat tensors that the optimizer steps, one per group
+        self._optimizer, self._groups, self._rank = optimizer, groups, dist.get_rank(ranks)
+
+    def split(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Shards of a tensor like `flat`, one of the optimizer's, by parameter of the model.
+
+        In one order on all ranks, with empty shards of parameters that this rank has nothing of.
+        """
+        group = next(i for i, partition in enumerate(self.partitions) if partition is flat)
+        places = zip(self._groups[group], self._starts(group), strict=True)
+        return [(p, tensor.narrow(0, start, self.shard_range(p)[1])) for p, start in places]
+
+    def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[int, Tensor]]:
+        """The same shards, each with the number of dimensions of its layer."""
+        return [(len(shape_of(p)), shard) for p, shard in self.split(flat, tensor)]
+
+    def _starts(self, group: int) -> Iterable[int]:
+        """Where in the partition of a group the shards of its parameters begin."""
+        raise NotImplementedError
 
 
 class Partitioned(_Divided):
     """Stages 1 and 2: this rank's partition of all parameters laid end to end."""
 
     def __init__(self, optimizer: Any, ranks: dist.ProcessGroup) -> None:
-        super().__init__(optimizer, optimizer.bit16_groups, ranks)
-
-    @property
-    def partitions(self) -> list[Tensor]:
-        """The flat tensors that the optimizer steps, one per parameter group."""
-        partitions: list[Tensor] = self._optimizer.single_partition_of_fp32_groups
-        return partitions
+        partitions = optimizer.single_partition_of_fp32_groups
+        super().__init__(optimizer, optimizer.bit16_groups, partitions, ranks)
 
     def shards(self) -> Shards:
         """Shards of the parameters in the partition, which may cut the first and the last."""
@@ -143,40 +159,23 @@ class Partitioned(_Divided):
             gradients.update(dict.fromkeys(gradients))
         self._optimizer.zero_grad()
 
-    def split(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Shards of a tensor like `flat`, one of the optimizer's, by parameter of the model.
-
-        In one order on all ranks, with empty shards of parameters that this rank has nothing of.
-        """
-        group = _index(self.partitions, flat)
+    def _starts(self, group: int) -> Iterable[int]:
         starts = self._optimizer.grad_partition_insertion_offset[group][self._rank]
-        shards = []
-        for parameter in self._optimizer.bit16_groups[group]:
-            start = int(starts.get(self._optimizer.get_param_id(parameter), 0))
-            _, length = self.shard_range(parameter)
-            shards.append((parameter, tensor.narrow(0, start, length)))
-        return shards
+        return [int(starts.get(self._optimizer.get_param_id(p), 0)) for p in self._groups[group]]
 
 
 class Sharded(_Divided):
     """Stage 3: every rank has a shard of every parameter, padded to one length."""
 
     def __init__(self, optimizer: Any, ranks: dist.ProcessGroup) -> None:
-        super().__init__(optimizer, optimizer.fp16_groups, ranks)
-
-    @property
-    def partitions(self) -> list[Tensor]:
-        """The flat tensors that the optimizer steps, one per sub-group of parameters."""
-        partitions: list[Tensor] = self._optimizer.fp32_partitioned_groups_flat
-        return partitions
+        partitions = optimizer.fp32_partitioned_groups_flat  # one per sub-group of parameters
+        super().__init__(optimizer, optimizer.fp16_groups, partitions, ranks)
 
     def shards(self) -> Shards:
         """Shards of all parameters, without the padding, which may hold any values."""
         optimizer, shards = self._optimizer, {}
         for group, gradients in optimizer.averaged_gradients.items():
-            for parameter, shard in zip(
-                optimizer.fp16_groups[group], gradients or (), strict=False
-            ):
+            for parameter, shard in zip(self._groups[group], gradients or (), strict=False):
                 shards[parameter] = shard[: self.shard_range(parameter)[1]]
         return shards
 
@@ -194,15 +193,9 @@ class Sharded(_Divided):
         self.zero_unreached()
         self._optimizer.zero_grad()
 
-    def split(self, flat: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Shards of a tensor like `flat`, one of the optimizer's, by parameter of the model.
-
-        In one order on all ranks, with empty shards of parameters that this rank has nothing of.
-        """
-        parameters = self._optimizer.fp16_groups[_index(self.partitions, flat)]
-        shards = torch.split(tensor, [parameter.partition_numel() for parameter in parameters])
-        pairs = zip(parameters, shards, strict=True)  # the shards are padded
-        return [(p, shard[: self.shard_range(p)[1]]) for p, shard in pairs]
+    def _starts(self, group: int) -> Iterable[int]:
+        sizes = [parameter.partition_numel() for parameter in self._groups[group]]
+        return itertools.accumulate(sizes[:-1], initial=0)  # shards are padded
 
 
 class Offloaded(Layout):
@@ -212,9 +205,8 @@ class Offloaded(Layout):
 
     def __init__(self, layout: Partitioned | Sharded) -> None:
         super().__init__(layout.parameters)
-        self.split, self.all_reduce = layout.split, layout.all_reduce
+        self.split, self.cut, self.all_reduce = layout.split, layout.cut, layout.all_reduce
         self._layout, self._optimizer = layout, layout._optimizer
-        self._partitions = layout.partitions
 
     def shards(self) -> Shards:
         """Shards whose norm DeepSpeed has computed, as it does when it copies them to the CPU."""
@@ -225,7 +217,7 @@ class Offloaded(Layout):
             if param_id in optimizer.norm_for_param_grads:
                 group, *_, start, _ = optimizer.grad_position[param_id]
                 _, length = self.shard_range(parameter)
-                gradient = self._partitions[group].grad
+                gradient = self._layout.partitions[group].grad
                 assert gradient is not None
                 shards[parameter] = gradient.view(-1).narrow(0, start, length)
         return shards
@@ -250,7 +242,7 @@ class Offloaded(Layout):
         """Zeros the gradients of the partitions, and DeepSpeed's sums on the CPU."""
         self._layout.zero_unreached()
         sums = getattr(self._optimizer, "accumulated_grads_in_cpu", {})
-        for tensor in [*sums.values(), *(flat.grad for flat in self._partitions)]:
+        for tensor in [*sums.values(), *(flat.grad for flat in self._layout.partitions)]:
             if tensor is not None:
                 tensor.zero_()
 
@@ -274,8 +266,10 @@ def layout_of(engine: Any) -> Layout:
     )
 
 
-def _index(tensors: list[Tensor], tensor: Tensor) -> int:
-    return next(index for index, each in enumerate(tensors) if each is tensor)
+def shape_of(parameter: Any) -> torch.Size:
+    """The shape of the whole parameter; at stage 3 it is empty between two uses."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 def _flatten(groups: Iterable[Sequence[Any]]) -> list[Any]:

@@ -33,7 +33,6 @@ from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy, require_policy
 from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
-from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.loop_options import LoopOptions, copy_options
 from bigbatch.training.optimizer_checks import ensure_step_hooks
@@ -253,8 +252,7 @@ class AdaptiveBatchCallback(Callback):
             )
         if step.ended:
             self._loop.end_pass()
-            assert self.train.record is not None
-            self._logger.append(trainer, self.train.record)
+            self._logger.append(trainer, self.train)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses an epoch that ends before the backward of a batch."""
@@ -315,15 +313,14 @@ class StepLogger:
 
     def __init__(self) -> None:
         self._failed: list[Any] = []
-        self._statistics: GradientStatistics | None = None  # measured since the last write
+        self._measured: StepRecord | None = None  # the last measurement that was written
 
-    def append(self, trainer: Any, record: StepRecord) -> None:
+    def append(self, trainer: Any, train: AdaptiveBatch) -> None:
         """Writes the record of a step, if it is one of the n-th."""
-        self._statistics = record.statistics or self._statistics
         every = trainer.log_every_n_steps
         if not trainer.is_global_zero or not every or trainer.global_step % every:
             return
-        metrics, self._statistics = _metrics(record, self._statistics), None
+        metrics = self._metrics(train)
         for logger in trainer.loggers:
             if any(logger is failed for failed in self._failed):
                 continue
@@ -337,13 +334,15 @@ class StepLogger:
                     stacklevel=2,
                 )
 
-
-def _metrics(record: StepRecord, statistics: GradientStatistics | None) -> dict[str, float]:
-    """Metrics of a step, and statistics of it or an earlier one; without those not finite."""
-    metrics = {"bigbatch/batch_size": float(record.batch_size), "bigbatch/loss": record.loss}
-    if statistics is not None:
-        metrics["bigbatch/similarity"] = statistics.similarity
-        metrics["bigbatch/noise_scale"] = statistics.noise_scale
-    for group, lr in enumerate(record.lr):
-        metrics[f"bigbatch/lr/{group}" if group else "bigbatch/lr"] = lr
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    def _metrics(self, train: AdaptiveBatch) -> dict[str, float]:
+        """Of the last step, and of a measurement since the last write; without those not finite."""
+        record, measured = train.record, train.last_measured
+        assert record is not None
+        metrics = {"batch_size": float(record.batch_size), "loss": record.loss}
+        if measured is not None and measured is not self._measured:
+            metrics |= {"similarity": measured.similarity, "noise_scale": measured.noise_scale}
+        self._measured = measured
+        for group, lr in enumerate(record.lr):
+            metrics[f"lr/{group}" if group else "lr"] = lr
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return {f"bigbatch/{name}": value for name, value in finite.items()}

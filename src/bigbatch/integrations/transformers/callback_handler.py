@@ -71,14 +71,8 @@ class SafeCallbackHandler(CallbackHandler):
     later events still call the callback. Exceptions of other callbacks are raised.
     """
 
-    def __init__(self, handler: Any) -> None:
-        super().__init__(
-            handler.callbacks,
-            handler.model,
-            handler.processing_class,
-            handler.optimizer,
-            handler.lr_scheduler,
-        )
+    def __init__(self, handler: CallbackHandler) -> None:
+        self.__dict__.update(vars(handler))
         self._failed: set[str] = set()  # names of reporters
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ from bigbatch.integrations.transformers.trainer_step import (
     StepBatch,
     count_labels,
 )
+from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy, needs_of
 from bigbatch.setting_types import checked
@@ -93,7 +94,7 @@ class AdaptiveMixin(NextClass):
         self._split_step = SplitStep()
         self._prepared_batches: PreparedBatches | None = None
         self._checkpoint: dict[str, Any] | None = None  # the state to resume from
-        self._logged_step = 0  # the last measured one that was logged
+        self._logged: StepRecord | None = None  # the last measurement that was logged
         names = [name for name in LoopOptions.__annotations__ if name in kwargs]
         options = loop_options(**{name: kwargs.pop(name) for name in names})
         self._settings: dict[str, Any] = {"policy": policy, "meter": meter, **options}
@@ -155,7 +156,6 @@ class AdaptiveMixin(NextClass):
             scaler=self.accelerator.scaler,
             **settings,
         )
-        self._logged_step = 0
         self.optimizer = SplitOptimizer(self.optimizer, self._split_step)
         self.lr_scheduler = SplitScheduler(self.lr_scheduler, self.optimizer, self._split_step)
         self.callback_handler.optimizer = self.optimizer
@@ -185,8 +185,7 @@ class AdaptiveMixin(NextClass):
             return policy.decision.batch_size, policy.base_batch
         assert self._prepared_batches is not None
         size = self._prepared_batches.batch_size or self._train_batch_size
-        batch_size = batch_size or needs_of(policy).batch_size
-        batch_size = batch_size or size * self.args.world_size
+        batch_size = batch_size or needs_of(policy).batch_size or size * self.args.world_size
         return batch_size, self._settings.get("base_batch") or batch_size
 
     # an update
@@ -256,28 +255,26 @@ class AdaptiveMixin(NextClass):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's, with the last update, and the last measurement since the last log."""
+        """As the Trainer's, with the last update, and the last measurement since the last log.
+
+        What an evaluation measured, without its speed, is added to the log of the training.
+        """
         train = self.adaptive
-        if "loss" in logs and train is not None and train.record is not None:
-            metrics: dict[str, float] = {
-                "batch_size": train.record.batch_size,
-                "samples": train.record.samples,
-            }
-            measured = train.last_measured
-            if measured is not None and measured.step > self._logged_step:
-                self._logged_step = measured.step
-                metrics["similarity"] = measured.similarity
-                metrics["noise_scale"] = measured.noise_scale
-            logs |= {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._log_scores(logs)
+        record = None if train is None else train.record
+        if train is not None and record is not None:
+            if "loss" in logs:
+                logs |= self._metrics(record, train.last_measured)
+            if train.run_log is not None:
+                scores = [n for n in logs if n.startswith("eval_") and not n.endswith(_SPEED)]
+                train.log(**{name: logs[name] for name in scores})
         super().log(logs, *args, **kwargs)
 
-    def _log_scores(self, logs: dict[str, float]) -> None:
-        """Adds what an evaluation measured, without its speed, to the log of the training."""
-        train = self.adaptive
-        if train is not None and train.run_log is not None and train.record is not None:
-            scores = {name: logs[name] for name in logs if name.startswith("eval_")}
-            train.log(**{name: scores[name] for name in scores if not name.endswith(_SPEED)})
+    def _metrics(self, record: StepRecord, measured: StepRecord | None) -> dict[str, float]:
+        metrics: dict[str, float] = {"batch_size": record.batch_size, "samples": record.samples}
+        if measured is not None and measured is not self._logged:
+            metrics |= {"similarity": measured.similarity, "noise_scale": measured.noise_scale}
+        self._logged = measured
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     # checkpoints
 
