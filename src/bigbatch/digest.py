@@ -8,8 +8,6 @@ The file is written in one pass, and `torch.load` reads it as any other.
 import hashlib
 import io
 import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
@@ -58,26 +56,6 @@ def load_state(file: BinaryIO, name: str) -> Any:
         raise StateError(f"{name} is damaged: its SHA-256 is not the one that was saved with it")
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return _digest_of(file, path.stat().st_size).hex()
-
-
-def require_digests(folder: Path, saved: Mapping[str, str]) -> None:
-    """Checks every file that has a digest; other files do not count.
-
-    Raises:
-        StateError: a file is gone, or its bytes have changed.
-    """
-    for name, digest in saved.items():
-        path = folder / name
-        if not path.is_file():
-            raise StateError(f"{path} is gone")
-        if file_digest(path) != digest:
-            raise StateError(f"{path} is damaged: its SHA-256 is not the one that was saved")
 
 
 def _digest_of(file: BinaryIO, length: int) -> bytes:

@@ -18,7 +18,6 @@ SMALLEST, LARGEST = 64, 4096
 BASE, BEST_CLIPS = "base", "best clips"
 CLIPS = {"r_max 1": 1.0, "r_max 10": 10.0}  # equation 9, and 1 / gamma
 PRINTED = "r_max 1"
-FACTORS = ("shrinkage", "positive-part")
 REFINED = ("momentum", "adam")  # optimizers of which more versions are trained with 4,096 samples
 SHORTENED = ("sgd", "momentum")  # those whose steps a common factor of r shortens
 GAMMAS = (0.01, 0.1, 0.5)  # lower clips that the best is chosen from
@@ -69,8 +68,6 @@ def _versions(optimizer: str, batch: int) -> Arms:
         lower = 1.0 if version == PRINTED else _LOWER.get(optimizer, 1.0)
         arms[version] = {**vr, "r_max": r_max, "lr": grid_of(optimizer, batch, lower)}
     if optimizer in REFINED and batch == LARGEST:
-        for factor in FACTORS:
-            arms[factor] = {**vr, "factor": factor, "gamma": 0.0, "lr": rates[:_FEWER]}
         clips = {"gamma": GAMMAS, "r_max": tuple(CLIPS.values())}
         arms[BEST_CLIPS] = {**vr, **clips, "lr": rates[:_FEWER]}
     return {arm_of(optimizer, version, batch): changes for version, changes in arms.items()}

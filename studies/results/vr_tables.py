@@ -19,7 +19,6 @@ from studies.results.variance_reduction import (
     BEST_CLIPS,
     CLIPS,
     COMPOSED,
-    FACTORS,
     LARGEST,
     PRINTED,
     REFINED,
@@ -33,6 +32,7 @@ from studies.results.variance_reduction import (
 Scores = dict[int, float | None]  # by seed
 
 VERSIONS = (BASE, *CLIPS)
+_REMOVED = ("shrinkage", "positive-part")  # other formulas of r, which only the kept log has
 
 
 def is_stable(run: LoggedRun) -> bool:
@@ -100,7 +100,8 @@ def tables(log: ComparisonLog) -> str:
         f"More versions, with {LARGEST:,} samples:": [
             _refined_cells(log, optimizer, version)
             for optimizer in REFINED
-            for version in (*FACTORS, BEST_CLIPS)
+            for version in (*_REMOVED, BEST_CLIPS)
+            if log.fresh(arm_of(optimizer, version, LARGEST))
         ],
     }
     return "\n\n".join(f"{title}\n\n{markdown_table(rows)}" for title, rows in parts.items())

@@ -132,8 +132,7 @@ OPTIONS = {
     "one bucket": ({"bucket_cap_mb": 25}, {}),
     "r_max": ({}, {"r_max": 10.0}),
     "beta3": ({}, {"beta3": 0.5}),
-    "shrinkage": ({}, {"factor": "shrinkage"}),
-    "positive-part, watched": ({}, {"factor": "positive-part", "gamma": 0.0, "watch": True}),
+    "watched": ({}, {"watch": True}),
 }
 
 

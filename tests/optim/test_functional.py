@@ -22,10 +22,8 @@ torch.set_num_threads(1)  # small tensors: a second thread only waits
 
 EPS = torch.finfo(torch.float32).eps
 INF, NAN = math.inf, math.nan
-NO_MEAN = torch.tensor(NAN)  # for the factors that need none
 CLIPS = {"printed": (0.1, 1.0), "wide": (0.1, 10.0), "off": (1.0, 1.0), "narrow": (0.5, 2.0)}
 every_clip = pytest.mark.parametrize("clip", CLIPS)
-every_factor = pytest.mark.parametrize("factor", functional.FACTORS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
 ways = pytest.mark.parametrize(
@@ -55,14 +53,13 @@ def r_of(
     gradients: Sequence[Tensor],
     *,
     fused: bool,
-    factor: str = "gsnr",
     clip: tuple[float, float] = (0.1, 1.0),
     weights: Sequence[float] | None = None,
 ) -> Tensor:
     """r itself: what a gradient of ones becomes."""
     total, m2, weight = moments_of(gradients, fused=fused, weights=weights)
     ones = torch.ones_like(total)
-    how = GsnrOptions(factor, *clip, beta3=0.0, weight=weight, k=len(gradients), fused=fused)
+    how = GsnrOptions(*clip, beta3=0.0, weight=weight, fused=fused)
     apply_gsnr(how, [Layer(total, m2, ones)])
     return ones
 
@@ -70,20 +67,13 @@ def r_of(
 def expected_r(
     gradients: Sequence[Tensor],
     *,
-    factor: str = "gsnr",
     clip: tuple[float, float] = (0.1, 1.0),
     weights: Sequence[float] | None = None,
 ) -> Tensor:
     """The oracle's, of the same h_d."""
     n_ds = list(weights or [1.0] * len(gradients))
     g_ds = [h_d.double() / n_d for h_d, n_d in zip(gradients, n_ds, strict=True)]
-    return vr.GsnrScaling(*clip, None, factor)(0, g_ds, n_ds)
-
-
-def clip_of(factor: str, clip: str) -> tuple[float, float]:
-    """The other factors are never above 1."""
-    gamma, r_max = CLIPS[clip]
-    return gamma, r_max if factor == "gsnr" else 1.0
+    return vr.GsnrScaling(*clip, None)(0, g_ds, n_ds)
 
 
 # closed forms
@@ -134,7 +124,7 @@ def test_live_sums_leave_out_what_is_not_finite() -> None:
 def test_the_normalized_ratio_is_over_its_mean_and_clipped() -> None:
     q = torch.tensor([1.0, INF, 3.0, NAN, 0.0, 40.0])
     expected = [0.5, 10.0, 1.5, 0.1, 0.1, 10.0]
-    r = functional.normalized(q, torch.tensor(2.0), NAN, 0.1, 10.0)
+    r = functional.normalized(q, torch.tensor(2.0), 0.1, 10.0)
     assert pytest.approx(expected) == r.tolist()
 
 
@@ -142,32 +132,6 @@ def test_a_layer_without_live_elements_has_no_mean_to_divide_by() -> None:
     total, m2 = torch.tensor([3.0, 0.0]), torch.zeros(2)
     r = functional.gsnr(total, m2, 8.0, gamma=0.1, r_max=10.0)
     assert pytest.approx([10.0, 0.1]) == r.tolist()
-
-
-@pytest.mark.parametrize("k", [2, 5, 64])
-def test_shrinkage_is_t2_over_one_plus_t2(k: int) -> None:
-    q = torch.tensor([0.0, 0.25, 1.0, 7.0, INF, NAN], dtype=torch.float64)
-    t2 = [(k - 1) * x for x in (0.25, 1.0, 7.0)]
-    expected = [0.0, *(x / (1 + x) for x in t2), 1.0, 0.0]
-    assert pytest.approx(expected) == functional.shrinkage(q, NO_MEAN, k, 0.0, 1.0).tolist()
-
-
-@pytest.mark.parametrize("k", [2, 5, 64])
-def test_the_positive_part_is_zero_until_t2_is_one(k: int) -> None:
-    t2 = [0.0, 0.5, 1.0, 2.0, 50.0, INF, NAN]
-    q = torch.tensor(t2, dtype=torch.float64) / (k - 1)
-    expected = [0.0, 0.0, 0.0, 0.5, 0.98, 1.0, 0.0]
-    r = functional.positive_part(q, NO_MEAN, k, 0.0, 1.0)
-    assert pytest.approx(expected, abs=1e-15) == r.tolist()
-
-
-@pytest.mark.parametrize("factor", ["shrinkage", "positive-part"])
-def test_gamma_is_the_least_value_of_the_other_factors_too(factor: str) -> None:
-    q = torch.tensor([0.0, 0.01, 100.0, INF, NAN], dtype=torch.float64)
-    r = functional.FACTORS[factor](q, NO_MEAN, 8, 0.25, 1.0)
-    assert [0.25, 0.25, 0.25] == r[[0, 1, 4]].tolist()
-    assert 1.0 == r[3]
-    assert 0.99 < r[2] < 1.0
 
 
 def test_what_is_no_number_is_clipped_to_the_lower_bound() -> None:
@@ -257,12 +221,11 @@ numbers = st.floats(-1e3, 1e3, allow_subnormal=False).map(
 @property_test(25)
 def test_r_lies_between_its_bounds_and_says_the_same_of_minus_g(rows: list[list[float]]) -> None:
     gradients = torch.tensor(rows, dtype=torch.float64)
-    for factor in functional.FACTORS:
-        clip = clip_of(factor, "wide")
-        r = r_of(list(gradients), fused=False, factor=factor, clip=clip)
-        assert bool((clip[0] <= r).all())
-        assert bool((r <= clip[1]).all())
-        assert torch.equal(r, r_of(list(-gradients), fused=False, factor=factor, clip=clip))
+    clip = CLIPS["wide"]
+    r = r_of(list(gradients), fused=False, clip=clip)
+    assert bool((clip[0] <= r).all())
+    assert bool((r <= clip[1]).all())
+    assert torch.equal(r, r_of(list(-gradients), fused=False, clip=clip))
 
 
 # both ways, from backwards to r
@@ -271,15 +234,12 @@ def test_r_lies_between_its_bounds_and_says_the_same_of_minus_g(rows: list[list[
 @ways
 @dtypes
 @every_clip
-@every_factor
 @pytest.mark.parametrize("sizes", [[1.0] * 8, [3.0, 17.0, 8.0, 1.0, 11.0]], ids=["equal", "uneven"])
-def test_r_is_the_oracles(
-    factor: str, clip: str, dtype: torch.dtype, sizes: list[float], fused: bool
-) -> None:
+def test_r_is_the_oracles(clip: str, dtype: torch.dtype, sizes: list[float], fused: bool) -> None:
     gradients = (gaussian(len(sizes), 40, seed=1) + 0.4) * torch.tensor(sizes)[:, None]
     gradients[:, :5] = 0  # dead
     gradients[:, 5:8] = torch.tensor(sizes)[:, None] / 4  # all agree, exactly
-    own = {"factor": factor, "clip": clip_of(factor, clip), "weights": sizes}
+    own = {"clip": CLIPS[clip], "weights": sizes}
     rows = list(gradients.to(dtype))
     expected = expected_r(rows, **own)
     # float32: a variance has lost two digits where the gradients agree to .01, and so has the mean
@@ -290,11 +250,10 @@ def test_r_is_the_oracles(
 
 
 @ways
-@every_factor
-def test_the_order_of_the_micro_batches_does_not_matter(factor: str, fused: bool) -> None:
+def test_the_order_of_the_micro_batches_does_not_matter(fused: bool) -> None:
     sizes = [3.0, 17.0, 8.0, 1.0, 11.0, 2.0]
     gradients = ((gaussian(6, 50, seed=2) + 0.4) * torch.tensor(sizes)[:, None]).float()
-    own = {"factor": factor, "clip": clip_of(factor, "wide"), "fused": fused}
+    own = {"clip": CLIPS["wide"], "fused": fused}
     expected = r_of(list(gradients), weights=sizes, **own)
     for order in ([5, 4, 3, 2, 1, 0], [1, 3, 5, 0, 2, 4]):
         actual = r_of([gradients[d] for d in order], weights=[sizes[d] for d in order], **own)
@@ -303,13 +262,12 @@ def test_the_order_of_the_micro_batches_does_not_matter(factor: str, fused: bool
 
 @ways
 @dtypes
-@every_factor
 @pytest.mark.parametrize("scale", [1e-12, 1e-4, 1e4, 1e12])
 def test_the_unit_of_the_gradient_does_not_matter(
-    factor: str, scale: float, dtype: torch.dtype, fused: bool
+    scale: float, dtype: torch.dtype, fused: bool
 ) -> None:
     gradients = (gaussian(8, 50, seed=3) + 0.4).to(dtype)
-    own = {"factor": factor, "clip": clip_of(factor, "wide"), "fused": fused}
+    own = {"clip": CLIPS["wide"], "fused": fused}
     expected, actual = r_of(list(gradients), **own), r_of(list(scale * gradients), **own)
     torch.testing.assert_close(actual, expected, rtol=200 * torch.finfo(dtype).eps, atol=0)
 
@@ -527,22 +485,21 @@ def copied(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
     ]
 
 
-def how(factor: str, clip: tuple[float, float], *, fused: bool, watch: bool = True) -> GsnrOptions:
-    return GsnrOptions(factor, *clip, beta3=0.75, weight=24.0, k=8, watch=watch, fused=fused)
+def how(clip: tuple[float, float], *, fused: bool, watch: bool = True) -> GsnrOptions:
+    return GsnrOptions(*clip, beta3=0.75, weight=24.0, watch=watch, fused=fused)
 
 
 @needs_kernels
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("averages", [False, True], ids=["r", "p"])
-@every_factor
-def test_the_gsnr_kernel_is_the_float64_rule(factor: str, averages: bool, count: int) -> None:
+def test_the_gsnr_kernel_is_the_float64_rule(averages: bool, count: int) -> None:
     """And so is what it tells: sums and counts over each layer."""
-    clip = clip_of(factor, "narrow")
+    clip = CLIPS["narrow"]
     layers = random_layers(SHAPES if count > 1 else SHAPES[:-1], averages=averages)
     exact = copied(layers, torch.float64)
-    expected = apply_gsnr(how(factor, clip, fused=False), exact)
+    expected = apply_gsnr(how(clip, fused=False), exact)
     with threads(count):
-        summary = apply_gsnr(how(factor, clip, fused=True), layers)
+        summary = apply_gsnr(how(clip, fused=True), layers)
     for layer, reference in zip(layers, exact, strict=True):
         # q has three roundings, its mean and r three more, p two; |g| is at most 5, r at most 2
         close = {"rtol": 20 * EPS, "atol": EPS}
@@ -555,15 +512,12 @@ def test_the_gsnr_kernel_is_the_float64_rule(factor: str, averages: bool, count:
 @needs_kernels
 @pytest.mark.parametrize("averages", [False, True], ids=["r", "p"])
 @pytest.mark.parametrize("watch", [False, True], ids=["unwatched", "watched"])
-@every_factor
-def test_gsnr_by_torch_and_by_kernel_agree_to_rounding(
-    factor: str, watch: bool, averages: bool
-) -> None:
-    clip = clip_of(factor, "narrow")
+def test_gsnr_by_torch_and_by_kernel_agree_to_rounding(watch: bool, averages: bool) -> None:
+    clip = CLIPS["narrow"]
     by_kernel = random_layers(SHAPES[:-1], averages=averages)
     by_torch = copied(by_kernel, torch.float32)
-    apply_gsnr(how(factor, clip, fused=True, watch=watch), by_kernel)
-    apply_gsnr(how(factor, clip, fused=False, watch=watch), by_torch)
+    apply_gsnr(how(clip, fused=True, watch=watch), by_kernel)
+    apply_gsnr(how(clip, fused=False, watch=watch), by_torch)
     for a, b in zip(by_torch, by_kernel, strict=True):
         torch.testing.assert_close(b.gradient, a.gradient, rtol=10 * EPS, atol=EPS)
         if averages:
@@ -571,13 +525,12 @@ def test_gsnr_by_torch_and_by_kernel_agree_to_rounding(
 
 
 @ways
-@every_factor
-def test_watching_changes_nothing(factor: str, fused: bool) -> None:
-    clip = clip_of(factor, "narrow")
+def test_watching_changes_nothing(fused: bool) -> None:
+    clip = CLIPS["narrow"]
     ends = []
     for watch in (False, True):
         layers = random_layers(SHAPES[:-1], averages=True)
-        summary = apply_gsnr(how(factor, clip, fused=fused, watch=watch), layers)
+        summary = apply_gsnr(how(clip, fused=fused, watch=watch), layers)
         assert watch == bool(summary.any())
         ends.append(layers)
     for a, b in zip(*ends, strict=True):
@@ -591,7 +544,7 @@ def test_the_passes_may_be_run_one_by_one() -> None:
     whole = [layer[:4] for layer in random_layers([(64,), (40, 25)], averages=True)]
     parts = [layer[:4] for layer in random_layers([(64,), (40, 25)], averages=True)]
     own = [1.25, 0.0] * 2
-    group = [24.0, functional.agreement(torch.float32), 0, 7, 0.5, 2.0, 0.75]
+    group = [24.0, functional.agreement(torch.float32), 0.5, 2.0, 0.75]
     sums, summary = native.run(native.Rule.GSNR, whole, own, group, watch=True)
     first, _ = native.run(native.Rule.GSNR, parts, own, group, passes=native.Passes.FIRST)
     torch.testing.assert_close(first, sums, rtol=0, atol=0)
@@ -609,7 +562,7 @@ def test_the_first_pass_sums_the_live_ratios() -> None:
     total = torch.tensor([4.0, 8.0, 0.0, 2.0, 0.0])
     m2 = torch.tensor([2.0, 4.0, 0.0, 0.0, 1.0])
     layer = (total, m2, torch.ones(5), None)
-    group = [4.0, functional.agreement(torch.float32), 0, 3, 0.1, 10.0, 0.0]
+    group = [4.0, functional.agreement(torch.float32), 0.1, 10.0, 0.0]
     sums, _ = native.run(native.Rule.GSNR, [layer], [1.0, 0.0], group, passes=native.Passes.FIRST)
     assert [[2.0 + 4.0 + 0.0, 3.0]] == sums.tolist()
     assert torch.equal(torch.ones(5), layer[2])
@@ -623,9 +576,9 @@ def test_every_element_is_scaled_once_however_many_threads_share_it(
 ) -> None:
     layers = random_layers([(n,) for n in (5, elements, 70_000, 3)], averages=True)
     by_torch = copied(layers, torch.float32)
-    apply_gsnr(how("gsnr", (0.5, 2.0), fused=False), by_torch)
+    apply_gsnr(how((0.5, 2.0), fused=False), by_torch)
     with threads(count):
-        apply_gsnr(how("gsnr", (0.5, 2.0), fused=True), layers)
+        apply_gsnr(how((0.5, 2.0), fused=True), layers)
     for a, b in zip(by_torch, layers, strict=True):  # hardly an r is 1, so twice shows, and never
         torch.testing.assert_close(b.gradient, a.gradient, rtol=20 * EPS, atol=EPS)
         torch.testing.assert_close(b.average, a.average, rtol=20 * EPS, atol=EPS)
@@ -633,7 +586,7 @@ def test_every_element_is_scaled_once_however_many_threads_share_it(
 
 @needs_kernels
 def test_a_list_of_no_layers_is_scaled() -> None:
-    assert (0, 5) == apply_gsnr(how("gsnr", (0.1, 1.0), fused=True), []).shape
+    assert (0, 5) == apply_gsnr(how((0.1, 1.0), fused=True), []).shape
 
 
 @ways
@@ -643,8 +596,8 @@ def test_a_ratio_that_is_no_number_makes_gamma_and_spares_the_rest(where: str, f
     (sound,) = copied([layer], torch.float32)
     getattr(layer, where)[10] = NAN
     sound.total[10] = sound.m2[10] = 0.0  # so is a dead one
-    apply_gsnr(how("gsnr", (0.5, 2.0), fused=fused), [layer])
-    apply_gsnr(how("gsnr", (0.5, 2.0), fused=fused), [sound])
+    apply_gsnr(how((0.5, 2.0), fused=fused), [layer])
+    apply_gsnr(how((0.5, 2.0), fused=fused), [sound])
     assert torch.equal(sound.gradient, layer.gradient)
 
 
@@ -652,7 +605,7 @@ def test_a_ratio_that_is_no_number_makes_gamma_and_spares_the_rest(where: str, f
 def test_a_gradient_that_is_no_number_stays_none(fused: bool) -> None:
     (layer,) = random_layers([(40,)], averages=True)
     layer.gradient[10] = NAN
-    apply_gsnr(how("gsnr", (0.5, 2.0), fused=fused), [layer])
+    apply_gsnr(how((0.5, 2.0), fused=fused), [layer])
     assert 1 == layer.gradient.isnan().sum()
     assert bool(layer.average.isfinite().all())
 
@@ -666,29 +619,27 @@ LAYOUTS = {
 
 @ways
 @pytest.mark.parametrize("layout", LAYOUTS)
-@every_factor
-def test_scaling_goes_by_elements_however_they_lie(factor: str, layout: str, fused: bool) -> None:
-    clip = clip_of(factor, "narrow")
+def test_scaling_goes_by_elements_however_they_lie(layout: str, fused: bool) -> None:
+    clip = CLIPS["narrow"]
     plain = random_layers([(3, 2, 4, 4)], averages=True)
     arranged = [Layer(*(LAYOUTS[layout](x) for x in plain[0][:4]), plain[0].correction)]
     assert arranged[0].total.stride() != plain[0].total.stride()
-    expected = apply_gsnr(how(factor, clip, fused=False), plain)
-    summary = apply_gsnr(how(factor, clip, fused=fused), arranged)
+    expected = apply_gsnr(how(clip, fused=False), plain)
+    summary = apply_gsnr(how(clip, fused=fused), arranged)
     torch.testing.assert_close(arranged[0].gradient, plain[0].gradient, rtol=10 * EPS, atol=EPS)
     torch.testing.assert_close(arranged[0].average, plain[0].average, rtol=10 * EPS, atol=EPS)
     torch.testing.assert_close(summary, expected, rtol=1e-5, atol=0)
 
 
 @ways
-@every_factor
-def test_the_sum_may_be_the_gradient_itself(factor: str, fused: bool) -> None:
+def test_the_sum_may_be_the_gradient_itself(fused: bool) -> None:
     """As where `.grad` is the sum of the backwards: it is read before it is written."""
-    clip = clip_of(factor, "narrow")
+    clip = CLIPS["narrow"]
     layers = random_layers(SHAPES, averages=True)
     apart = [layer._replace(gradient=layer.total.clone()) for layer in layers]
     together = [layer._replace(total=layer.gradient) for layer in copied(apart, torch.float32)]
-    apply_gsnr(how(factor, clip, fused=fused), apart)
-    apply_gsnr(how(factor, clip, fused=fused), together)
+    apply_gsnr(how(clip, fused=fused), apart)
+    apply_gsnr(how(clip, fused=fused), together)
     for a, b in zip(apart, together, strict=True):
         assert torch.equal(a.gradient, b.gradient)
         assert torch.equal(a.average, b.average)
@@ -701,8 +652,8 @@ def test_half_gradients_are_multiplied_by_float32_factors(dtype: torch.dtype, fu
     (exact,) = copied([layer], torch.float64)
     layer = layer._replace(gradient=layer.gradient.to(dtype))
     exact = exact._replace(gradient=layer.gradient.double())
-    apply_gsnr(how("gsnr", (0.5, 2.0), fused=fused), [layer])
-    apply_gsnr(how("gsnr", (0.5, 2.0), fused=False), [exact])
+    apply_gsnr(how((0.5, 2.0), fused=fused), [layer])
+    apply_gsnr(how((0.5, 2.0), fused=False), [exact])
     assert dtype == layer.gradient.dtype
     # one rounding of the product, none of the factor
     close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-7}

@@ -43,11 +43,7 @@ OTHERS = {
     ),
     "base": (
         lambda rank, p: VarianceReduced((Adam if rank else SGD)(p, lr=0.1)),
-        "VarianceReduced of Adam, factor='gsnr' there and VarianceReduced of SGD",
-    ),
-    "factor": (
-        lambda rank, p: VRSGD(p, lr=0.1, gamma=0.1, factor="shrinkage" if rank else "gsnr"),
-        "factor='shrinkage' there",
+        "VarianceReduced of Adam there and VarianceReduced of SGD",
     ),
     "betas": (
         lambda rank, p: Adam(p, lr=0.1, betas=(0.9, 0.9 if rank else 0.999)),

@@ -454,10 +454,7 @@ SENDS = {
     "LARS": ({"exclude_bias_and_norm": False}, [2]),
     "LAMB": ({"exclude_bias_and_norm": False}, [2]),
 }
-ALSO = {
-    "VRAdam, watch": ("VRAdam", {"watch": True}, [2, 5]),
-    "VRAdam, shrinkage": ("VRAdam", {"factor": "shrinkage"}, []),
-}
+ALSO = {"VRAdam, watch": ("VRAdam", {"watch": True}, [2, 5])}
 SENT = {name: (name, *settings) for name, settings in SENDS.items()} | ALSO
 
 

@@ -75,12 +75,7 @@ SCALED = {
         {"lr": 0.02, "weight_decay": 0.1, "beta3": None, "exclude_bias_and_norm": False},
     ),
 }
-OTHER_FACTORS = {
-    f"{name}-{factor}-{gamma}": (*rest, settings | {"factor": factor, "gamma": gamma})
-    for name, (*rest, settings) in {key: SCALED[key] for key in ("VRLARS", "VRLAMB")}.items()
-    for factor, gamma in (("shrinkage", 0.0), ("positive-part", 0.0), ("positive-part", 0.2))
-}
-RULES = BASES | SCALED | OTHER_FACTORS
+RULES = BASES | SCALED
 MAIN = {name: RULES[name] for name in ("LARS", "LAMB", "VRLARS", "VRLAMB")}
 main_rules = pytest.mark.parametrize("rule", MAIN)
 both_clips = pytest.mark.parametrize("r_max", [1.0, 10.0], ids=["r_max=1", "r_max=1/gamma"])
@@ -142,13 +137,11 @@ def train(
 # the numbers
 
 
-@pytest.mark.parametrize(
-    ("rule", "k"), [*((rule, 1) for rule in BASES), *((rule, 3) for rule in OTHER_FACTORS)]
-)
-def test_twenty_steps_of_bases_and_other_factors_equal_the_oracle(rule: str, k: int) -> None:
+@pytest.mark.parametrize("rule", BASES)
+def test_twenty_steps_of_bases_equal_the_oracle(rule: str) -> None:
     params = layers()
     optimizer, oracle = pair(rule, params)
-    train(params, optimizer, oracle, range(20), k)
+    train(params, optimizer, oracle, range(20), k=1)
     assert difference(oracle.params, params) < CLOSE
 
 
@@ -179,13 +172,11 @@ def test_a_layer_that_comes_later_counts_its_own_steps(rule: str, fused: bool | 
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    ("rule", "k"), [*((rule, 1) for rule in BASES), *((rule, 8) for rule in OTHER_FACTORS)]
-)
-def test_twenty_float32_steps_of_bases_and_other_factors_stay_close(rule: str, k: int) -> None:
+@pytest.mark.parametrize("rule", BASES)
+def test_twenty_float32_steps_of_bases_stay_close(rule: str) -> None:
     params = layers(dtype=torch.float32)
     optimizer, oracle = pair(rule, params, fused=True)
-    train(params, optimizer, oracle, range(20), k)
+    train(params, optimizer, oracle, range(20), k=1)
     assert difference(oracle.params, params) < CLOSE32
 
 
@@ -200,7 +191,7 @@ def test_twenty_float32_steps_stay_close_to_the_oracle(rule: str, k: int, r_max:
     assert difference(oracle.params, params) < CLOSE32
 
 
-@pytest.mark.parametrize("rule", ["VRLARS", "VRLAMB", *OTHER_FACTORS])
+@pytest.mark.parametrize("rule", ["VRLARS", "VRLAMB"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_unequal_micro_batches_have_weights(rule: str, dtype: torch.dtype) -> None:
     sizes = [3, 17, 8, 1, 11]
@@ -424,22 +415,23 @@ def test_nvidias_convention_is_a_group_of_its_own() -> None:
 
 @pytest.mark.parametrize("rule", ["LARS", "LAMB"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.filterwarnings("ignore:every micro-batch has the same gradient")
 def test_a_uniform_r_cancels(rule: str, dtype: torch.dtype) -> None:
-    """Of two micro-batches one has a third of the other's gradient: t^2 = 4 and r = .8 for all."""
+    """Both micro-batches have the same gradient, so r is r_max for all."""
     plain, scaled = layers([(4, 3), (6, 2)], dtype=dtype), layers([(4, 3), (6, 2)], dtype=dtype)
     own = {"lr": 0.1, "weight_decay": 0.0}
     own |= {"eps": 1e-30} if rule == "LAMB" else {"trust_coefficient": 0.5}
     base = RULES[rule][0](plain, **own)
-    optimizer = RULES[f"VR{rule}"][0](scaled, **own, factor="shrinkage", watch=True)
+    optimizer = RULES[f"VR{rule}"][0](scaled, **own, r_max=1.25, watch=True)
     for seed in range(5):
         means = [micro[0] for micro in micro_gradients(plain, 1, seed)]
-        gradients = [[0.25 * g, 0.75 * g] for g in means]
+        gradients = [[0.5 * g, 0.5 * g] for g in means]
         for params, either in ((plain, base), (scaled, optimizer)):
             backwards(params, gradients)
             either.step()
             either.zero_grad()
-        assert pytest.approx([0.8, 0.8], rel=1e-5) == optimizer.gsnr.lr_factor.tolist()
-    # steps of a tenth of the weights; r would make them a fifth shorter
+        assert pytest.approx([1.25, 1.25], rel=1e-5) == optimizer.gsnr.lr_factor.tolist()
+    # steps of a tenth of the weights; r would make them a quarter longer
     assert difference(plain, scaled) < 100 * torch.finfo(dtype).eps
 
 

@@ -40,37 +40,11 @@ def gsnr(
     return r
 
 
-def student(gradients: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """t^2 = g^2 / (s2 / (k - 1)) of every element: inf where all are equal, nan where all are 0."""
-    g = mean(gradients, weights)
-    s2 = mean([(g_d - g) ** 2 for g_d in gradients], weights)
-    equal = stack([g_d == gradients[0] for g_d in gradients]).all(dim=0)
-    s2[equal] = 0  # whatever the rounding of g
-    return g**2 / (s2 / (len(gradients) - 1))
-
-
-def shrinkage(gradients: Sequence[Tensor], weights: Sequence[float], gamma: float) -> Tensor:
-    """t^2 / (1 + t^2), at least gamma; 1 where all agree, gamma where all are 0."""
-    t2 = student(gradients, weights)
-    r = t2 / (1 + t2)
-    r[t2 == math.inf] = 1
-    r[t2.isnan()] = gamma
-    return r.clamp(min=gamma)
-
-
-def positive_part(gradients: Sequence[Tensor], weights: Sequence[float], gamma: float) -> Tensor:
-    """max(0, 1 - 1 / t^2), at least gamma; 1 where all agree, gamma where all are 0."""
-    t2 = student(gradients, weights)
-    r = (1 - 1 / t2).clamp(min=0)
-    r[t2.isnan()] = gamma
-    return r.clamp(min=gamma)
-
-
 class GsnrScaling:
     """r, or its bias-corrected average p_hat where beta3 is given."""
 
-    def __init__(self, gamma: float, r_max: float, beta3: float | None, factor: str = "gsnr"):
-        self.gamma, self.r_max, self.beta3, self.factor = gamma, r_max, beta3, factor
+    def __init__(self, gamma: float, r_max: float, beta3: float | None):
+        self.gamma, self.r_max, self.beta3 = gamma, r_max, beta3
         self.p: dict[int, Tensor] = {}
         self.t: dict[int, int] = {}
 
@@ -85,10 +59,6 @@ class GsnrScaling:
 
     def r(self, gradients: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """The factor before its average."""
-        if self.factor == "shrinkage":
-            return shrinkage(gradients, weights, self.gamma)
-        if self.factor == "positive-part":
-            return positive_part(gradients, weights, self.gamma)
         return gsnr(gradients, weights, self.gamma, self.r_max)
 
 
@@ -104,13 +74,12 @@ class _Oracle:
         r_max: float = 1.0,
         beta3: float | None = None,
         weight_decay: float = 0.0,
-        factor: str = "gsnr",
         maximize: bool = False,
     ):
         self.params = [p.detach().to(float64, copy=True) for p in params]
         self.lr, self.weight_decay = lr, weight_decay
         self.sign = -1 if maximize else 1
-        self.gsnr_scaling = GsnrScaling(gamma, r_max, beta3, factor)
+        self.gsnr_scaling = GsnrScaling(gamma, r_max, beta3)
 
     def step(
         self,

@@ -33,8 +33,11 @@ WRONG = [
     (["train", "--batch-size", "0"], "batch_size=0 must be a whole number of at least 1"),
     (["train", "--virtual-ranks", "0"], "virtual_ranks=0 must be a whole number of at least 1"),
     (["train", "--epochs", "0"], "epochs=0 must be a whole number of at least 1"),
-    (["train", "--gamma", "0", "--optimizer", "vr-sgd"], "gamma=0.0 must be above 0"),
-    (["train", "--gamma", "0.5"], "gamma has no effect with policy=simigrad, optimizer=momentum"),
+    (["train", "--gamma", "0", "--optimizer", "vr-sgd"], "gamma=0.0 must be a number in (0, 1]"),
+    (
+        ["train", "--gamma", "0.5"],
+        "gamma has no effect with policy=simigrad and optimizer=momentum",
+    ),
     (["train", "--policy", "fixed", "--target", "0"], "target has no effect with policy=fixed"),
     (
         ["train", "--policy", "schedule", "--batch-schedule", "64", "--dead-band", "0.1"],
@@ -55,11 +58,11 @@ WRONG = [
     (["train", "--optimizer", "adam", "--set", "momentum=0.5"], "momentum has no effect with"),
     (["train", "--arm", "fixed-32", "--set", "target=0.5"], "target has no effect with policy="),
     (["train", "--arm", "fixed-32", "--target", ".3"], "target has no effect with policy=fixed"),
-    (["train", "--optimizer", "sgd", "--factor", "shrinkage"], "factor has no effect with"),
+    (["train", "--optimizer", "sgd", "--beta3", "0.5"], "beta3 has no effect with"),
     (["train", "--set", "policy=fixed", "--target", ".3"], "target has no effect with"),
     (
-        ["train", "--optimizer", "vr-sgd", "--factor", "shrinkage", "--r-max", "2"],
-        "r_max has no effect with policy=simigrad, optimizer=vr-sgd and factor=shrinkage",
+        ["train", "--optimizer", "sgd", "--r-max", "2"],
+        "r_max has no effect with policy=simigrad and optimizer=sgd",
     ),
     (["train", "--set", "arm=simigrad"], "--set cannot change 'arm': give --arm"),
     (["train", "--set", "recipe=glue"], "--set cannot change 'recipe': it is the command's first"),

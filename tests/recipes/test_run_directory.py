@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigbatch.errors import RunError
+from bigbatch.errors import RunError, StateError
 from bigbatch.log.history import history_of
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.earlier_runs import init_from
@@ -18,7 +18,9 @@ from bigbatch_recipes.run_config import read_trainings, study_yaml, trainings_as
 from bigbatch_recipes.run_directory import (
     RunDirectory,
     create_directory_atomically,
+    file_digest,
     release,
+    require_digests,
     reserve,
 )
 from bigbatch_recipes.study import start_study
@@ -271,6 +273,21 @@ def test_a_damaged_checkpoint_is_neither_gone_on_with_nor_begun_from(saved):
             read()
     assert torch.equal(before, model.weight)
     assert [1] == steps_of(saved)
+
+
+def test_a_folder_is_as_it_was_where_each_of_its_files_is(tmp_path):
+    file = tmp_path / "inside" / "rank0.pt"
+    file.parent.mkdir()
+    file.write_bytes(bytes(range(256)) * 5000)
+    saved_with_it = {"inside/rank0.pt": file_digest(file)}
+    (tmp_path / "new").touch()
+    require_digests(tmp_path, saved_with_it)
+    flip_one_bit(file)
+    with pytest.raises(StateError, match=r"rank0.pt is damaged"):
+        require_digests(tmp_path, saved_with_it)
+    file.unlink()
+    with pytest.raises(StateError, match=r"rank0.pt is gone"):
+        require_digests(tmp_path, saved_with_it)
 
 
 @pytest.mark.parametrize("what", ["damaged", "gone"])

@@ -9,7 +9,6 @@ from torch import nn
 
 from bigbatch import AdaptiveBatch, Batches, Controller
 from bigbatch.errors import SettingError
-from bigbatch.optim.functional import FACTORS
 from bigbatch.policies.parse import POLICIES
 from bigbatch_recipes.build_loop import OPTIMIZERS, build_optimizer
 from bigbatch_recipes.digits import DIGITS
@@ -116,8 +115,7 @@ def test_a_text_that_cannot_be_read_says_what_can(text, message):
         ({"samples": -1}, "samples=-1 must be a whole number of at least 0"),
         ({"clip": float("inf")}, "clip=inf must be a number of at least 0"),
         ({"target": 1.0}, r"target=1.0 must be a number in \(-1, 1\), a cosine"),
-        ({"gamma": 1.5}, r"gamma=1.5 must be a number in \[0, 1\]"),
-        ({"factor": "half"}, 'factor=\'half\' must be one of "gsnr", "shrinkage", "positive-part"'),
+        ({"gamma": 1.5}, r"gamma=1.5 must be a number in \(0, 1\]"),
         ({"beta3": 1.0}, r"beta3=1.0 must be a number in \[0, 1\), or None"),
         ({"r_max": 0.5}, "r_max=0.5 must be a number of at least 1"),
         ({"precision": "int8"}, "precision='int8' must be one of"),
@@ -191,16 +189,14 @@ def built_vr(name, **changes):
     return build_optimizer(settings, [("w", nn.Parameter(torch.ones(2)))])
 
 
-@pytest.mark.parametrize("factor", FACTORS)
-def test_the_factor_is_that_of_the_step(factor):
+def test_a_vr_optimizer_scales_the_step_by_r():
     """Gradients (1, 1) and (1, 3): G = (1, 2), s2 = (0, 1), so the ratios are inf and 4; k = 2."""
-    optimizer = built_vr("vr-sgd", factor=factor, gamma=0.5, lr=1.0)
+    optimizer = built_vr("vr-sgd", gamma=0.5, r_max=1.0, lr=1.0)
     (weight,) = optimizer.param_groups[0]["params"]
     for gradient in (1.0, 1.0), (1.0, 3.0):
         (weight * torch.tensor(gradient) / 2).sum().backward()
     optimizer.step()
-    r = {"gsnr": 1.0, "shrinkage": 4 / 5, "positive-part": 3 / 4}[factor]
-    assert pytest.approx([1 - 1.0, 1 - 2 * r]) == weight.tolist()
+    assert pytest.approx([1 - 1.0, 1 - 2.0]) == weight.tolist()
 
 
 @pytest.mark.parametrize(
@@ -222,19 +218,7 @@ def test_the_momentum_of_r_is_the_optimizers_own_or_what_the_settings_say(
     assert expected == group["beta3"]
 
 
-def test_an_upper_clip_that_no_factor_reaches_is_refused_and_does_not_vary():
-    with pytest.raises(SettingError, match=r"r_max=10\.0 has no effect: factor='shrinkage'"):
-        built_vr("vr-sgd", factor="shrinkage", r_max=10.0)
-    vr = DEFAULT.with_changes({"optimizer": "vr-sgd"})
-    texts = ["factor=gsnr,shrinkage", "r_max=1,10", "beta3=none,0.9"]
-    found = points_of(DIGITS, sweep_of(DIGITS, vr, texts, ()), vr)
-    expected = [("gsnr", 1.0), ("gsnr", 1.0), ("gsnr", 10.0), ("gsnr", 10.0)]
-    expected += [("shrinkage", 1.0)] * 2
-    assert expected == [(point.settings.factor, point.settings.r_max) for point in found]
-    assert [None, 0.9] * 3 == [point.settings.beta3 for point in found]
-
-
-@pytest.mark.parametrize("name", ["factor", "beta3", "gamma", "r_max"])
+@pytest.mark.parametrize("name", ["beta3", "gamma", "r_max"])
 def test_an_optimizer_without_vr_lacks_the_options_of_r(name):
     assert name in unused_in(DEFAULT.with_changes({"optimizer": "adam"}))
     assert name not in unused_in(DEFAULT.with_changes({"optimizer": "vr-adam"}))

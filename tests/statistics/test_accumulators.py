@@ -215,15 +215,14 @@ def test_a_weight_that_grew_between_steps_has_new_moments():
     torch.testing.assert_close(weight, fresh, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("factor", ["gsnr", "shrinkage"])
-def test_the_loops_own_rescale_of_a_ragged_step_is_no_change(factor):
+def test_the_loops_own_rescale_of_a_ragged_step_is_no_change():
     """44 samples: the second step of an epoch has 4 micro-batches of 3 and 4 of 2, rescaled."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(44, 6, dtype=torch.float64))
     ends = []
     for clipped in (False, True):
         model = network(torch.float64)
-        optimizer = VRSGD(model.parameters(), 0.05, factor=factor)
+        optimizer = VRSGD(model.parameters(), 0.05)
         loop = bb.AdaptiveBatch(
             model,
             optimizer,

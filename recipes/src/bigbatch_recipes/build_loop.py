@@ -16,7 +16,7 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import SettingError
 from bigbatch.optim import LAMB, LARS, VarianceReduced
-from bigbatch.optim.gsnr_options import VROptions, require_valid
+from bigbatch.optim.gsnr_options import VROptions
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling
@@ -81,7 +81,7 @@ def build_optimizer(
     LARS and LAMB apply no decay and no trust ratio to biases and norms (one dimension at most); the
     others decay them if `decay_all`.
     """
-    require_optimizer(settings)
+    require_choice("optimizer", settings.optimizer, OPTIMIZERS)
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in parameters:
         decays = settings.decay_all or parameter.ndim > 1
@@ -98,17 +98,6 @@ def build_optimizer(
     return VarianceReduced(base, **_vr_options(settings, base))
 
 
-def require_optimizer(settings: Settings) -> None:
-    """Raises SettingError for an optimizer that cannot be built.
-
-    Builds none, for which torch would import its compiler.
-    """
-    require_choice("optimizer", settings.optimizer, OPTIMIZERS)
-    if settings.optimizer.startswith("vr-"):
-        group = {"params": [], "vr": True, "gamma": settings.gamma, "r_max": settings.r_max}
-        require_valid(group, VarianceReduced, settings.factor)
-
-
 def _vr_options(settings: Settings, base: Optimizer) -> VROptions:
     beta3 = settings.beta3
     if beta3 is None and isinstance(base, AdamW | LAMB):
@@ -117,7 +106,6 @@ def _vr_options(settings: Settings, base: Optimizer) -> VROptions:
         gamma=settings.gamma,
         r_max=settings.r_max,
         beta3=beta3 or None,  # with 0, r needs no memory for an average
-        factor=settings.factor,
         watch=True,
     )
 

@@ -12,6 +12,7 @@
 A folder of runs is a study; it has a study.yaml instead. Both are created atomically.
 """
 
+import hashlib
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from bigbatch.digest import file_digest, load_state, require_digests, save_state
+from bigbatch.digest import load_state, save_state
 from bigbatch.errors import RunError, StateError
 from bigbatch.log.atomic_files import open_atomically, write_atomically
 from bigbatch.log.history import read_settings
@@ -209,3 +210,23 @@ class RunDirectory:
                 f"{file} cannot be loaded ({type(error).__name__}); delete it to start the run "
                 "again"
             ) from error
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def require_digests(folder: Path, saved: Mapping[str, str]) -> None:
+    """Checks every file that has a digest; other files do not count.
+
+    Raises:
+        StateError: a file is gone, or its bytes have changed.
+    """
+    for name, digest in saved.items():
+        path = folder / name
+        if not path.is_file():
+            raise StateError(f"{path} is gone")
+        if file_digest(path) != digest:
+            raise StateError(f"{path} is damaged: its SHA-256 is not the one that was saved")

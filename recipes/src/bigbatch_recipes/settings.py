@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from bigbatch.data.micro_batches import Remainder
 from bigbatch.errors import SettingError
 from bigbatch.gradients.groups.grouping import Groups
-from bigbatch.optim.gsnr_options import Factor, Gamma, RMax
+from bigbatch.optim.gsnr_options import Gamma, RMax
 from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.lr_policies import SwitchMoment
@@ -106,7 +106,6 @@ class Settings:
         clip: largest norm of the mean gradient; 0 for no clipping.
         gamma: lower clip of GSNR.
         r_max: upper clip of GSNR.
-        factor: formula of r: gsnr is the paper's; shrinkage and positive-part are never above 1.
         beta3: momentum of r, 0 for none; None for 0.9 with vr-adam and vr-lamb, none with others.
         lr: learning rate of the base batch.
         lr_schedule: schedule of the learning rate: "warm-up 5 epochs; cosine" for example.
@@ -173,7 +172,6 @@ class Settings:
     clip: NotNegative = 0.0
     gamma: Gamma = field(default=0.1, metadata={"section": "GSNR of a vr- optimizer"})
     r_max: RMax = 1.0
-    factor: Factor = "gsnr"
     beta3: Share | None = None
     lr: NotNegative = field(metadata={"section": "Learning rate"})
     lr_schedule: str = "constant"

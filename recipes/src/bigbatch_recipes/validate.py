@@ -6,12 +6,12 @@ from torch import nn
 from bigbatch.errors import BigbatchError, SettingError
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.parse import POLICIES
-from bigbatch_recipes.build_loop import build_controller, require_optimizer
+from bigbatch_recipes.build_loop import OPTIMIZERS, build_controller
 from bigbatch_recipes.recipe import Recipe
-from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_settings
+from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_settings, require_choice
 
 CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # precisions of autocast
-_VR_SETTINGS = {"gamma", "r_max", "factor", "beta3"}
+_VR_SETTINGS = {"gamma", "r_max", "beta3"}
 
 
 def build_on_meta_device(recipe: Recipe, settings: Settings) -> nn.Module:
@@ -39,7 +39,7 @@ def require_trainable(recipe: Recipe, *settings_list: Settings) -> None:
     """
     for settings in settings_list:
         build_controller(settings)
-        require_optimizer(settings)
+        require_choice("optimizer", settings.optimizer, OPTIMIZERS)
     different = {repr((s.task, s.precision)): s for s in settings_list}
     for settings in different.values():
         dtypes = {p.dtype for p in _build(recipe, settings).parameters()}
@@ -65,7 +65,7 @@ def _build(recipe: Recipe, settings: Settings) -> nn.Module:
 
 
 def unused_in(settings: Settings) -> set[str]:
-    """Settings without effect on the training, because of its policy, optimizer and factor."""
+    """Settings without effect on the training, because of its policy and optimizer."""
     policy, optimizer = settings.policy, settings.optimizer
     unused = {name for each in POLICIES for name in policy_settings(each).values()}
     unused -= {"batch_size", *policy_settings(policy).values()}
@@ -77,8 +77,6 @@ def unused_in(settings: Settings) -> set[str]:
         unused |= {*CONTROLLER_SETTINGS}
     if not optimizer.startswith("vr-"):
         unused |= _VR_SETTINGS
-    elif settings.factor != "gsnr":  # others are never above 1
-        unused.add("r_max")
     base = optimizer.removeprefix("vr-")
     if base not in ("momentum", "lars"):
         unused.add("momentum")

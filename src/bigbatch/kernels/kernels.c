@@ -166,8 +166,7 @@ void welford(const float *gradient, float *sum, float *m2, int64_t n, double mea
 /* ---- gsnr: gradient times r, or times the average of r -------------------------------------- */
 
 /* layers: sum, m2, gradient, average (NULL for none); layer_values: 1 / (1 - beta3^t) */
-enum { WEIGHT, LIMIT, RULE, SCALE, GAMMA, R_MAX, BETA3 };
-enum { GSNR, SHRINKAGE, POSITIVE_PART };
+enum { WEIGHT, LIMIT, GAMMA, R_MAX, BETA3 };
 
 /* in this order no square overflows or underflows before m2 does */
 INLINE float ratio(float s, float m2, float share) { return s / m2 * s * share; }
@@ -194,10 +193,10 @@ WIDE static void ratio_sums(const Job *job, int64_t layer, int id, Slice part) {
 }
 
 typedef struct {
-    float share, limit, scale, offset, gamma, r_max, lerp, correction;
+    float share, limit, scale, gamma, r_max, lerp, correction;
 } Gsnr;
 
-INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats, const int shrinks,
+INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats,
                       const int averages) {
     const float *s = l->a, *m2 = l->b;
     float *g = l->c, *p = l->d;
@@ -208,11 +207,8 @@ INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats, 
         float r_sum = 0, low = 0, high = 0, before = 0, after = 0;
 #pragma omp simd reduction(+ : r_sum, low, high, before, after)
         for (int64_t i = from; i < to; i++) {
-            float q = ratio(s[i], m2[i], k.share), r;
-            if (shrinks)
-                r = 1 - 1 / (k.offset + k.scale * q);
-            else
-                r = q < k.limit ? k.scale * q : q >= k.limit ? k.r_max : k.gamma;
+            float q = ratio(s[i], m2[i], k.share);
+            float r = q < k.limit ? k.scale * q : q >= k.limit ? k.r_max : k.gamma;
             r = r > k.gamma ? r : k.gamma; /* nan: a dead element */
             r = r < k.r_max ? r : k.r_max;
             if (stats) {
@@ -244,22 +240,13 @@ INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats, 
 WIDE static void gsnr_pass(const Job *job, int64_t layer, int id, Slice part) {
     const Layer *l = &job->layers[layer];
     const double *values = job->group_values;
-    const int rule = (int)values[RULE];
-    double scale = values[SCALE];
-    if (rule == GSNR) {
-        double live = total(job, layer, 1);
-        scale = (live > 1 ? live : 1) / total(job, layer, 0);
-    }
-    Gsnr f = {(float)(1 / values[WEIGHT]), (float)values[LIMIT], (float)scale, rule == SHRINKAGE,
+    double live = total(job, layer, 1), scale = (live > 1 ? live : 1) / total(job, layer, 0);
+    Gsnr f = {(float)(1 / values[WEIGHT]), (float)values[LIMIT], (float)scale,
               (float)values[GAMMA], (float)values[R_MAX], (float)(1 - values[BETA3]),
               (float)job->layer_values[2 * layer]};
     double *stats = job->stats ? job->stats + (id * job->count + layer) * STATS : 0;
-    if (rule == GSNR)
-        l->d ? stats ? gsnr_part(l, part, &f, stats, 0, 1) : gsnr_part(l, part, &f, 0, 0, 1)
-             : stats ? gsnr_part(l, part, &f, stats, 0, 0) : gsnr_part(l, part, &f, 0, 0, 0);
-    else
-        l->d ? stats ? gsnr_part(l, part, &f, stats, 1, 1) : gsnr_part(l, part, &f, 0, 1, 1)
-             : stats ? gsnr_part(l, part, &f, stats, 1, 0) : gsnr_part(l, part, &f, 0, 1, 0);
+    l->d ? stats ? gsnr_part(l, part, &f, stats, 1) : gsnr_part(l, part, &f, 0, 1)
+         : stats ? gsnr_part(l, part, &f, stats, 0) : gsnr_part(l, part, &f, 0, 0);
 }
 
 /* ---- LARS: layers theta, gradient, buffer ---------------------------------------------------- */

@@ -31,13 +31,11 @@ class Layer(NamedTuple):
 class GsnrOptions:
     """The options of all layers of a parameter group in one step."""
 
-    # factor, gamma, r_max, beta3, watch: see `VarianceReduced`
-    factor: str
+    # gamma, r_max, beta3, watch: see `VarianceReduced`
     gamma: float
     r_max: float
     beta3: float
     weight: float  # N, the sum of the micro-batches' weights
-    k: int  # number of micro-batches
     watch: bool = False
     fused: bool = True  # whether kernels may be used; torch does the layers that do not fit them
 
@@ -108,7 +106,7 @@ def apply_gsnr(
 ) -> Tensor:
     """Multiplies every gradient by r, or by p_hat.
 
-        r = FACTORS[factor];   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p correction
+        r = gsnr(S, M2, N);   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p correction
 
     Args:
         options: the options of the layers.
@@ -120,13 +118,12 @@ def apply_gsnr(
         r_max, |g|^2 and |p_hat g|^2; (layers, 5). Zeros without.
     """
     o, limit = options, functional.agreement(torch.float32)
-    rule = list(functional.FACTORS).index(o.factor)
     return TwoPass(
         native.Rule.GSNR,
         layers=[layer[:4] for layer in layers],
         layer_values=[(layer.correction, 0.0) for layer in layers],
-        group_values=[o.weight, limit, rule, o.k - 1, o.gamma, o.r_max, o.beta3],
-        first_pass=(lambda i: _sums(o, layers[i])) if o.factor == "gsnr" else None,
+        group_values=[o.weight, limit, o.gamma, o.r_max, o.beta3],
+        first_pass=lambda i: _sums(o, layers[i]),
         second_pass=lambda i, sums: _scale(o, layers[i], sums),
         watch=o.watch,
     ).run(fused=o.fused, all_reduce=all_reduce)
@@ -146,7 +143,7 @@ def _scale(options: GsnrOptions, layer: Layer, sums: Tensor) -> Tensor | None:
     mean = (sums[0] / sums[1].clamp_min(1)).to(layer.m2)
     for total, m2, gradient, average in _chunks(*layer[:4]):
         q = functional.ratio(total, m2, o.weight)
-        r = hat = functional.FACTORS[o.factor](q, mean, o.k, o.gamma, o.r_max)
+        r = hat = functional.normalized(q, mean, o.gamma, o.r_max)
         if average is not None:
             hat = functional.update_average(average, r, o.beta3, layer.correction)
         before = functional.squares(gradient) if o.watch else None

@@ -139,7 +139,7 @@ class BucketPipeline:
                 (span.parameter, share_out_of_range(layer.total, layer.m2, weight))
                 for span, layer in zip(spans, layers, strict=True)
             ]
-        rows = apply_gsnr(self.state.options(group, weight, self.k), layers, all_reduce)
+        rows = apply_gsnr(self.state.options(group, weight), layers, all_reduce)
         self.live = self.live + (1 if all_reduce.sums is None else all_reduce.sums[:, 1].sum())
         if self.state.watch:
             all_reduce(rows)

@@ -7,7 +7,6 @@ M2 = sum n_d (g_d - S / N)^2, and N = sum n_d over k micro-batches.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ def live_sums(q: Tensor) -> Tensor:
     return torch.stack([(q + zero).nansum(), zero.add_(1).nansum()])
 
 
-def normalized(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
+def normalized(q: Tensor, mean: Tensor, gamma: float, r_max: float) -> Tensor:
     """r of the paper: the ratio over its mean in the layer, clipped; dead elements get gamma.
 
         r = min(max(q / mean of q, gamma), r_max)
@@ -65,36 +64,6 @@ def normalized(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) ->
         VRGD, equations 8 and 9; for undefined values see docs/theory.md (6).
     """
     return clipped(q / mean, gamma, r_max)
-
-
-def shrinkage(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
-    """r of M-SVAG, the factor that minimizes E |r g - mu|^2; not from the VRGD paper.
-
-        r = t^2 / (1 + t^2),   t^2 = (k - 1) q
-
-    Source:
-        Balles and Hennig 2018 (arXiv 1705.07774), section 4.
-    """
-    return clipped(1 - 1 / (1 + (k - 1) * q), gamma, r_max)
-
-
-def positive_part(q: Tensor, mean: Tensor, k: float, gamma: float, r_max: float) -> Tensor:
-    """r by positive-part shrinkage, 0 if noise explains the gradient; not from the VRGD paper.
-
-        r = max(0, 1 - 1 / t^2),   t^2 = (k - 1) q
-
-    Source:
-        James and Stein 1961; the positive part is Baranchik's, 1964.
-    """
-    return clipped(1 - 1 / ((k - 1) * q), gamma, r_max)
-
-
-# name -> r as a function of (ratio, its mean in the layer, k, gamma, r_max); ordered as kernels.c
-FACTORS: dict[str, Callable[[Tensor, Tensor, float, float, float], Tensor]] = {
-    "gsnr": normalized,
-    "shrinkage": shrinkage,
-    "positive-part": positive_part,
-}
 
 
 def clipped(r: Tensor, low: float, high: float) -> Tensor:
@@ -128,7 +97,7 @@ def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max:
     """
     q = ratio(total, m2, weight)
     sums = live_sums(q)
-    return normalized(q, sums[0] / sums[1].clamp_min(1), math.nan, gamma, r_max)
+    return normalized(q, sums[0] / sums[1].clamp_min(1), gamma, r_max)
 
 
 def squares(x: Tensor) -> Tensor:

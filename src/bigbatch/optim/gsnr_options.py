@@ -1,7 +1,7 @@
 """The options of variance-reduced optimizers, and the values and base optimizers they refuse."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -10,9 +10,8 @@ from torch.optim import LBFGS, Optimizer
 from bigbatch.errors import SettingError
 from bigbatch.setting_types import In, NotNegative, Share, argument_kinds, check_setting
 
-Gamma = Annotated[float, In("[0, 1]", "the least factor of a step")]
+Gamma = Annotated[float, In("(0, 1]", "the least factor of a step")]
 RMax = Annotated[float, In("[1, inf)", "1.0 or 1 / gamma are usual")]
-Factor = Literal["gsnr", "shrinkage", "positive-part"]  # the names of `functional.FACTORS`
 
 
 class _OneElement:
@@ -35,7 +34,6 @@ class VROptions(TypedDict, total=False):
     gamma: Gamma
     r_max: RMax
     beta3: Share | None
-    factor: Factor
     watch: bool
 
 
@@ -77,19 +75,11 @@ def require_kinds(group: dict[str, Any], optimizer: type) -> None:
         group[name] = kinds[name].check(name, group[name])
 
 
-def require_valid(group: dict[str, Any], optimizer: type, factor: str) -> None:
+def require_valid(group: dict[str, Any], optimizer: type) -> None:
     """Raises SettingError if a variance-reduced optimizer refuses a group."""
     require_kinds(group, optimizer)
     check_setting("vr", group["vr"], bool)
     require_unique(group["params"])
-    if group["gamma"] == 0 and factor == "gsnr":
-        raise SettingError(
-            f"gamma={group['gamma']} must be above 0 where factor is gsnr, or every step may be 0"
-        )
-    if group["r_max"] != 1 and factor != "gsnr":
-        raise SettingError(
-            f"r_max={group['r_max']} has no effect: factor={factor!r} is never above 1"
-        )
     for parameter in group["params"] if group["vr"] else ():
         if parameter.is_complex() or parameter.layout != torch.strided:
             raise SettingError(

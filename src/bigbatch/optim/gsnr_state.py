@@ -26,8 +26,7 @@ class GsnrState:
 
     base: Optimizer  # the base optimizer, whose groups have gamma, r_max, beta3 and vr
     name: str  # the name of the optimizer, for messages
-    # factor, watch, fused: see `VarianceReduced`
-    factor: str
+    # watch, fused: see `VarianceReduced`
     watch: bool
     fused: bool | None
     # the parameters of the groups with vr, in order
@@ -51,15 +50,13 @@ class GsnrState:
             named += zip(names, parameters, strict=True)
         return [(name or str(number), p) for number, (name, p) in enumerate(named)]
 
-    def options(self, group: dict[str, Any], weight: float, k: int) -> GsnrOptions:
-        """The options of a group, in a step of k micro-batches of this total weight."""
+    def options(self, group: dict[str, Any], weight: float) -> GsnrOptions:
+        """The options of a group, in a step whose micro-batches have this total weight."""
         return GsnrOptions(
-            self.factor,
             group["gamma"],
             group["r_max"],
             group["beta3"] or 0.0,
             weight,
-            k,
             self.watch,
             fused=self.fused is not False,
         )

@@ -85,7 +85,7 @@ class LocalStep:
                 )
         layers: dict[Tensor, Tensor] = {}  # no error is raised after this line
         for group, parameters, all_reduce in parts:
-            options = self._state.options(group, moments.weight, moments.micro_batches)
+            options = self._state.options(group, moments.weight)
             rows = apply_gsnr(options, [self._layer(p, group) for p in parameters], all_reduce)
             if options.watch:
                 if all_reduce is not None:

@@ -23,8 +23,7 @@ class TwoPass:
     layers: Sequence[native.Layer]  # the arrays of each layer, in the kernel's order
     layer_values: Sequence[tuple[float, float]]  # two numbers for each layer
     group_values: Sequence[float]  # the numbers that all layers share
-    # returns the sums of a layer, (2,); None for a rule without sums
-    first_pass: Callable[[int], Tensor] | None
+    first_pass: Callable[[int], Tensor]  # returns the sums of a layer, (2,)
     # updates a layer with its sums; may return statistics, (5,)
     second_pass: Callable[[int, Tensor], Tensor | None]
     watch: bool = False  # whether kernels return statistics
@@ -43,17 +42,16 @@ class TwoPass:
         by_kernel = [i for i, fit in enumerate(fits) if fit]
         by_torch = [i for i, fit in enumerate(fits) if not fit]
         sums, rows = self._zeros(2), self._zeros(5)
-        if self.first_pass is not None:
-            if by_kernel and all_reduce is not None:
+        for i in by_torch:
+            sums[i] = self.first_pass(i)
+        if all_reduce is not None:
+            if by_kernel:
                 sums[by_kernel], _ = self._kernel(by_kernel, native.Passes.FIRST)
-            for i in by_torch:
-                sums[i] = self.first_pass(i)
-            if all_reduce is not None:
-                all_reduce(sums)
-        if by_kernel:
-            both = self.first_pass is not None and all_reduce is None
-            passes = native.Passes.BOTH if both else native.Passes.SECOND
-            _, rows[by_kernel] = self._kernel(by_kernel, passes, None if both else sums[by_kernel])
+            all_reduce(sums)
+        if by_kernel and all_reduce is None:
+            _, rows[by_kernel] = self._kernel(by_kernel, native.Passes.BOTH)
+        elif by_kernel:
+            _, rows[by_kernel] = self._kernel(by_kernel, native.Passes.SECOND, sums[by_kernel])
         for i in by_torch:
             row = self.second_pass(i, sums[i])
             if row is not None:

@@ -17,7 +17,7 @@ from bigbatch.optim.apply_gsnr import AppliedGsnr, LayerGsnr
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable
 from bigbatch.optim.fused_step import BaseStep
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
-from bigbatch.optim.gsnr_options import Factor, Gamma, RMax, require_base, require_valid
+from bigbatch.optim.gsnr_options import Gamma, RMax, require_base, require_valid
 from bigbatch.optim.gsnr_state import GradientScaling, GsnrState
 from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
@@ -51,14 +51,10 @@ class VarianceReduced(Optimizer):
 
     Args:
         base: the optimizer whose gradients are scaled, over dense real parameters.
-        gamma: lower clip of r, in (0, 1]; also 0 if the factor is not "gsnr". With r_max = 1,
-            gamma = 1 turns the scaling off.
+        gamma: lower clip of r, in (0, 1]. With r_max = 1, gamma = 1 turns the scaling off.
         r_max: upper clip of r, at least 1. 1 is the paper's (equation 9), with which no step is
             larger than the base optimizer's; 1 / gamma allows larger steps where the GSNR is high.
         beta3: momentum of r, in [0, 1); None for none.
-        factor: "gsnr" is the paper's. "shrinkage" (M-SVAG) and "positive-part" are not from the
-            paper, do not divide by a mean over the layer, which a single outlier can dominate, and
-            never exceed 1; see `functional.FACTORS`.
         watch: whether `gsnr` records what each step did, by layer.
         fused: whether compiled kernels may be used. None: if they were built, for arrays that fit
             them (float32 on the CPU), and torch for others; True: the same, and they must be built.
@@ -89,7 +85,6 @@ class VarianceReduced(Optimizer):
         gamma: Gamma = 0.1,
         r_max: RMax = 1.0,
         beta3: Share | None = None,
-        factor: Factor = "gsnr",
         watch: bool = False,
         fused: bool | None = None,
     ) -> None:
@@ -101,9 +96,7 @@ class VarianceReduced(Optimizer):
         self._group_defaults = {"gamma": gamma, "r_max": r_max, "beta3": beta3, "vr": True}
         require_base(base, self._group_defaults)
         self.attached: DDPCommHook | None = None  # the hook of a DDP model
-        self.gsnr_state = GsnrState(
-            base, type(self).__name__, factor=factor, watch=watch, fused=fused
-        )
+        self.gsnr_state = GsnrState(base, type(self).__name__, watch=watch, fused=fused)
         self._step_base = BaseStep(base, warns=not self._chooses_fused)
         # makes torch's hooks and step profiling; groups and state are the base optimizer's
         self.__setstate__({"defaults": base.defaults})
@@ -116,8 +109,7 @@ class VarianceReduced(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: value for name, value in self._group_defaults.items() if name != "vr"}
-        for name in ("factor", "watch", "fused"):
-            options[name] = getattr(self.gsnr_state, name)
+        options |= {"watch": self.gsnr_state.watch, "fused": self.gsnr_state.fused}
         self._require_consolidated()
         return {"base": self.base, "options": options, "momentum": self.gsnr_state.momentum}
 
@@ -291,9 +283,8 @@ class VarianceReduced(Optimizer):
             )
 
     def describe(self) -> str:
-        """Class, base optimizer and factor, which must be equal on all ranks."""
-        factor = self.gsnr_state.factor
-        return f"{type(self).__name__} of {type(self.base).__name__}, factor={factor!r}"
+        """Class and base optimizer, which must be equal on all ranks."""
+        return f"{type(self).__name__} of {type(self.base).__name__}"
 
     def train(self) -> None:
         """Switches a schedule-free base optimizer to training mode; others have no mode."""
@@ -366,7 +357,7 @@ class VarianceReduced(Optimizer):
     def _prepare_group(self, group: dict[str, Any]) -> None:
         for name, default in self._group_defaults.items():
             group.setdefault(name, default)
-        require_valid(group, type(self), self.gsnr_state.factor)
+        require_valid(group, type(self))
         if group["vr"]:
             self.gsnr_state.vr_parameters.update(dict.fromkeys(group["params"]))
 

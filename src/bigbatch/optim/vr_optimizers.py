@@ -40,7 +40,7 @@ class VRSGD(_Fusing):
         params: parameters or groups, as for `torch.optim.SGD`.
         lr, momentum, dampening, weight_decay, nesterov, maximize, foreach: torch's own.
         fused: whether scaling and torch's step use fused kernels; None: wherever they can.
-        options: gamma, r_max, beta3, factor, watch: see `VarianceReduced`.
+        options: gamma, r_max, beta3, watch: see `VarianceReduced`.
     Source:
         VRGD, algorithm 1 (VR-SGD); VR-Momentum by its section 4.2.
     """
@@ -91,7 +91,7 @@ class VRAdam(_Fusing):
         decoupled_weight_decay: True decays theta as in AdamW; False adds weight_decay theta to
             p_hat g.
         fused: whether scaling and torch's step use fused kernels; None: wherever they can.
-        options: gamma, r_max, beta3 (0.9), factor, watch: see `VarianceReduced`.
+        options: gamma, r_max, beta3 (0.9), watch: see `VarianceReduced`.
     Source:
         VRGD, sections 4.2 and 6.
     """
@@ -131,7 +131,7 @@ class VRLARS(VarianceReduced):
     Args:
         params to maximize: as for `LARS`.
         fused: whether scaling and the step use compiled kernels; None: wherever they can.
-        options: gamma, r_max, beta3, factor, watch: see `VarianceReduced`.
+        options: gamma, r_max, beta3, watch: see `VarianceReduced`.
     Source:
         VRGD, section 4.2: GSNR adapts the gradient mean before LARS applies it.
     """
@@ -174,7 +174,7 @@ class VRLAMB(VarianceReduced):
     Args:
         params, lr, betas, eps, weight_decay, exclude_bias_and_norm, maximize: as for `LAMB`.
         fused: whether scaling and the step use compiled kernels; None: wherever they can.
-        options: gamma, r_max, beta3 (0.9), factor, watch: see `VarianceReduced`.
+        options: gamma, r_max, beta3 (0.9), watch: see `VarianceReduced`.
     Source:
         VRGD, section 4.2.
     """

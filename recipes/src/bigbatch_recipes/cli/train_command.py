@@ -129,9 +129,8 @@ def _settings(
     unused = sorted(unused_in(settings) & names)
     if own and unused:  # in a study an arm may use a setting that others do not
         raise SettingError(
-            f"{', '.join(unused)} has no effect with policy={settings.policy}, "
-            f"optimizer={settings.optimizer} and factor={settings.factor}; leave it out, or "
-            "choose others"
+            f"{', '.join(unused)} has no effect with policy={settings.policy} "
+            f"and optimizer={settings.optimizer}; leave it out, or choose others"
         )
     return settings, own, names
 

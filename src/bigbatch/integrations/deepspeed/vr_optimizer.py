@@ -136,7 +136,7 @@ class ZeroScaling:
         """Scales the gradients that the base optimizer has now: all, or those of one sub-group."""
         moments = self._state.moments
         for group in self._state.base.param_groups:
-            options = self._state.options(group, moments.weight, moments.micro_batches)
+            options = self._state.options(group, moments.weight)
             layers = [
                 layer
                 for flat in (group["params"] if group["vr"] else ())
