@@ -89,7 +89,6 @@ VR = {
     "gamma": number(0, 1, open_low=True, open_high=False),
     "r_max": number(1, math.inf),
     "beta3": either(is_none, share),
-    "factor": one_of("gsnr", "shrinkage", "positive-part"),
     "watch": is_flag,
     "fused": either(is_none, is_flag),
 }

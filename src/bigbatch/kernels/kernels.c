@@ -340,9 +340,9 @@ enum { APPLY_GSNR, LARS, LAMB };
 
 /* Applies one rule to a list of layers. passes: 1, the first, which writes the sums; 2, the second,
  * which reads them as those of thread 0; 3, both. */
-void run(int rule, int passes, const Layer *layers, const int64_t *lengths, int64_t count,
-         const double *layer_values, const double *group_values, double *sums, double *stats,
-         int threads) {
+void apply_rule(int rule, int passes, const Layer *layers, const int64_t *lengths, int64_t count,
+                const double *layer_values, const double *group_values, double *sums,
+                double *stats, int threads) {
     static Pass *const first[] = {ratio_sums, lars_norms, lamb_moments};
     static Pass *const second[] = {gsnr_pass, lars_step, lamb_step};
     Job job = {.layers = layers, .lengths = lengths, .count = count, .layer_values = layer_values,

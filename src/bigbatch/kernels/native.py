@@ -42,18 +42,19 @@ class Passes(IntEnum):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library; None if no compiler built it at installation."""
+    """The compiled library; None if no compiler built it, or another release's source."""
     spec = importlib.util.find_spec("bigbatch.kernels._kernels")
     if spec is None or spec.origin is None:
         return None
     try:
         loaded = ctypes.CDLL(spec.origin)
-    except OSError:
+        welford, apply_rule = loaded.welford, loaded.apply_rule
+    except (OSError, AttributeError):
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    loaded.welford.argtypes = [*[pointer] * 3, size, _REAL, _REAL, ctypes.c_int, ctypes.c_int]
-    loaded.run.argtypes = [*[ctypes.c_int] * 2, *[pointer] * 2, size, *[pointer] * 4, ctypes.c_int]
-    loaded.welford.restype = loaded.run.restype = None
+    welford.argtypes = [*[pointer] * 3, size, _REAL, _REAL, ctypes.c_int, ctypes.c_int]
+    apply_rule.argtypes = [*[ctypes.c_int] * 2, *[pointer] * 2, size, *[pointer] * 4, ctypes.c_int]
+    welford.restype = apply_rule.restype = None
     return loaded
 
 
@@ -158,7 +159,7 @@ def run(
         thread_sums[0] = sums
     stats = torch.zeros(threads if watch else 0, count, _STATS, dtype=torch.float64, device="cpu")
     layer_array, group_array = array("d", layer_values), array("d", group_values)
-    kernels.run(
+    kernels.apply_rule(
         rule,
         passes,
         _address(addresses),
