@@ -141,9 +141,7 @@ def populations(seed: int, data: Path | None) -> Iterator[Population]:
         remedy = "name a data folder" if data is None else f"there is no {folder}"
         warnings.warn(f"without gradients of a trained network: {remedy}", stacklevel=2)
         return
-    images = read_idx(folder / "train-images-idx3-ubyte.gz", 3)[:, None]
-    labels = read_idx(folder / "train-labels-idx1-ubyte.gz", 1).long()
-    yield from recorded_stages((images.float() / 255 - 0.286) / 0.353, labels, seed)
+    yield from recorded_stages(*read_images(folder), seed)
 
 
 def synthetic(
@@ -168,6 +166,13 @@ def spectrum(count: int, effective_dimension: float) -> Tensor:
         too_flat = 1 / float(values.square().sum()) > effective_dimension
         low, high = (exponent, high) if too_flat else (low, exponent)
     return values.float()
+
+
+def read_images(folder: Path) -> tuple[Tensor, Tensor]:
+    """Fashion-MNIST's training set: images (60000, 1, 28, 28), standardized, and labels."""
+    images = read_idx(folder / "train-images-idx3-ubyte.gz", 3)[:, None]
+    labels = read_idx(folder / "train-labels-idx1-ubyte.gz", 1)
+    return (images.float() / 255 - 0.286) / 0.353, labels.long()
 
 
 def recorded_stages(x: Tensor, y: Tensor, seed: int) -> Iterator[Recorded]:

@@ -29,7 +29,9 @@ ESTIMATES = re.findall(r"(?m)^    ([TS]\d+) +(bigbatch .+)$", TEXT)
 SETTINGS = ("cifar10-resnet18", "cifar10-resnet56", "imagenet-resnet50", "bert-pretrain")
 SETTINGS += ("squad", "dlrm")
 OUTCOMES = re.findall(
-    r"(?s)- \*\*(R\d+)\*\* (?:`[^`]+`|commit \w+),\s+\[\S+\]\((\S+?)\): (.+?)(?=\n-|\n\n)", TEXT
+    r"(?s)- \*\*(R\d+)\*\* (?:`[^`]+`(?: of commit \w+)?|commit \w+),"
+    r"\s+\[\S+\]\((\S+?)\): (.+?)(?=\n-|\n\n)",
+    TEXT,
 )
 
 
@@ -188,7 +190,7 @@ def test_arithmetic_on_published_numbers_is_right(claim, value):
 
 def fact_of(output, name):
     """A fact that a dry run prints, up to a comma in words; None without it."""
-    found = re.search(rf"(?m)^ {re.escape(name)} +(.*?)(?:, \D.*| +)?$", output)
+    found = re.search(rf"(?m)^{re.escape(name)} +(.*?)(?:, \D.*| +)?$", output)
     return found and found[1]
 
 

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bigbatch.errors import SettingError
+from bigbatch.log.row_schema import METRICS
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep
@@ -359,8 +360,8 @@ def test_a_large_sweep_draws_the_curves_of_its_front_alone(tmp_path):
     assert 62 == len(sweep.begun)
     assert ["target=0.4-seed0", "target=0.4-seed1"] == [run.name for run in sweep.drawn]
     for run in sweep.begun[::2]:  # one of each point diverged
-        run.log.metrics.write_text("")
-        add_rows(run.path, [row(1, batch=100, metrics={"test accuracy, %": None})])
+        (run / METRICS).write_text("")
+        add_rows(run, [row(1, batch=100, metrics={"test accuracy, %": None})])
     half = read_sweep_results(tmp_path / "sweep")
     assert ([], 60) == (half.front, len(half.drawn))
 
