@@ -443,7 +443,7 @@ def test_domains_with_a_backward_each_are_refused():
             (F.mse_loss(model(x), 3 * sign * shift + torch.randn(16, 2)) / 4).backward()
         optimizer.step()
 
-    advice = advised(model, optimizer, step, batches(60))
+    advice = advised(model, optimizer, step, batches(200))
     assert "other gradients than backward" in advice.refusal
 
 
