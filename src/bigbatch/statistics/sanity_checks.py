@@ -76,9 +76,7 @@ class SanityChecks:
             a, b = ((r.sqnorm_sum, r.numbered_sqnorm_sum) for r in (ranks[one], ranks[other]))
             if a == b:
                 equal_norm_steps[one, other] = _SURE_STEPS
-            elif all(
-                math.isclose(x, y, rel_tol=_NORM_TOLERANCE) for x, y in zip(a, b, strict=True)
-            ):
+            elif all(map(_nearly_equal, a, b)):
                 equal_norm_steps[one, other] = self._equal_norm_steps.get((one, other), 0) + 1
         self._equal_norm_steps = equal_norm_steps
         sure_pairs = [
