@@ -414,7 +414,7 @@ def test_several_runs_have_a_table_each_and_one_figure(bigbatch, run, logged, tm
         {"dead_band": 1.0},
         {"max_change": 1.05},
         {"warmup": "1000 samples"},
-        {"smoothing": "500 samples", "confidence": 0.6},
+        {"smoothing": "500 samples", "dead_band": 0.5},
     ],
     ids=str,
 )
@@ -449,7 +449,6 @@ def test_a_replay_averages_as_a_controller_does_by_default(bigbatch, run):
         (["--policy", "magic"], "policy 'magic' is unknown"),
         (["--policy", "schedule:64, x2"], "clause 'x2'"),
         (["--policy", "fixed:8", "--decide-every", "0"], "decide_every=0"),
-        (["--policy", "simigrad", "--confidence", "0.9", "--smoothing", "none"], "set smoothing="),
         (["--policy", "simigrad", "--smoothing", "often"], "smoothing='often' must be"),
         (["--policy", "fixed:8", "-o", "figure.pdf"], "-o figure.pdf: the ending must be .svg"),
         (["--policy", "fixed:8", "-o", "no/such/folder.svg"], "cannot be written"),

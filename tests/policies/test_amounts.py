@@ -50,24 +50,6 @@ def test_an_amount_is_read_as_it_is_written(count, unit):
     assert amount == Amount.parse(str(amount))
 
 
-@given(
-    count=st.fractions(Fraction(1, 20), 20, max_denominator=20),
-    unit=st.sampled_from(["step", "sample", "epoch"]),
-    batches=st.lists(st.integers(1, 50), min_size=1, max_size=60),
-    epoch=st.integers(1, 100),
-)
-def test_each_multiple_ends_in_the_step_that_reaches_it(count, unit, batches, epoch):
-    """A step may reach several multiples; the end of the whole is counted by the last sample."""
-    amount = Amount(count if unit == "epoch" else Fraction(max(1, round(count))), unit)
-    size = {"step": None, "sample": amount.count, "epoch": amount.count * epoch}[unit]
-    samples, reached = 0, 0
-    for step, batch in enumerate(batches, start=1):
-        samples += batch
-        now = step // amount.count if size is None else samples // size
-        assert (now > reached) == amount.ends_in_step(step, samples, batch, epoch)
-        reached = now
-
-
 def walk(steps=40, **options):
     """The batch after each step of 64 samples, 4 steps an epoch, where the policy wants 1000."""
     controller = Controller(NoiseScale(), 64, **({"smoothing": "1 step"} | options))

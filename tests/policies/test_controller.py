@@ -37,7 +37,6 @@ from bigbatch.errors import SettingError
 from bigbatch.policies.controller import controller_of
 from bigbatch.policies.plan import PlanConstraints
 from bigbatch.statistics.averages import AdaptiveAverage
-from bigbatch.statistics.confidence import Interval
 from property_tests import property_test
 
 
@@ -476,20 +475,6 @@ def test_then_a_step_that_was_not_measured_decides_by_the_average_at_its_own_siz
     assert average == controller.state_dict()["average"]  # it is not a measurement
 
 
-def test_a_step_that_was_not_measured_hears_the_windows_interval_at_its_own_size():
-    controller = Controller(WantsAverage(), 128, confidence=0.8, smoothing="8 steps")
-    average = NoiseAverage(8, "steps", confidence=0.8)
-    for noise in noisy(1, 10):
-        controller.next(noise)
-        average.update(noise)
-    asked = len(controller.policy.heard)
-    controller.next(None, after(11, 500))
-    heard, now = controller.policy.heard[asked]  # then the ends of the interval
-    assert average.at(GradientStatistics(math.nan, math.nan, 500, 0)) == heard
-    assert 500 == heard.samples == now.batch_size
-    assert 0.8 == heard.interval.level
-
-
 def test_steps_that_were_not_measured_count_for_decide_every_once_they_decide():
     controller = Controller(SimiGrad(target=0.2), 128, decide_every=3)
     reasons = [controller.next(seen(128)).reason for _ in range(4)]
@@ -544,88 +529,6 @@ def test_an_average_of_another_kind_is_not_loaded(old, new):
     assert [*["held: the average fills"] * 3, "similarity 1.000 > 0.2"] == reasons
 
 
-# confidence
-
-
-def with_interval(low, high, level=0.9, noise_scale=1000.0, samples=128):
-    """A step of that noise scale and an interval of these similarities."""
-    ends = [2 * math.atanh(phi) for phi in (low, high)]
-    return replace(seen(samples, noise_scale), interval=Interval(*ends, level, "step"))
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0.05, 0.19, 140), (0.05, 0.21, 128), (0.05, 0.2, 128), (-0.9, 0.1, 140), (-1.0, 1.0, 128)],
-)
-def test_the_batch_moves_where_the_interval_excludes_it(low, high, expected):
-    high = math.nextafter(high, 0) if high == 1 else high
-    low = math.nextafter(low, 0) if low == -1 else low
-    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=None)
-    decision = controller.next(with_interval(low, high))
-    assert expected == decision.batch_size
-    assert ("held: not sure at 0.9" in decision.reason) == (expected == 128)
-
-
-def test_an_interval_that_says_nothing_holds_everything_but_a_step_without_noise_is_sure():
-    whole = Interval(-math.inf, math.inf, 0.9, "step")
-    for noise in (low(128), high(128)):
-        controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=None)
-        assert 128 == controller.next(replace(noise, interval=whole)).batch_size
-    clear = replace(high(128), interval=Interval(20.0, 34.0, 0.9, "step"))
-    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=None)
-    assert 115 == controller.next(clear).batch_size
-
-
-def test_with_smoothing_the_interval_is_the_windows():
-    controller = Controller(SimiGrad(target=0.07), 128, confidence=0.9, smoothing="10000 samples")
-    average = NoiseAverage(10_000, confidence=0.9)
-    generator = torch.Generator().manual_seed(0)
-    moved = []
-    for draw in torch.randn(80, generator=generator, dtype=torch.float64).tolist():
-        noise = GradientStatistics(1.0 + draw, 1000.0, 128, 8)
-        low, high = average.update(noise).similarity_interval
-        before = controller.decision.batch_size
-        decision = controller.next(noise)
-        filled = average.filled
-        assert ("held: the average fills" == decision.reason) == (not filled)
-        assert (decision.batch_size > before) == (filled and high < 0.07)
-        assert (decision.batch_size < before) == (filled and low > 0.07)
-        moved.append(decision.batch_size != before)
-    assert {True, False} == set(moved[19:])  # 20 steps of 128 samples fill a quarter
-    assert {False} == set(moved[:19])
-    one_step = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing="500 samples")
-    assert "held: not sure at 0.9" in one_step.next(noise).reason  # it has no interval
-
-
-@pytest.mark.parametrize(
-    ("noise", "words"),
-    [
-        (
-            seen(128),
-            r"confidence=0.9 .* there is none; measure with GradientMeter\(confidence=0.9\)",
-        ),
-        (with_interval(0.1, 0.3, level=0.5), "the meter's is of 0.5"),
-    ],
-)
-def test_surely_without_its_interval_names_the_remedy_at_the_first_step(noise, words):
-    controller = Controller(
-        SimiGrad(target=0.2),
-        128,
-        smoothing=None,
-        confidence=0.9,
-        warmup="1000000 samples",
-        decide_every=100,
-    )
-    with pytest.raises(SettingError, match=words):
-        controller.next(noise)
-
-
-def test_a_step_without_a_number_is_no_missing_interval():
-    controller = Controller(SimiGrad(target=0.2), 128, confidence=0.9, smoothing=None)
-    decision = controller.next(GradientStatistics(math.nan, math.nan, 128, 8))
-    assert Decision(128, "similarity nan not finite, target 0.2") == decision
-
-
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
@@ -635,20 +538,12 @@ def test_a_step_without_a_number_is_no_missing_interval():
     ],
 )
 def test_what_does_not_look_at_noise_is_held_by_no_doubt_about_it(policy, expected):
-    for options in (
-        {"dead_band": 0.5},
-        {"confidence": 0.9},
-        {"confidence": 0.9, "smoothing": "1000 samples"},
-    ):
-        controller = Controller(policy, 128, **options)
-        assert expected == [controller.next(seen(100)).batch_size for _ in range(5)]
+    controller = Controller(policy, 128, dead_band=0.5)
+    assert expected == [controller.next(seen(100)).batch_size for _ in range(5)]
 
 
 @pytest.mark.filterwarnings("ignore:.* goes by one step")
 def test_a_direct_policy_at_its_lower_bound_is_doubted_like_any_other():
-    noise = replace(with_interval(0.05, 0.9), samples=1)
-    sure = Controller(NoiseScale(), 1, confidence=0.9, smoothing=None)
-    assert 1 == sure.next(noise).batch_size
     near = Controller(NoiseScale(), 900, dead_band=0.2, min_batch=900, smoothing=None)
     assert 900 == near.next(seen(900)).batch_size
 
@@ -688,8 +583,6 @@ def test_a_policy_that_one_steps_noise_scale_decides_is_named_once(policy):
         ({"dead_band": math.nan}, "dead_band=nan"),
         ({"max_change": 1.0}, "max_change=1.0"),
         ({"max_change": math.nan}, "max_change=nan"),
-        ({"confidence": 0.0}, "confidence=0.0"),
-        ({"confidence": 90}, "confidence=90"),
         ({"warmup": 500}, "warmup=500"),
         ({"warmup": "0.5 epochs"}, "warmup='0.5 epochs'"),
     ],
@@ -716,18 +609,11 @@ OPTIONS = [
     {"decide_every": 3},
     {"smoothing": None},
     {"smoothing": "700 samples"},
-    {"dead_band": 0.1, "confidence": 0.7},
+    {"dead_band": 0.1},
     {"dead_band": 0.2},
     {"max_change": 1.05},
-    {"smoothing": "700 samples", "confidence": 0.8},
     {"warmup": "1000 samples"},
-    {
-        "decide_every": 2,
-        "smoothing": "300 samples",
-        "dead_band": 0.1,
-        "max_change": 1.5,
-        "confidence": 0.6,
-    },
+    {"decide_every": 2, "smoothing": "300 samples", "dead_band": 0.1, "max_change": 1.5},
 ]
 steps_seen = st.lists(
     st.builds(
@@ -812,7 +698,6 @@ def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
         ("smoothing", None),
         ("dead_band", 0.1),
         ("max_change", 1.5),
-        ("confidence", 0.9),
         ("warmup", "100 samples"),
     ],
 )
@@ -899,9 +784,8 @@ def test_a_policy_that_remembers_is_saved_through_advise_too_and_asked_once_a_st
     second = Controller(bb.Shadow(Counting()), 10)
     second.load_state_dict(first.state_dict())
     assert 40 == first.next(noise).advice == second.next(noise).advice
-    for options in ({"dead_band": 0.1}, {"confidence": 0.9, "smoothing": "100 samples"}):
-        with pytest.raises(SettingError, match="one that remembers"):
-            Controller(Counting(), 10, **options)
+    with pytest.raises(SettingError, match="one that remembers"):
+        Controller(Counting(), 10, dead_band=0.1)
 
 
 class Wrapper(Counting):
@@ -946,15 +830,6 @@ def test_a_noise_scale_without_end_goes_to_the_controllers_bound():
         assert expected == controller.next(noisy).batch_size
 
 
-@pytest.mark.filterwarnings("ignore:NoiseScale goes by")
-def test_being_sure_of_a_noise_scale_that_may_be_infinite_lets_a_batch_grow():
-    interval = Interval(-0.3, 0.4, 0.9, "step")
-    noise = GradientStatistics(0.0005, 1.0, samples=64, micro_batches=8, interval=interval)
-    options = {"max_batch": 4096, "confidence": 0.9, "smoothing": None, "max_change": None}
-    controller = Controller(bb.NoiseScale(), 64, **options)
-    assert 2000 == controller.next(noise).batch_size
-
-
 def test_a_window_far_longer_than_the_training_still_averages():
     step = GradientStatistics(1.0, 576.0, samples=128, micro_batches=4)
     controller = Controller(SimiGrad(0.2), 128, smoothing="999999999T samples")
@@ -962,13 +837,6 @@ def test_a_window_far_longer_than_the_training_still_averages():
     average = NoiseAverage(999_999_999e12)
     average.load_state_dict(controller.state_dict()["average"])
     assert pytest.approx(0.1) == average.at(step).similarity
-
-
-def test_without_any_noise_a_window_is_sure():
-    controller = Controller(SimiGrad(0.2), 128, smoothing="500 samples", confidence=0.9)
-    for expected in (115, 103):
-        step = GradientStatistics(1.0, 0.0, samples=128, micro_batches=4)
-        assert expected == controller.next(step).batch_size
 
 
 def test_what_a_bound_keeps_from_a_decaying_schedule_lowers_the_rate():

@@ -156,7 +156,7 @@ PUBLIC = {
         bb.Controller,
         {"policy": bb.SimiGrad(), "batch_size": 8},
         {"policy": lambda value: False, "batch_size": is_count, "base_batch": count, **bounds}
-        | {"decide_every": is_count, "confidence": coverage}
+        | {"decide_every": is_count}
         | {"smoothing": either(one_of("auto"), amount("step|sample"))}
         | {"dead_band": number(0, 1e9, open_high=False), "warmup": amount("step|sample|epoch")}
         | {"max_change": either(is_none, factor)},
@@ -183,7 +183,7 @@ PUBLIC = {
     "Batches": (
         bb.Batches,
         {"loader": [torch.ones(4)]},
-        {"remainder": one_of("share", "step", "drop"), "uneven": one_of("stop", "raise")}
+        {"remainder": one_of("share", "step", "drop")}
         | {"virtual_ranks": count, "split": is_none, "count": is_none},
     ),
     "ElasticDistributedSampler": (
@@ -311,7 +311,6 @@ def _goes_alone(name, setting, value):
         (setting == "nesterov" and value)  # a momentum
         or (setting == "fused" and value)  # built kernels
         or (setting in ("r_max", "micro", "base_batch", "batch_size", "scheduler"))
-        or (name == "Controller" and setting in ("confidence",))
         or (name == "BatchPlan.fit" and setting in ("max_batch", "ranks"))
     )
 

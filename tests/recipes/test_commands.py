@@ -213,7 +213,6 @@ def test_every_setting_of_the_command_is_that_of_the_run(bigbatch, tmp_path):
         "dead_band": 0.2,
         "warmup": "200 samples",
         "max_change": "auto",
-        "confidence": 0.8,
         "every": 3,
         "min_micro_batches": 12,
         "fixed_micro_batch": True,

@@ -6,19 +6,23 @@ import math
 import shutil
 import weakref
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.history import history_of
 from bigbatch.log.row_schema import require_step, row_of
+from bigbatch.policies.amounts import Amount
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset, chosen_indices
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.distributed_eval import accuracy_and_loss, finite_scores
-from bigbatch_recipes.train_run import Training
+from bigbatch_recipes.train_run import Training, ends_in_step
 
 FIXED = {"policy": "fixed", "batch_size": 64, "epochs": 1}
 
@@ -42,14 +46,6 @@ def test_the_rate_follows_the_schedule_over_base_batches():
     assert pytest.approx([0.02 * (1 - place / total) for place in seen]) == rates
 
 
-@pytest.mark.parametrize("window", [None, "16 steps", "auto"])
-def test_confidence_has_an_interval_to_go_by_with_a_window_or_without(window):
-    own = {"policy": "simigrad", "confidence": 0.9, "smoothing": window, "epochs": 1}
-    training = Training(DIGITS, DIGITS.settings().with_changes(own))
-    reasons = [record.decision.reason for record in training.steps()]
-    assert any("held: not sure at 0.9" in reason for reason in reasons)
-
-
 def rows_of_one_epoch(**changes):
     """The log of one epoch of 200 samples."""
     own = {"samples": 200, "every": 1, "micro_batch": 8, "target": 0.9, "optimizer": "sgd"}
@@ -64,7 +60,6 @@ def rows_of_one_epoch(**changes):
         ({"fixed_micro_batch": True}, lambda row: row["batch_size"] == 8 * row["micro_batches"]),
         ({"every": 3}, lambda row: (row["grad_sqnorm"] is None) == (row["step"] % 3 != 1)),
         ({"max_change": 1.02}, lambda row: "at most x1.02 a decision" in row["decision_reason"]),
-        ({"confidence": 0.999}, lambda row: "not sure at 0.999" in row["decision_reason"]),
     ],
 )
 def test_a_setting_of_the_loop_has_its_effect_in_every_step(changes, has_effect):
@@ -79,20 +74,6 @@ def test_the_largest_change_may_be_the_policys_own(policy, is_limited):
     own = {"policy": policy, "smoothing": "auto", "batch_size": 16, "micro_batch": 4}
     rows = rows_of_one_epoch(**own, max_change="auto")
     assert is_limited == any("at most x1.1 a decision" in row["decision_reason"] for row in rows)
-
-
-def test_the_log_has_the_confidence_interval_of_a_measured_step():
-    rows = json.loads(json.dumps(rows_of_one_epoch(confidence=0.9, smoothing=None, every=2)))
-    for previous, row in itertools.pairwise([None, *rows]):
-        require_step("a row", row, previous)
-        names = ("similarity_interval", "noise_scale_interval")
-        assert [row["grad_sqnorm"] is not None] * 2 == [name in row for name in names]
-    low, high = rows[0]["similarity_interval"]
-    assert low < rows[0]["similarity"] < high
-    least, most = rows[0]["noise_scale_interval"]  # the same interval, at the other ends
-    samples = rows[0]["batch_size"]
-    assert math.isclose(high, 1 / (1 + 2 * least / samples), rel_tol=1e-3)
-    assert most is None or math.isclose(low, 1 / (1 + 2 * most / samples), rel_tol=1e-3)
 
 
 def test_the_log_has_what_more_is_measured_of_a_step_and_of_each_layer():
@@ -449,3 +430,21 @@ def test_a_sweep_compares_a_policy_of_ones_own(bigbatch, tmp_path, monkeypatch):
     status, out, _ = bigbatch("sweep", "digits", *grid, "--set", "epochs=1", "--jobs", "1")
     assert 0 == status
     assert "policy=Doubling-seed0  test accuracy, %" in out
+
+
+@given(
+    count=st.fractions(Fraction(1, 20), 20, max_denominator=20),
+    unit=st.sampled_from(["step", "sample", "epoch"]),
+    batches=st.lists(st.integers(1, 50), min_size=1, max_size=60),
+    epoch=st.integers(1, 100),
+)
+def test_each_multiple_ends_in_the_step_that_reaches_it(count, unit, batches, epoch):
+    """A step may reach several multiples; the end of the whole is counted by the last sample."""
+    amount = Amount(count if unit == "epoch" else Fraction(max(1, round(count))), unit)
+    size = {"step": None, "sample": amount.count, "epoch": amount.count * epoch}[unit]
+    samples, reached = 0, 0
+    for step, batch in enumerate(batches, start=1):
+        samples += batch
+        now = step // amount.count if size is None else samples // size
+        assert (now > reached) == ends_in_step(amount, step, samples, batch, epoch)
+        reached = now

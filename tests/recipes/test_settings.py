@@ -26,7 +26,7 @@ def test_every_setting_of_the_loop_has_an_option():
     names = {name for kind in loop for name in inspect.signature(kind).parameters}
     names |= {setting for name in POLICIES for setting in policy_settings(name).values()}
     objects = {"policy", "loader", "model", "scheduler", "scaler", "meter", "options"}
-    for_other_loaders = {"split", "count", "uneven"}
+    for_other_loaders = {"split", "count"}
     assert names - objects - for_other_loaders <= SETTING_TYPES.keys()
 
 
@@ -71,7 +71,6 @@ def test_a_config_file_brings_them_back():
         ("lr = 1e-3", "lr", 1e-3),
         ("lr=1", "lr", 1.0),
         ("batch_schedule=64, x2 at 5 epochs", "batch_schedule", "64, x2 at 5 epochs"),
-        ("confidence=0.9", "confidence", 0.9),
         ("smoothing=4K samples", "smoothing", "4K samples"),
         ("smoothing=None", "smoothing", None),
         ("smoothing=auto", "smoothing", "auto"),

@@ -98,7 +98,6 @@ def test_values_with_commas_are_parted_by_bars_and_make_file_names():
     ("text", "values"),
     [
         ("max_change=none,auto,1.5", (None, "auto", 1.5)),
-        ("confidence=none,0.8", (None, 0.8)),
         ("every=1,none", (1, None)),
         ("min_micro_batches=none,6", (None, 6)),
     ],

@@ -115,15 +115,15 @@ def changing(seed, before, after, steps=400):
 
 @pytest.mark.parametrize("after", [(1.0, 50.0), (8.0, 50.0), (1.0, 400.0), (-0.2, 55.0)])
 def test_an_adaptive_average_is_that_of_the_window_that_the_oracle_chooses(after):
-    adaptive = AdaptiveAverage(confidence=0.8)
-    fixed = {w: NoiseAverage(w, "steps", confidence=0.8) for w in oracle.WINDOWS}
+    adaptive = AdaptiveAverage()
+    fixed = {w: NoiseAverage(w, "steps") for w in oracle.WINDOWS}
     seen, windows = [], set()
     for signal, noise in changing(0, (1.0, 50.0), after, steps=160):
         seen.append((signal, noise, 20 + len(seen) % 17))
         one = step(signal, noise, samples=seen[-1][2])
         actual, expected = adaptive.update(one), {w: a.update(one) for w, a in fixed.items()}
         assert oracle.window_of(*zip(*seen, strict=True)) == adaptive.window
-        assert expected[adaptive.window] == actual  # its interval too
+        assert expected[adaptive.window] == actual
         later = step(math.nan, math.nan, samples=999, micro_batches=0)
         assert fixed[adaptive.window].at(later) == adaptive.at(later)
         windows.add(adaptive.window)
@@ -179,11 +179,10 @@ def test_a_step_without_a_number_leaves_an_adaptive_average_as_it_is():
 
 
 def test_one_step_is_an_adaptive_average_and_does_not_fill_it():
-    average = AdaptiveAverage(confidence=0.9)
+    average = AdaptiveAverage()
     assert not average.filled
     found = average.update(step(3.0, 60.0))
     assert pytest.approx((3.0, 60.0)) == (found.grad_sqnorm, found.grad_variance)
-    assert (-1.0, 1.0) == found.similarity_interval
     assert not average.filled
 
 
@@ -199,7 +198,7 @@ def test_without_noise_the_window_follows_the_signal():
 @pytest.mark.parametrize("stop", [0, 1, 3, 101, 120])
 def test_a_saved_adaptive_average_continues_as_if_it_had_never_stopped(stop):
     steps = [step(*values) for values in changing(2, (1.0, 50.0), (8.0, 90.0), steps=200)]
-    unbroken, before, after = (AdaptiveAverage(confidence=0.9) for _ in range(3))
+    unbroken, before, after = (AdaptiveAverage() for _ in range(3))
     expected = [(unbroken.update(one), unbroken.window) for one in steps][stop:]
     for one in steps[:stop]:
         before.update(one)
@@ -216,8 +215,3 @@ def test_an_average_is_filled_by_a_quarter_of_its_window(window, steps):
         assert (number >= steps) == by_steps.filled == by_samples.filled
         by_steps.update(step(1.0, 2.0))
         by_samples.update(step(1.0, 2.0, samples=10))
-
-
-def test_the_coverage_of_an_adaptive_average_is_checked():
-    with pytest.raises(SettingError, match="confidence=90"):
-        AdaptiveAverage(confidence=90)

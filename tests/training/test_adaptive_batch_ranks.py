@@ -417,8 +417,8 @@ def test_ranks_with_other_settings_raise_at_construction(ranks):
 SHARDS = (100, 60, 31)
 
 
-def streamed(rank, ranks, engine, uneven):
-    batches = bb.Batches(DataLoader(Shard(SHARDS[rank]), 8), uneven=uneven)
+def streamed(rank, ranks, engine):
+    batches = bb.Batches(DataLoader(Shard(SHARDS[rank]), 8))
     train = build(rank, ranks, engine, None, batches, policy=bb.Fixed(36), batch_size=36)
     with warnings.catch_warnings(record=True, action="always") as caught:
         done = steps_of(train, 2)
@@ -429,22 +429,13 @@ def streamed(rank, ranks, engine, uneven):
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_shards_of_unequal_length_stop_together_and_say_what_stayed_unread(ranks, engine):
-    answers = ranks(3)(streamed, engine, "stop")
+    answers = ranks(3)(streamed, engine)
     for rank, (read, messages, sizes) in enumerate(answers):
         assert 2 * list(range(31)) == read
         assert 2 * 3 * 31 == sum(sizes)
         assert (rank == 0) == bool(messages)
     assert 1 == len(answers[0][1])
     assert "[17, 17, 0] of them (at least) stay unread" in answers[0][1][0]
-
-
-def refused_shards(rank, ranks):
-    with pytest.raises(bb.BigbatchError, match="unequally many samples"):
-        streamed(rank, ranks, "ddp", "raise")
-
-
-def test_shards_of_unequal_length_are_refused_where_that_is_asked_for(ranks):
-    ranks(3)(refused_shards)
 
 
 def without_a_sampler(rank, ranks):

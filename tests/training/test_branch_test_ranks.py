@@ -73,7 +73,7 @@ def refused(rank, ranks):
     train = build(rank, ranks, "ddp", ranks)
     next(each_step(train))
     with pytest.raises(SettingError) as error:
-        train.branch_test(mean_loss(train), [16, 33], share=1e6)
+        train.branch_test(mean_loss(train), [16, 33])
     return str(error.value)
 
 
@@ -101,7 +101,7 @@ def failing(rank, ranks, engine):
                     return mean_loss(train)(batch)
 
                 with pytest.raises(ZeroDivisionError):
-                    train.branch_test(fail, [12, 24], samples=48, repeats=2, share=1e6)
+                    train.branch_test(fail, [12, 24], samples=48, repeats=2)
             if number == 8:
                 break
         runs.append((losses, [whole(p) for p in train.model.parameters()]))

@@ -121,7 +121,7 @@ def test_a_meter_that_measures_every_third_step_fixes_it_too(clock):
 
 def test_a_meter_with_options_is_under_the_budget(clock):
     bounds = {"min_batch": 48, "max_batch": 80}
-    policy = bb.Controller(bb.SimiGrad(0.3), 64, smoothing=None, confidence=0.9, **bounds)
+    policy = bb.Controller(bb.SimiGrad(0.3), 64, smoothing=None, **bounds)
     train = adaptive(clock, policy=policy, meter={"confidence": 0.9, "per_layer": True})
     records = trained(train)
     assert 8 < len(measured(records)) < len(records) / 2

@@ -321,7 +321,7 @@ def test_under_another_setting_a_resumed_run_measures_its_first_step():
 
 @pytest.mark.parametrize("policy", [bb.Fixed(48), bb.Schedule("48, 96 from 4 steps")])
 def test_a_policy_that_needs_no_statistics_decides_without(policy):
-    controller = bb.Controller(policy, 48, smoothing="4 steps", dead_band=0.1, confidence=0.9)
+    controller = bb.Controller(policy, 48, smoothing="4 steps", dead_band=0.1)
     for steps in range(1, 9):
         now = TrainingState(48, 48, samples=48 * steps, steps=steps)
         decision = controller.next(None, now)

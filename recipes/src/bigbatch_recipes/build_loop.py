@@ -151,10 +151,7 @@ def build_loop(
         transport=settings.transport,
         **({"budget": settings.budget} if settings.every is None else {"every": settings.every}),
         meter=GradientMeter(
-            model,
-            confidence=None if settings.smoothing else settings.confidence,
-            per_layer=settings.per_layer,
-            half_batch_cosine=settings.half_batch_cosine,
+            model, per_layer=settings.per_layer, half_batch_cosine=settings.half_batch_cosine
         ),
         scaler=scaler,
     )

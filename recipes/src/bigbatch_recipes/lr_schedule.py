@@ -69,15 +69,15 @@ class LRSchedule:
 
     def warmup(self, samples: int) -> float:
         """Samples of the warm-up; an epoch has `samples`. 0 without a warm-up."""
-        return self._warmup.in_samples(samples) if self._warmup else 0.0
+        return _in_samples(self._warmup, samples) or 0.0
 
     def required_samples(self, samples: int) -> float:
         """Samples that a training needs to reach the end of the schedule.
 
         0 if the schedule is as long as the training; an epoch has `samples`.
         """
-        if self._form.startswith("polynomial") and self._amount:
-            return self.warmup(samples) + self._amount.in_samples(samples)
+        if self._form.startswith("polynomial"):
+            return self.warmup(samples) + (_in_samples(self._amount, samples) or 0.0)
         if self._form.startswith("xFACTOR at"):
             return max(float(epoch) for epoch in self._shape["epochs"].split(" and ")) * samples
         return self.warmup(samples)
@@ -105,7 +105,7 @@ class LRSchedule:
 
     def _shape_function(self, warmup: float, rest: float, samples: int) -> Callable[[float], float]:
         values = self._shape.groupdict()
-        amount = self._amount.in_samples(samples) if self._amount else None
+        amount = _in_samples(self._amount, samples)
         if self._form == "cosine":
             return lambda seen: (1 + math.cos(math.pi * min(1.0, seen / rest))) / 2
         if self._form.startswith("polynomial"):
@@ -124,3 +124,10 @@ class LRSchedule:
 def _amount(match: re.Match[str]) -> Amount | None:
     groups = match.groupdict()
     return Amount.from_match(groups) if groups.get("unit") else None
+
+
+def _in_samples(amount: Amount | None, epoch: int) -> float | None:
+    """An amount in samples; an epoch has `epoch` of them."""
+    if amount is None:
+        return None
+    return float(amount.count * {"sample": 1, "epoch": epoch}[amount.unit])

@@ -10,7 +10,7 @@ from bigbatch.data.micro_batches import Remainder
 from bigbatch.errors import SettingError
 from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.optim.gsnr_options import Gamma, RMax
-from bigbatch.policies.amounts import Period, Smoothing, WarmupLength
+from bigbatch.policies.amounts import AmountIn, Smoothing, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.lr_policies import SwitchMoment
 from bigbatch.policies.parse import POLICIES, arguments_of, is_own
@@ -19,7 +19,6 @@ from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiG
 from bigbatch.setting_types import (
     Cosine,
     Count,
-    Coverage,
     Growth,
     In,
     NotNegative,
@@ -35,6 +34,7 @@ from bigbatch_recipes.lr_schedule import LRSchedule
 from bigbatch_recipes.run_config import PREREQUISITES
 
 Value = bool | int | float | str
+Period = Annotated[str, AmountIn("step", "sample", "epoch", whole_epochs=False)]
 
 
 @checked
@@ -80,7 +80,6 @@ class Settings:
         dead_band: relative change that is too small to follow: 0.1 for 10 %.
         max_change: largest factor by which one decision changes the batch; "auto" for the policy's
             own, None for no limit.
-        confidence: coverage of the interval that a decision must be sure at: 0.9 for example.
         warmup: time before the first decision: "500 steps", "8K samples" or "1 epoch".
         batch_size: batch size of the first step; with fixed, of all steps.
         min_batch: smallest batch size, in samples of a step.
@@ -149,7 +148,6 @@ class Settings:
     smoothing: Smoothing = None
     dead_band: DeadBand = 0.0
     max_change: Growth | Literal["auto"] | None = None
-    confidence: Coverage | None = None
     warmup: WarmupLength | None = None
     batch_size: Count = field(metadata={"section": "Batch and micro-batch"})
     min_batch: Count
@@ -292,14 +290,7 @@ def _sections() -> Iterator[tuple[str, str]]:
         yield one.name, section
 
 
-CONTROLLER_SETTINGS = (
-    "decide_every",
-    "smoothing",
-    "dead_band",
-    "max_change",
-    "confidence",
-    "warmup",
-)
+CONTROLLER_SETTINGS = ("decide_every", "smoothing", "dead_band", "max_change", "warmup")
 _OF_ARGUMENTS = {  # settings of arguments with other names
     "text": "batch_schedule",
     "schedule": "batch_schedule",

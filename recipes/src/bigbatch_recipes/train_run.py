@@ -1,9 +1,11 @@
 """One training, from settings to a finished run directory; it resumes after a kill."""
 
+import math
 import random
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +168,12 @@ class Training:
         for _ in train.epochs(settings.epochs):
             for record in self.steps():
                 position = record.step, train.samples, record.batch_size, epoch_samples
-                evaluates = train.samples == total or evaluation.ends_in_step(*position)
+                evaluates = train.samples == total or ends_in_step(evaluation, *position)
                 scores = self.scores() if evaluates else {}
                 if process_group.is_rank_zero():
                     run.log.record(record, **scores)
                     progress.step(record, scores)
-                if checkpoint.ends_in_step(*position):
+                if ends_in_step(checkpoint, *position):
                     self._save(run)
         self._save(run)
 
@@ -240,6 +242,13 @@ class Training:
                 f"the checkpoint in {path} does not fit its recipe ({type(error).__name__}: "
                 f"{error}); resume it with the release that wrote it, or delete it to start again"
             ) from error
+
+
+def ends_in_step(period: Amount, steps: int, samples: int, batch_size: int, epoch: int) -> bool:
+    """Whether a multiple of the period is reached in the last step; `epoch` is in samples."""
+    start = samples - batch_size
+    before = period.times(start, steps - 1, Fraction(start, epoch))
+    return math.floor(period.times(samples, steps, Fraction(samples, epoch))) > math.floor(before)
 
 
 def autocast(device: str, precision: str) -> torch.autocast:

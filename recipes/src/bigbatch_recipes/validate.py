@@ -70,7 +70,7 @@ def unused_in(settings: Settings) -> set[str]:
     unused = {name for each in POLICIES for name in policy_settings(each).values()}
     unused -= {"batch_size", *policy_settings(policy).values()}
     if policy == "schedule":  # decides without measurements
-        unused |= {"smoothing", "dead_band", "confidence", "batch_size"}
+        unused |= {"smoothing", "dead_band", "batch_size"}
     else:
         unused.add("replay_from")
     if policy == "fixed":

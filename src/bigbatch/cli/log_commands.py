@@ -36,7 +36,6 @@ _CONTROLLER = {  # options of `replay`, with their help
     "smoothing": 'window of averages: "16 steps", "4K samples", "auto" or none [auto]',
     "dead_band": "relative change that is too small to follow: 0.1 for 10 %% [0]",
     "max_change": 'largest factor of one change, "auto" for the policy\'s own, or none [auto]',
-    "confidence": "coverage of the interval that a decision must be sure at: 0.9, say [none]",
     "warmup": 'time before the first decision: "500 steps", "8K samples", "1 epoch"',
 }
 

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from bigbatch.data.micro_batches import Remainder, SamplePass, StepBatches
 from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
 from bigbatch.data.rng_state import random_state, restore_random_state, same_random_state
 from bigbatch.data.sample_buffer import SampleBuffer
-from bigbatch.errors import BatchError, SettingError, StateError
+from bigbatch.errors import SettingError, StateError
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.setting_types import Count, checked
 
@@ -41,9 +41,6 @@ class Batches:
             than one for each virtual rank join the last step, even if that makes it, or a
             micro-batch of one sample, larger than its bound. "drop": an incomplete last step is
             left out.
-        uneven: what to do if ranks have unequally many samples, beyond one more on the first of
-            them. "stop": the steps end together, and a warning counts the unread samples.
-            "raise": BatchError.
         virtual_ranks: v, a multiple of the ranks; default: the ranks.
         split: (batch, lo, hi) -> samples lo to hi, for batches whose leaves do not share their
             first size. Such batches are not concatenated.
@@ -65,7 +62,6 @@ class Batches:
         loader: Iterable[Batch],
         *,
         remainder: Remainder = "share",
-        uneven: Literal["stop", "raise"] = "stop",
         virtual_ranks: Count | None = None,
         split: Callable[[Batch, int, int], Batch] | None = None,
         count: Callable[[Batch], int] | None = None,
@@ -73,7 +69,6 @@ class Batches:
         if (split is None) != (count is None):
             raise SettingError("split= and count= belong together; pass both, or neither")
         self.remainder = remainder
-        self.uneven = uneven
         self.place: Callable[[Batch], Batch] | None = None  # moves a micro-batch
         self._virtual_ranks = virtual_ranks
         self._loader = ResumableLoader(loader)
@@ -170,8 +165,6 @@ class Batches:
             max_batch: upper bound of a step in samples, or None.
             min_rows: fewest rows (one sample of every virtual rank) of a last step that
                 remainder="step" makes.
-        Raises:
-            BatchError: the ranks' samples are uneven, and uneven="raise".
         """
         if self._collectives.ranks > 1 and self._total is None:
             ahead = plan.batch_size + max(min_batch, self.virtual_ranks)
@@ -313,16 +306,14 @@ class Batches:
             self._warn_uneven([length - shortest for length in lengths])
 
     def _warn_uneven(self, unread: list[int]) -> None:
-        """Warns once on rank 0, or raises on every rank alike."""
-        message = (
-            f"the ranks have unequally many samples, and the steps end together, so {unread} of "
-            "them (at least) stay unread in an epoch; shard them evenly, or use an "
-            "ElasticDistributedSampler"
-        )
-        if self.uneven == "raise":
-            raise BatchError(message)
+        """Warns once on rank 0, counting the samples of each rank that no step takes."""
         if self._collectives.rank == 0 and not self._has_warned:
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(
+                f"the ranks have unequally many samples, and the steps end together, so {unread} "
+                "of them (at least) stay unread in an epoch; shard them evenly, or use an "
+                "ElasticDistributedSampler",
+                stacklevel=4,
+            )
         self._has_warned = True
 
     def _skip(self, position: dict[str, Any], epoch: int) -> None:

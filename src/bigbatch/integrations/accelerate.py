@@ -203,7 +203,7 @@ def batches(
         accelerator: the Accelerator that prepared the loader.
         loader: the prepared DataLoader.
         placed: whether micro-batches are moved to the accelerator's device, as accelerate would.
-        options: as for `Batches`: `remainder`, `uneven`, `virtual_ranks`, `split`, `count`.
+        options: as for `Batches`: `remainder`, `virtual_ranks`, `split`, `count`.
     Raises:
         SettingError: the loader was not prepared, or it repeats samples that cannot be left out.
     """

@@ -1,6 +1,5 @@
 """Amounts of training in words, "16 steps", "4K samples" or "2 epochs": one grammar for all."""
 
-import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -62,17 +61,6 @@ class Amount:
         """How many times the amount fits into a training of this length; exact, not for tokens."""
         return Fraction({"sample": samples, "step": steps, "epoch": epochs}[self.unit]) / self.count
 
-    def ends_in_step(self, steps: int, samples: int, batch_size: int, epoch: int) -> bool:
-        """Whether a multiple of this amount is reached in the last step."""
-        start = samples - batch_size
-        before = self.times(start, steps - 1, Fraction(start, epoch))
-        after = self.times(samples, steps, Fraction(samples, epoch))
-        return math.floor(after) > math.floor(before)
-
-    def in_samples(self, epoch: int) -> float:
-        """The amount in samples; `epoch` is the number of samples in an epoch. Not for steps."""
-        return float(self.count * {"sample": 1, "epoch": epoch}[self.unit])
-
 
 class AmountIn:
     """The texts that are an amount in one of these units, for `Annotated[str, AmountIn(...)]`.
@@ -101,4 +89,3 @@ class AmountIn:
 SmoothingWindow = Annotated[str, AmountIn("step", "sample")]
 Smoothing = Literal["auto"] | SmoothingWindow | None
 WarmupLength = Annotated[str, AmountIn("step", "sample", "epoch")]
-Period = Annotated[str, AmountIn("step", "sample", "epoch", whole_epochs=False)]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, Smoothing, WarmupLength
 from bigbatch.policies.goodput import Goodput
-from bigbatch.policies.hysteresis import DeadBand, Hysteresis
+from bigbatch.policies.hysteresis import DeadBand, hold_reason
 from bigbatch.policies.plan import PlanConstraints, clamp, require_bounds
 from bigbatch.policies.policy import (
     Decision,
@@ -20,7 +20,7 @@ from bigbatch.policies.policy import (
     layers_of,
     needs_of,
 )
-from bigbatch.setting_types import Count, Coverage, Growth, checked
+from bigbatch.setting_types import Count, Growth, checked
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -47,12 +47,10 @@ class Controller:
             steps with "auto". Then the policy decides after every step, measured or not, as an
             average holds at any batch size.
         dead_band: 0.1 holds changes that the policy would not make if the batch were 10 % nearer
-            to the size that it decides; `Hysteresis` has the rule.
+            to the size that it decides; docs/policies.md has the rule.
         max_change: f lets one decision multiply or divide the batch by f at most, yet change it
             by one sample at least; None for no limit. "auto" is the policy's own `max_change`, 1.1
             for one that goes to a multiple of the noise scale, and no limit if it has none.
-        confidence: holds changes unless the policy makes them at both ends of an interval of this
-            coverage: the window's with `smoothing`, else the meter's.
         warmup: how long the batch keeps its first size: "500 steps", "8K samples" or "1 epoch";
             None for no warm-up.
     Raises:
@@ -80,15 +78,13 @@ class Controller:
         smoothing: Smoothing = "auto",
         dead_band: DeadBand = 0.0,
         max_change: Growth | Literal["auto"] | None = "auto",
-        confidence: Coverage | None = None,
         warmup: WarmupLength | None = None,
     ) -> None:
         base_batch = batch_size if base_batch is None else base_batch
         self.needs = needs_of(policy)
-        self._hysteresis = Hysteresis(dead_band, confidence)
-        self._stateful_policy = _stateful(policy, has_hysteresis=bool(dead_band or confidence))
+        self._stateful_policy = _stateful(policy, dead_band)
         largest_change = self.needs.max_change if max_change == "auto" else max_change
-        self._average = _average(smoothing, confidence, wants_average=self.needs.average)
+        self._average = _average(smoothing, wants_average=self.needs.average)
         self._warmup = Amount.parse(warmup) if warmup else None
         if smoothing is None and isinstance(layers_of(policy)[-1], NoiseScale | Goodput):
             warnings.warn(
@@ -105,12 +101,12 @@ class Controller:
             "smoothing": smoothing if smoothing in (None, "auto") else str(Amount.parse(smoothing)),
             "dead_band": dead_band,
             "max_change": largest_change,
-            "confidence": confidence,
             "warmup": self._warmup and str(self._warmup),
         }
         # as text, without addresses of objects: a resumed run names what changed
         self.settings = {name: _as_text(value) for name, value in settings.items()}
-        self._decide_every, self._max_change = decide_every, largest_change
+        self._decide_every, self._dead_band = decide_every, dead_band
+        self._max_change = largest_change
         self._samples = 0.0
         self._steps = 0
         self.policy = policy
@@ -139,8 +135,7 @@ class Controller:
                 Default: the samples and steps that the controller itself has counted.
         Raises:
             SettingError: the policy did not return a Decision, or it needs statistics that neither
-                the step nor an average has, or the interval that `confidence` needs was not
-                measured.
+                the step nor an average has.
         """
         if statistics is None and self.needs_measurement:
             name = type(self.policy).__name__
@@ -187,10 +182,7 @@ class Controller:
             if not self.needs.statistics or self._average is None:
                 return None
             return self._average.at(GradientStatistics(math.nan, math.nan, now.batch_size, 0))
-        if self._average is not None:
-            statistics = self._average.update(statistics)
-        self._hysteresis.require_interval(self._ask_policy, statistics, now)
-        return statistics
+        return statistics if self._average is None else self._average.update(statistics)
 
     def limit(self, min_batch: int = 1, max_batch: int | None = None) -> None:
         """Narrows the bounds, and moves the batch size into them.
@@ -254,11 +246,11 @@ class Controller:
 
     def _decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
         decision, present = self._ask_policy(statistics, now), now.target_batch_size
-        hold_reason = None
+        held = None
         if statistics is not None:
-            hold_reason = self._hysteresis.hold_reason(self._ask_policy, decision, statistics, now)
-        if hold_reason is not None:
-            reason = f"{decision.reason}; held: {hold_reason}"
+            held = hold_reason(self._dead_band, self._ask_policy, decision, statistics, now)
+        if held is not None:
+            reason = f"{decision.reason}; held: {held}"
             return replace(decision, batch_size=present, reason=reason)
         if (factor := self._max_change) is None:
             return decision
@@ -327,15 +319,15 @@ def controller_of(
 
 
 def _average(
-    smoothing: str | None, confidence: float | None, *, wants_average: bool
+    smoothing: str | None, *, wants_average: bool
 ) -> NoiseAverage | AdaptiveAverage | None:
     if smoothing == "auto":
-        return AdaptiveAverage(confidence=confidence) if wants_average else None
+        return AdaptiveAverage() if wants_average else None
     if smoothing is None:
         return None
     window = Amount.parse(smoothing)
     unit: Literal["steps", "samples"] = "steps" if window.unit == "step" else "samples"
-    return NoiseAverage(float(window.count), unit, confidence=confidence)
+    return NoiseAverage(float(window.count), unit)
 
 
 def warn_of_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
@@ -349,13 +341,13 @@ def warn_of_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> Non
         warnings.warn(f"{'; '.join(changes)}: the new one is used", stacklevel=3)
 
 
-def _stateful(policy: Policy, *, has_hysteresis: bool) -> Any:
+def _stateful(policy: Policy, dead_band: float) -> Any:
     """The part of a policy that has a state to save, if any."""
     part = next(filter(has_state, layers_of(policy)), None)
-    if part is not None and has_hysteresis:
+    if part is not None and dead_band:
         raise SettingError(
-            "dead_band and confidence ask a policy about other cases, which one that remembers "
-            "(it has state_dict) would take for steps; leave them out"
+            "dead_band asks a policy about other cases, which one that remembers (it has "
+            "state_dict) would take for steps; leave it out"
         )
     return part
 

@@ -138,8 +138,6 @@ class AdaptiveAverage:
     step's value, from the differences of successive steps, times sum w^2 / (sum w)^2. So the window
     is long while nothing changes, and short soon after a change.
 
-    Raises:
-        SettingError: the coverage is not in (0, 1).
     Source:
         Lepski 1991 (the choice of a window by comparison with all shorter ones); docs/policies.md.
     Example:
@@ -150,9 +148,8 @@ class AdaptiveAverage:
         (64, 25)
     """
 
-    @checked
-    def __init__(self, *, confidence: Coverage | None = None) -> None:
-        self._averages = [NoiseAverage(w, "steps", confidence=confidence) for w in _WINDOWS]
+    def __init__(self) -> None:
+        self._averages = [NoiseAverage(window, "steps") for window in _WINDOWS]
         self._chosen = 0
 
     @property

@@ -28,7 +28,7 @@ from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Policy, SimiGrad, needs_of
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
 from bigbatch.statistics.meter import GradientMeter
-from bigbatch.training.branch_plan import DEFAULT_REPEATS, DEFAULT_SHARE, BranchRequest, Repeats
+from bigbatch.training.branch_plan import DEFAULT_REPEATS, BranchRequest, Repeats
 from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test
 from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterval
@@ -276,7 +276,6 @@ class AdaptiveBatch:
         samples: Count | None = None,
         repeats: Repeats = DEFAULT_REPEATS,
         held_aside: Count | None = None,
-        share: Positive = DEFAULT_SHARE,
     ) -> BranchTestResult:
         """Measures the critical batch size by training branches from the present state. Collective.
 
@@ -298,23 +297,22 @@ class AdaptiveBatch:
             batch_sizes: batch sizes of the branches, multiples of the ranks; default: 1/2, 1, 2 and
                 4 times the present one.
             samples: samples that each branch trains on, over all ranks; default: 16 steps of the
-                largest batch, or as many as are affordable. The optimizer's average of gradients
-                must fit in: 10 steps of the largest batch for momentum or beta1 = 0.9.
+                largest batch, or as many as the pass still has. The optimizer's average of
+                gradients must fit in: 10 steps of the largest batch for momentum or beta1 = 0.9.
             repeats: repeats with other samples, at least 2.
             held_aside: samples on which losses are compared; default `samples` / 2.
-            share: the most that the test may cost, as a share of the samples seen so far.
         Returns:
             The result, the same on every rank; `print` shows a table.
         Raises:
-            SettingError: the test costs more, or the pass has fewer samples left; or the optimizer
-                is variance-reduced, a GradScaler is used, or another loop gives the micro-batches.
+            SettingError: the pass has fewer samples left; or the optimizer is variance-reduced, a
+                GradScaler is used, or another loop gives the micro-batches.
             LoopError: inside a step.
         Source:
             Merrill et al. 2025 (arXiv 2505.23971); McCandlish et al. 2018 (arXiv 1812.06162), 2.
         """
         self._require_no_open_step()
         sizes = None if batch_sizes is None else tuple(batch_sizes)
-        request = BranchRequest(sizes, samples, repeats, held_aside, share * self.samples)
+        request = BranchRequest(sizes, samples, repeats, held_aside)
         self._select_trained()
         with self._update.outside_steps():
             return branch_test(self.model, self._update, self.batches, loss_of, request)

@@ -10,7 +10,6 @@ from bigbatch.errors import SettingError
 from bigbatch.setting_types import In
 from bigbatch.statistics.critical_batch import curve_points
 
-DEFAULT_SHARE = 0.05
 DEFAULT_REPEATS = 6
 
 Repeats = Annotated[int, In("[2, inf)", "since an interval needs a scatter")]
@@ -55,7 +54,6 @@ class BranchRequest:
     samples: int | None = None
     repeats: int = DEFAULT_REPEATS
     held_aside: int | None = None  # as in `BranchPlan`
-    allowance: float = math.inf  # the most samples that the test may cost
 
     def plan(
         self, batch_size: int, ranks: int, memory: tuple[float, str], available: int | None
@@ -70,14 +68,19 @@ class BranchRequest:
         if self.samples is not None:
             self._require_length(self.samples, sizes[-1], memory)
         least = self._of(sizes, self.samples or fewest * sizes[-1], ranks)
-        self._require_affordable(least, available)
+        left = math.inf if available is None else available
+        if least.read > left:
+            raise SettingError(
+                f"a branch test of batches {list(sizes)} with samples={least.samples}, repeats="
+                f"{least.repeats} and held_aside={least.held_aside} reads {least.read} samples, "
+                f"and {available} are left in this pass; call it earlier in a pass, or pass "
+                "smaller sizes"
+            )
         if self.samples is not None:
             return least
         longer = range(max(_MOST_STEPS, 2 * fewest), fewest, -1)
-        left = math.inf if available is None else available
         plans = (self._of(sizes, steps * sizes[-1], ranks) for steps in longer)
-        affordable = (plan for plan in plans if plan.cost <= self.allowance and plan.read <= left)
-        return next(affordable, least)
+        return next((plan for plan in plans if plan.read <= left), least)
 
     def _sizes(self, batch_size: int, ranks: int) -> tuple[int, ...]:
         if self.batch_sizes is None:
@@ -111,22 +114,6 @@ class BranchRequest:
         held_aside = max(1, samples // 2) if self.held_aside is None else self.held_aside
         held_aside = -(-held_aside // ranks) * ranks
         return BranchPlan(sizes, samples, self.repeats, held_aside)
-
-    def _require_affordable(self, plan: BranchPlan, available: int | None) -> None:
-        sizes = (
-            f"a branch test of batches {list(plan.batch_sizes)} with samples={plan.samples}, "
-            f"repeats={plan.repeats} and held_aside={plan.held_aside}"
-        )
-        if plan.cost > self.allowance:
-            raise SettingError(
-                f"{sizes} costs {plan.cost} samples, and {max(0, int(self.allowance))} may be "
-                "spent; call it later, pass fewer or smaller batch_sizes, or raise share="
-            )
-        if available is not None and plan.read > available:
-            raise SettingError(
-                f"{sizes} reads {plan.read} samples, and {available} are left in this pass; "
-                "call it earlier in a pass, or pass smaller sizes"
-            )
 
 
 def averaging_steps(optimizer: Optimizer) -> tuple[float, str]:
