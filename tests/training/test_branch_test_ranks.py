@@ -30,7 +30,7 @@ def trained(rank, ranks, engine, tests, policy=None):
         seen.append((numbers, record.loss, record.batch_size, record.decision.batch_size))
         if tests and number in (3, 6):
             sizes = [12, 24, 48]
-            settings = {"samples": 96, "repeats": 2, "held_aside": 48, "share": 100.0}
+            settings = {"samples": 96, "repeats": 2, "held_aside": 48}
             results.append(train.branch_test(mean_loss(train), sizes, **settings))
         if number == 20:
             break
