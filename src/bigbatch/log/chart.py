@@ -1,4 +1,4 @@
-"""What a chart shows: series on two axes, or a heat map; chart_svg draws it."""
+"""What a chart shows: series on two axes; chart_svg draws it."""
 
 import math
 from collections.abc import Sequence
@@ -85,23 +85,6 @@ class Panel:
         bands = [y for one in self.series for y in (*one.low, *one.high)]
         bands += [y for one in self.series if one.dotted for y in one.y]
         return _ends(values, bands, self.y_log, _MARGINS[1])
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Values as shades of one colour; one that is not finite is blank."""
-
-    title: str
-    rows: Sequence[str]  # names from top to bottom
-    values: Sequence[Sequence[float]]  # for each row, from left to right
-    _: KW_ONLY
-    x_range: Ends = (0.0, 1.0)
-    x_label: str = ""
-    low: float | None = None  # ends of the shades; None for the least and the largest value
-    high: float | None = None
-    log: bool = False  # whether shades are logarithmic
-    width: int = 400  # text is 11.5 high
-    row_height: int = 14
 
 
 def _ends(
