@@ -135,7 +135,7 @@ def test_each_class_of_a_style_is_in_the_style_sheet(number):
     style = style_of(number)
     assert f".{style.color} {{ --own" in stylesheet()
     assert style.dash == "d0" or f".{style.dash} {{ stroke-dasharray" in stylesheet()
-    ElementTree.fromstring(swatch(number, marker=True))
+    ElementTree.fromstring(swatch(number))
 
 
 def test_forty_two_styles_differ():

@@ -118,9 +118,9 @@ def stylesheet() -> str:
     return resources.files("bigbatch.log").joinpath("chart.css").read_text()
 
 
-def swatch(style: int, *, marker: bool = False) -> str:
-    """A short line or a marker in a style, for the key of a page."""
-    sample = _sample(style, marker=marker)
+def swatch(style: int) -> str:
+    """A short line in a style, for the key of a page."""
+    sample = _sample(style, marker=False)
     return f'<svg class="swatch" viewBox="0 0 34 12" aria-hidden="true">{sample}</svg>'
 
 
@@ -256,7 +256,6 @@ class _PanelDrawing:
     def _series(self, one: Series) -> str:
         number = self._number(one)
         color, dash, marker = style_of(number)
-        dash = "dotted" if one.dotted else dash
         lines = [self._path(line) for line in self._lines(one)]
         parts = [f'<polyline class="line {dash}" points="{line}"/>' for line in lines]
         if one.has_bars and one.low:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import write_atomically
-from bigbatch.log.chart import Panel
 from bigbatch.log.chart_svg import svg, swatch
 from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, panels_of
 from bigbatch.log.history import History, group_seeds, seeds_of, table_of
@@ -126,7 +125,7 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
             yield f"<figure>{caption}{svg([panel], titles=False)}</figure>"
         yield "</section>"
     yield "</div>\n</div>"
-    yield note(_explanation(started, [panel for of_axis in panels.values() for panel in of_axis]))
+    yield note(_explanation(started))
     yield "<h2>Settings</h2>"
     for history in histories:
         lines = "\n".join(f"{name}: {value}" for name, value in history.settings.items())
@@ -136,9 +135,9 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
         )
 
 
-def _explanation(histories: list[History], panels: Sequence[Panel]) -> str:
+def _explanation(histories: list[History]) -> str:
     center = SeedSummary.of(history.settings for history in histories).center_word
-    text = (
+    return (
         f"Each line is the {center} over the runs of an arm at the same number of samples, and its "
         "band runs from the least to the largest run. Point at a line or a name to see it alone; "
         "click a name, or press Enter on it, to keep it; Escape shows all. A point averages part "
@@ -148,6 +147,3 @@ def _explanation(histories: list[History], panels: Sequence[Panel]) -> str:
         f"and noise averaged over all runs of an arm and at least 1/{NOISE_POINTS} of their "
         "samples; an infinite estimate leaves a gap in its line or band."
     )
-    if any(one.dotted for panel in panels for one in panel.series):
-        text += " Dotted lines are the median ends of the confidence intervals of single steps."
-    return text
