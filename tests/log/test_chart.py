@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigbatch.log.chart import HeatMap, Mark, Panel, Series
+from bigbatch.log.chart import Mark, Panel, Series
 from bigbatch.log.chart_axis import Axis
 from bigbatch.log.chart_svg import stylesheet, svg, swatch
 from bigbatch.log.series_style import NEUTRAL, style_of
@@ -122,15 +122,6 @@ def test_points_outside_the_range_lie_at_the_edge():
     assert values(element, line) == [(1, 1), (2, 5), (3, 2), (4, 3)]
 
 
-def test_cells_of_a_heat_map_darken_with_their_value():
-    element = drawn(HeatMap("r", ["first", "second"], [[0, 0, 1], [1, math.nan, 0.5]]))
-    paths = {path.get("d"): float(path.get("fill-opacity")) for path in element.iter("path")}
-    lightest, middle, darkest = sorted(paths, key=paths.__getitem__)
-    assert lightest == "M0 0h2v1h-2z"
-    assert middle == "M2 1h1v1h-1z"
-    assert darkest == "M2 0h1v1h-1zM0 1h1v1h-1z"
-
-
 def test_a_file_of_its_own_has_the_style_and_both_themes():
     text = svg([Panel("loss", "samples", [Series("a", XS, XS)])], standalone=True)
     element = ElementTree.fromstring(text)
@@ -144,7 +135,7 @@ def test_each_class_of_a_style_is_in_the_style_sheet(number):
     style = style_of(number)
     assert f".{style.color} {{ --own" in stylesheet()
     assert style.dash == "d0" or f".{style.dash} {{ stroke-dasharray" in stylesheet()
-    ElementTree.fromstring(swatch(number, marker=True))
+    ElementTree.fromstring(swatch(number))
 
 
 def test_forty_two_styles_differ():

@@ -1,4 +1,4 @@
-"""The curves of a report: lines and bands over seeds, last steps of epochs, intervals, gaps."""
+"""The curves of a report: lines and bands over seeds, last steps of epochs, gaps."""
 
 import math
 from statistics import fmean
@@ -137,19 +137,6 @@ def test_an_infinite_noise_scale_leaves_a_gap(tmp_path):
     line = one_of([run(tmp_path, rows)], NOISE)
     assert [True, True, False, True, True] == [math.isfinite(y) for y in line.y]
     assert [] == line.low  # one run has no range
-
-
-def test_measured_intervals_are_drawn(tmp_path):
-    ends = {"similarity_interval": [-0.2, 0.6], "noise_scale_interval": [30.0, None]}
-    history = run(tmp_path, [row(s, **ends) for s in range(1, 11)])
-    panels = panels_of([history], "samples")
-    for panel, interval in ((SIMILARITY, (-0.2, 0.6)), (NOISE, (30.0, math.inf))):
-        _, low, high = panels[panel].series
-        assert low.dotted
-        assert high.dotted
-        assert interval == (*set(low.y), *set(high.y))
-    assert 2 == svg([panels[SIMILARITY]]).count('class="line dotted"')
-    assert 1 == svg([panels[NOISE]]).count('class="line dotted"')  # the other end is infinite
 
 
 @pytest.mark.parametrize("x", AXES)

@@ -1,7 +1,6 @@
 """The report: one file that opens offline and shows what it should."""
 
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -11,7 +10,6 @@ import pytest
 from bigbatch.errors import RunError
 from bigbatch.log import html_report
 from bigbatch.log.history import Table, history_of, seeds_of, table_of
-from bigbatch.log.html_report import heat_maps
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.log.text_table import text_table
 from log_rows import add_rows, row, write_log
@@ -206,8 +204,7 @@ def test_a_name_with_markup_is_shown_and_not_run(page):
 
 def test_the_page_of_many_arms_stays_small_and_one_file(tmp_path):
     def rows(arm):
-        factors = {f"layer{n}.weight": [(arm + n) % 7 / 7, 0.1, 0.2, 0.5] for n in range(30)}
-        return [row(s, gsnr=factors, loss=arm + 1 / s, accuracy=0.5) for s in range(1, 81)]
+        return [row(s, loss=arm + 1 / s, accuracy=0.5) for s in range(1, 81)]
 
     runs = [
         run_at(tmp_path / f"{arm}-{seed}", rows(arm), arm=f"lr={arm}", seed=seed)
@@ -314,40 +311,3 @@ def test_a_page_of_400_pixels_has_one_column_and_does_not_scroll_sideways(page, 
     seen = dumped_by_browser(frame, probe, tmp_path)
     assert (400, 1, "11.5px") == (seen["width"], seen["lefts"], seen["font"])
     assert seen["letters"] > 10
-
-
-def test_a_watched_run_has_a_heat_map_with_a_line_for_every_layer(tmp_path):
-    def factors(step):
-        return {"0.weight": [0.5, 0.2, 0.3, 0.9], "9.bias": [step / 10, 0.0, 1.0, None]}
-
-    rows = [row(step, gsnr=factors(step)) for step in range(1, 6)]
-    watched = run_at(tmp_path / "vr", rows, arm="vr")
-    out = tmp_path / "report.html"
-    write_report([watched, run_at(tmp_path / "plain", [row(1)], arm="plain")], out, "both")
-    page = out.read_text()
-    maps = re.findall(r">(mean r|share of weights at \w+|effective learning-rate factor)<", page)
-    assert 4 == len(maps)
-    texts = ("<h2>Layers</h2>", "0.weight", "9.bias", "GSNR")
-    for text in texts:
-        assert text in page
-
-
-def test_a_run_that_tells_nothing_of_r_has_no_heat_map(page):
-    assert "<h2>Layers</h2>" not in page
-
-
-def test_the_heat_map_averages_a_long_run_into_columns(tmp_path):
-    """Of 100 steps two make a column; a number that was never known stays blank."""
-    rows = [row(s, gsnr={"w": [s / 100, 0.0, 0.0, None]}) for s in range(1, 101)]
-    history = history_of(run_at(tmp_path / "vr", rows))
-    mean, *_, factor = heat_maps(history)
-    assert (["w"], 50) == (mean.rows, len(mean.values[0]))
-    assert [0.015, 0.035] == pytest.approx(mean.values[0][:2])
-    assert all(math.isnan(value) for value in factor.values[0])
-
-
-def test_a_log_with_layers_has_heat_maps_of_their_noise(tmp_path):
-    rows = [row(s, layers={"w": [10.0 * s, 0.5], "b": [None, 0.1]}) for s in range(1, 4)]
-    noise, similarity = heat_maps(history_of(run_at(tmp_path / "run", rows)))
-    assert [10.0, 20.0, 30.0] == noise.values[0]
-    assert [[0.5] * 3, [pytest.approx(0.1)] * 3] == similarity.values

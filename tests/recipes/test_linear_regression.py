@@ -6,7 +6,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from bigbatch.log.chart_svg import svg
 from bigbatch.optim import VRSGD
+from bigbatch_recipes.heat_map import HeatMap
 from bigbatch_recipes.linear_regression import (
     BATCH,
     COLUMNS,
@@ -145,6 +147,19 @@ def test_table_and_figures_are_written(short, tmp_path):
     assert set(rule) == set("|- ")
     assert len(rows) == len(list(rows_of(short[0])))
     assert all("N, triangle" in row for row in rows)
+
+
+def test_cells_of_a_heat_map_darken_with_their_value():
+    values = [[1, 1, 100], [500, math.nan, 10]]
+    shades = HeatMap(
+        "r", ["first", "second"], values, x_label="step", x_range=(0, 3), low=1, high=100, width=330
+    )
+    element = ElementTree.fromstring(svg([shades]))
+    paths = {path.get("d"): float(path.get("fill-opacity")) for path in element.iter("path")}
+    lightest, middle, darkest = sorted(paths, key=paths.__getitem__)
+    assert lightest == "M0 0h2v1h-2z"
+    assert middle == "M2 1h1v1h-1z"
+    assert darkest == "M2 0h1v1h-1zM0 1h1v1h-1z"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,6 @@ def test_an_interrupt_while_the_report_is_written_says_how_to_continue(tmp_path)
         "--target=.5",
         "--epochs=1",
         "--set=samples=64",
-        "--optimizer=vr-sgd",  # which has heat maps
         "--quiet",
         "--run-dir",
         tmp_path / "run",

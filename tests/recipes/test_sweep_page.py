@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bigbatch.log.chart_svg import svg
+from bigbatch.log.series_style import NEUTRAL
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.run_config import study_yaml
 from bigbatch_recipes.study import report_study
@@ -119,7 +120,7 @@ def test_the_figure_has_a_point_with_its_error_bar_for_each_shown_point_and_the_
     results = sweep(tmp_path / "sweep", SWEPT)
     front, group = sweep_panel(results, (400, 300)).series
     assert [point.average_batch for point in results.front] == front.x
-    assert ("step", True) == (front.kind, front.dotted)
+    assert ("step", NEUTRAL) == (front.kind, front.style)
     assert "every point" == group.name
     assert 4 == len(group.x) == len(group.low) == len(group.notes)
     write_sweep(results, tmp_path)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from bigbatch.log.chart import HeatMap, Mark, Panel, Series
+from bigbatch.log.chart import Mark, Panel, Series
 from bigbatch.log.chart_svg import svg
+from bigbatch_recipes.heat_map import HeatMap
 from bigbatch_recipes.linear_regression import (
     CLIPS,
     GAMMA,
@@ -78,7 +79,6 @@ def _factors(title: str, trace: Trace) -> HeatMap:
         x_label="step",
         low=GAMMA,
         high=1 / GAMMA,
-        log=True,
         width=_SIZE[0],
     )
 

@@ -82,7 +82,6 @@ def sweep_panel(sweep: SweepResults, size: tuple[int, int]) -> Panel:
         [point.average_batch for point in sweep.front],
         [sweep.summary.center(point.scores(sweep.score)) for point in sweep.front],
         kind="step",
-        dotted=True,
         style=NEUTRAL,
     )
     series = [

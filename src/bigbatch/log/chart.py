@@ -1,4 +1,4 @@
-"""What a chart shows: series on two axes, or a heat map; chart_svg draws it."""
+"""What a chart shows: series on two axes; chart_svg draws it."""
 
 import math
 from collections.abc import Sequence
@@ -22,12 +22,10 @@ class Series:
     high: Sequence[float] = ()
     x_low: Sequence[float] = ()  # ends of horizontal error bars
     x_high: Sequence[float] = ()
-    kind: Literal["line", "step", "points"] = (
-        "line"  # a step holds the value back to the one before
-    )
+    # a step holds the value back to the one before
+    kind: Literal["line", "step", "points"] = "line"
     bars: bool = False  # a line too has error bars in place of a band
     markers: bool = False  # a line too has markers
-    dotted: bool = False  # thin, as for the end of an interval
     hollow: Sequence[bool] = ()  # the points whose marker is hollow
     # number of its colour, dash and marker, or `NEUTRAL`; None for the number of its name among
     # those of the whole figure: give all styles of a figure, or none
@@ -77,31 +75,13 @@ class Panel:
 
     @property
     def y_ends(self) -> Ends:
-        """Ends of the y axis: of a logarithmic one, bands and dotted lines only near others."""
+        """Ends of the y axis: of a logarithmic one, bands only near other values."""
         if self.y_names or self.y_range:
             return self.y_range or (-0.5, len(self.y_names) - 0.5)
-        values = [y for one in self.series if not one.dotted for y in one.y]
+        values = [y for one in self.series for y in one.y]
         values += [mark.y for mark in self.marks if mark.y is not None]
         bands = [y for one in self.series for y in (*one.low, *one.high)]
-        bands += [y for one in self.series if one.dotted for y in one.y]
         return _ends(values, bands, self.y_log, _MARGINS[1])
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Values as shades of one colour; one that is not finite is blank."""
-
-    title: str
-    rows: Sequence[str]  # names from top to bottom
-    values: Sequence[Sequence[float]]  # for each row, from left to right
-    _: KW_ONLY
-    x_range: Ends = (0.0, 1.0)
-    x_label: str = ""
-    low: float | None = None  # ends of the shades; None for the least and the largest value
-    high: float | None = None
-    log: bool = False  # whether shades are logarithmic
-    width: int = 400  # text is 11.5 high
-    row_height: int = 14
 
 
 def _ends(

@@ -20,6 +20,7 @@ class Axis:
         self.low, self.high, self.log_base = low, high, log_base
         self._scale: Callable[[float], float] = float if log_base is None else math.log
         span = self._scale(high) - self._scale(low)
+        self.length = abs(end - start)
         self._start, self._slope = start, (end - start) / (span or 1.0)
 
     def __call__(self, value: float) -> float:

@@ -11,26 +11,55 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from importlib import resources
 from itertools import groupby, pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from bigbatch.log.atomic_files import GENERATOR
-from bigbatch.log.chart import HeatMap, Panel, Series, is_shown
+from bigbatch.log.chart import Panel, Series, is_shown
 from bigbatch.log.chart_axis import Axis, number_text, text_width
 from bigbatch.log.series_style import style_of
 
 Line = Sequence[tuple[float, float]]
 T = TypeVar("T")
 
-_TEXT = 11.5  # font size, as in chart.css
-_TITLE, _TICKS, _AXIS_LABEL, _EDGE = 19, 20, 16, 8  # heights of lines of text, and of the edge
+TEXT = 11.5  # font size, as in chart.css
+EDGE = 8  # width of the empty edge of a chart
+TITLE, _TICKS, _AXIS_LABEL = 19, 20, 16  # heights of lines of text
 _KEY_LINE = 19
 _TICK_PITCH = 55, 34  # least distance of ticks of the x and the y axis
 _GAP = 14  # between charts
-_LEVELS, _PALEST, _DARKEST = 12, 0.04, 0.9  # opacities of a heat map
+
+
+class Drawing(NamedTuple):
+    """The inside of an <svg> element, its size and further attributes."""
+
+    width: float
+    height: float
+    attributes: str
+    parts: list[str]
+
+    def element(self, x: float | None = None, y: float | None = None) -> str:
+        """The element, at a place within another one."""
+        size = f"{self.width:g} {self.height:g}"
+        place = ""
+        if x is not None:
+            place = f'x="{x:g}" y="{y:.1f}" width="{self.width:g}" height="{self.height:g}" '
+        body = "".join(self.parts)
+        return f'<svg {place}viewBox="0 0 {size}" {self.attributes}>{body}</svg>'
+
+
+class OtherChart(Protocol):
+    """A chart of another kind than `Panel`: anything with a title and a drawing of its own."""
+
+    @property
+    def title(self) -> str:
+        """What it shows."""
+
+    def drawing(self, *, title: bool) -> Drawing:
+        """The chart, with its title above where that is asked for."""
 
 
 def svg(
-    charts: Sequence[Panel | HeatMap],
+    charts: Sequence[Panel | OtherChart],
     *,
     columns: int = 1,
     key: bool = False,
@@ -53,14 +82,14 @@ def svg(
     for line in series:
         styles.setdefault(line.name, len(styles) if line.style is None else line.style)
     drawings = [
-        _heat_map(chart, title=titles)
-        if isinstance(chart, HeatMap)
-        else _PanelDrawing(chart, styles, title=titles).drawing()
+        _PanelDrawing(chart, styles, title=titles).drawing()
+        if isinstance(chart, Panel)
+        else chart.drawing(title=titles)
         for chart in charts
     ]
     if len(drawings) == 1 and not key and not standalone:
         return drawings[0].element()
-    edge: float = _EDGE if standalone else 0
+    edge: float = EDGE if standalone else 0
     pitch = max(one.width for one in drawings) + _GAP
     width = 2 * edge + columns * pitch - _GAP
     parts = list(_key(series, styles, edge, width)) if key else []
@@ -89,28 +118,10 @@ def stylesheet() -> str:
     return resources.files("bigbatch.log").joinpath("chart.css").read_text()
 
 
-def swatch(style: int, *, marker: bool = False) -> str:
-    """A short line or a marker in a style, for the key of a page."""
-    sample = _sample(style, marker=marker)
+def swatch(style: int) -> str:
+    """A short line in a style, for the key of a page."""
+    sample = _sample(style, marker=False)
     return f'<svg class="swatch" viewBox="0 0 34 12" aria-hidden="true">{sample}</svg>'
-
-
-class _Drawing(NamedTuple):
-    """The inside of an <svg> element, its size and further attributes."""
-
-    width: float
-    height: float
-    attributes: str
-    parts: list[str]
-
-    def element(self, x: float | None = None, y: float | None = None) -> str:
-        """The element, at a place within another one."""
-        size = f"{self.width:g} {self.height:g}"
-        place = ""
-        if x is not None:
-            place = f'x="{x:g}" y="{y:.1f}" width="{self.width:g}" height="{self.height:g}" '
-        body = "".join(self.parts)
-        return f'<svg {place}viewBox="0 0 {size}" {self.attributes}>{body}</svg>'
 
 
 def _key(
@@ -120,14 +131,14 @@ def _key(
     named = {one.name: one for one in reversed(series) if one.name}
     x, y, line = edge, edge, ""
     for name, number in styles.items():
-        reach = 60 + text_width(name, _TEXT)
+        reach = 60 + text_width(name, TEXT)
         if line and x + reach > width:
             yield line
             x, y, line = edge, y + _KEY_LINE, ""
         if name:
             line += f'<g transform="translate({x:g} {y:g})">'
             line += _sample(number, marker=named[name].kind == "points")
-            line += f"{_text(40, 10, name, 'start')}</g>"
+            line += f"{text_at(40, 10, name, 'start')}</g>"
             x += reach
     yield line
 
@@ -139,9 +150,31 @@ def _sample(style: int, *, marker: bool) -> str:
     return f'<line class="line {color} {dash}" x1="1" x2="33" y1="6" y2="6"/>'
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle", css: str = "") -> str:
+def text_at(x: float, y: float, text: str, anchor: str = "middle", css: str = "") -> str:
+    """A text at a place, which is its start, its middle or its end."""
     css = f'class="{css}" ' if css else ""
     return f'<text {css}x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def title_line(title: str) -> str:
+    """The title of a chart, within `TITLE` below its edge."""
+    return text_at(2, EDGE + 6, title, "start", "title")
+
+
+def names_width(names: Iterable[str]) -> float:
+    """The width left of a plot whose rows have these names."""
+    return 10 + max((text_width(name, 0.95 * TEXT) for name in names), default=0)
+
+
+def row_name(left: float, y: float, name: str) -> str:
+    """The name of a row, or a number of the y axis, left of a plot."""
+    return text_at(left - 5, y + 0.35 * TEXT, name, "end")
+
+
+def x_numbers(axis: Axis, bottom: float, width: float) -> Iterator[str]:
+    """The numbers of an x axis below a plot, within the width of the chart."""
+    for value, text in _ticks(axis, _TICK_PITCH[0]):
+        yield text_at(min(axis(value), width - text_width(text, TEXT) / 2), bottom + 14, text)
 
 
 class _PanelDrawing:
@@ -150,17 +183,17 @@ class _PanelDrawing:
     def __init__(self, panel: Panel, styles: dict[str, int], *, title: bool) -> None:
         self.panel, self._styles, self._title = panel, styles, title
         width, height = panel.size
-        top = _EDGE + title * _TITLE + bool(panel.y_label) * _AXIS_LABEL
+        top = EDGE + title * TITLE + bool(panel.y_label) * _AXIS_LABEL
         bottom = height - _TICKS - bool(panel.x_label) * _AXIS_LABEL
         vertical = (top, bottom) if panel.y_names else (bottom, top)
         self.up = Axis(*panel.y_ends, *vertical, log_base=panel.y_log)
-        self._y_ticks = _ticks(self.up, panel.y_names, (bottom - top) / _TICK_PITCH[1])
-        left = 10 + max((text_width(text, 0.95 * _TEXT) for _, text in self._y_ticks), default=0)
-        right = width - _EDGE
+        self._y_ticks = [*enumerate(panel.y_names)] or _ticks(self.up, _TICK_PITCH[1])
+        left = names_width(text for _, text in self._y_ticks)
+        right = width - EDGE
         self.across = Axis(*panel.x_ends, left, right, log_base=panel.x_log)
         self._frame = (left, top, right, bottom)
 
-    def drawing(self) -> _Drawing:
+    def drawing(self) -> Drawing:
         """All parts, and the scales from which the script of a page reads values."""
         panel, (left, top, right, bottom) = self.panel, self._frame
         parts = [
@@ -176,24 +209,23 @@ class _PanelDrawing:
             f'data-y="{self.up.low:.6g} {self.up.high:.6g} {bottom} {top}" '
             f'data-log="{"x" * bool(panel.x_log)}{"y" * bool(panel.y_log)}"'
         )
-        return _Drawing(*panel.size, attributes, parts)
+        return Drawing(*panel.size, attributes, parts)
 
     def _grid(self) -> Iterator[str]:
         """Title, lines and numbers of both axes, and their names."""
         panel, (left, top, right, bottom) = self.panel, self._frame
         if self._title:
-            yield _text(2, _EDGE + 6, panel.title, "start", "title")
+            yield title_line(panel.title)
         for value, text in self._y_ticks:
             y = self.up(value)
             yield _line("grid", left, y, right, y)
-            yield _text(left - 5, y + 0.35 * _TEXT, text, "end")
-        for value, text in _ticks(self.across, (), (right - left) / _TICK_PITCH[0]):
-            yield _text(_within(self.across(value), text, panel.size[0]), bottom + 14, text)
+            yield row_name(left, y, text)
+        yield from x_numbers(self.across, bottom, panel.size[0])
         yield _line("axis", left, bottom, right, bottom)
         if panel.x_label:
-            yield _text((left + right) / 2, bottom + 29, panel.x_label)
+            yield text_at((left + right) / 2, bottom + 29, panel.x_label)
         if panel.y_label:
-            yield _text(2, top - 7, panel.y_label, "start")
+            yield text_at(2, top - 7, panel.y_label, "start")
 
     def _marks(self) -> Iterator[str]:
         left, top, right, bottom = self._frame
@@ -201,13 +233,13 @@ class _PanelDrawing:
             if mark.y is not None:
                 y = self.up(mark.y)
                 yield _line("mark", left, y, right, y)
-                yield _text(right - 2, y - 4, mark.name, "end")
+                yield text_at(right - 2, y - 4, mark.name, "end")
             if mark.x is not None:
                 x = self.across(mark.x)
                 yield _line("mark", x, top, x, bottom)
                 side = -1 if x > (left + right) / 2 else 1
                 anchor = "start" if side == 1 else "end"
-                yield _text(x + 5 * side, top + 12 + 14 * number, mark.name, anchor)
+                yield text_at(x + 5 * side, top + 12 + 14 * number, mark.name, anchor)
 
     def _band(self, one: Series) -> str:
         points = zip(one.x, one.low, one.high, strict=True)
@@ -224,7 +256,6 @@ class _PanelDrawing:
     def _series(self, one: Series) -> str:
         number = self._number(one)
         color, dash, marker = style_of(number)
-        dash = "dotted" if one.dotted else dash
         lines = [self._path(line) for line in self._lines(one)]
         parts = [f'<polyline class="line {dash}" points="{line}"/>' for line in lines]
         if one.has_bars and one.low:
@@ -275,83 +306,9 @@ class _PanelDrawing:
         return " ".join(f"{x:.2f},{y:.2f}" for x, y in (self._inside(*point) for point in points))
 
 
-def _heat_map(chart: HeatMap, *, title: bool) -> _Drawing:
-    """Cells of one shade are one path, in units of cells."""
-    across = max((len(row) for row in chart.values), default=1)
-    top = _EDGE + title * _TITLE
-    left = 10 + max((text_width(name, 0.95 * _TEXT) for name in chart.rows), default=0)
-    right, bottom = chart.width - _EDGE, top + len(chart.rows) * chart.row_height
-    cell = (right - left) / across
-    parts = [_text(2, _EDGE + 6, chart.title, "start", "title")] if title else []
-    for place, name in enumerate(chart.rows):
-        middle = top + (place + 0.5) * chart.row_height
-        parts.append(_text(left - 5, middle + 0.35 * _TEXT, name, "end"))
-    axis = Axis(*chart.x_range, left, right)
-    ticks = _ticks(axis, (), (right - left) / _TICK_PITCH[0])
-    parts += (_text(_within(axis(x), name, chart.width), bottom + 14, name) for x, name in ticks)
-    shades = _Shades(chart)
-    parts.append(
-        f'<g transform="translate({left:.1f} {top}) scale({cell:.4f} {chart.row_height})">'
-    )
-    parts += [*shades.paths(), "</g>"]
-    parts += shades.key(right, bottom + 21)
-    if chart.x_label:
-        parts.append(_text(left, bottom + 29, chart.x_label, "start"))
-    label = f'role="img" aria-label="{escape(chart.title)}"'
-    return _Drawing(chart.width, bottom + _TICKS + _AXIS_LABEL, label, parts)
-
-
-class _Shades:
-    """The shades of a heat map by its values."""
-
-    def __init__(self, chart: HeatMap) -> None:
-        self._chart = chart
-        base = 10 if chart.log else None
-        known = [value for row in chart.values for value in row if is_shown(value, base)]
-        low = min(known, default=1.0) if chart.low is None else chart.low
-        high = max(known, default=low) if chart.high is None else chart.high
-        self._scale = Axis(low, high, 0, _LEVELS - 1, log_base=base)
-        step = (_DARKEST - _PALEST) / (_LEVELS - 1)
-        self._opacities = [f"{_PALEST + step * level:.2f}" for level in range(_LEVELS)]
-
-    def paths(self) -> Iterator[str]:
-        """One path for each shade."""
-        cells: dict[int, str] = {}
-        for row, values in enumerate(self._chart.values):
-            column = 0
-            for level, same in groupby(values, self._level):
-                width = len([*same])
-                if level is not None:
-                    cells[level] = f"{cells.get(level, '')}M{column} {row}h{width}v1h-{width}z"
-                column += width
-        for level, path in sorted(cells.items()):
-            yield f'<path class="level" fill-opacity="{self._opacities[level]}" d="{path}"/>'
-
-    def key(self, right: float, top: float) -> Iterator[str]:
-        """The shades with the values at both ends, left of a place."""
-        ends = self._scale.low, self._scale.high
-        low, high = (number_text(float(f"{end:.3g}")) for end in ends)
-        right -= text_width(high, _TEXT) + 4
-        left = right - 6 * _LEVELS
-        yield _text(left - 4, top + 9, low, "end")
-        yield _text(right + 4, top + 9, high, "start")
-        for level, opacity in enumerate(self._opacities):
-            yield (
-                f'<rect class="level" fill-opacity="{opacity}" x="{left + 6 * level:.1f}" '
-                f'y="{top:g}" width="6" height="10"/>'
-            )
-
-    def _level(self, value: float) -> int | None:
-        scale = self._scale
-        if not is_shown(value, scale.log_base):
-            return None
-        return round(scale(_clamp(value, scale.low, scale.high)))
-
-
-def _ticks(axis: Axis, names: Sequence[str], most: float) -> list[tuple[float, str]]:
-    if names:
-        return [(float(place), name) for place, name in enumerate(names)]
-    return [(value, number_text(value)) for value in axis.ticks(max(2, int(most)))]
+def _ticks(axis: Axis, pitch: float) -> list[tuple[float, str]]:
+    most = max(2, int(axis.length / pitch))
+    return [(value, number_text(value)) for value in axis.ticks(most)]
 
 
 def _runs(points: Iterable[T], is_shown: Callable[[T], bool]) -> list[list[T]]:
@@ -361,11 +318,6 @@ def _runs(points: Iterable[T], is_shown: Callable[[T], bool]) -> list[list[T]]:
 
 def _line(css: str, x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line class="{css}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
-
-
-def _within(x: float, text: str, width: float) -> float:
-    """The place of a centred text, moved so that it ends within the width."""
-    return min(x, width - text_width(text, _TEXT) / 2)
 
 
 def _clamp(value: float, low: float, high: float) -> float:

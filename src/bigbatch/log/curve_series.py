@@ -5,11 +5,11 @@ progress, whichever the x axis.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from statistics import fmean, median
+from statistics import fmean
 from typing import NamedTuple
 
 from bigbatch.log.chart import Mark, Panel, Series
@@ -49,7 +49,6 @@ class _Quantity:
     log_base: int | None = None  # of a logarithmic scale
     # whether signal and noise are averaged, over the runs too, before the value is computed
     is_noise: bool = False
-    interval: str = ""  # name of the row's confidence interval
 
 
 def panels_of(histories: list[History], x: str) -> list[Panel]:
@@ -65,11 +64,11 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
     targets = sorted({one.target for one in histories if one.target is not None})
     panels = []
     for quantity in _QUANTITIES:
-        series = [
-            one
+        of_arms = (
+            _series(quantity, name, arm, runs, x, most, summary)
             for arm, (name, runs) in enumerate(groups.items())
-            for one in _series(quantity, name, arm, runs, x, most, summary)
-        ]
+        )
+        series = [one for one in of_arms if one is not None]
         panels.append(
             Panel(
                 quantity.title or scores,
@@ -108,8 +107,8 @@ def _series(
     x: str,
     most: int,
     summary: SeedSummary,
-) -> Iterator[Series]:
-    """The line of an arm with its band, and the ends of its interval."""
+) -> Series | None:
+    """The line of an arm with its band; None where no value is finite."""
     rows = [of_run for of_run in map(quantity.rows_of, runs) if of_run]
     count = _bin_count(runs, rows, most, is_noise=quantity.is_noise)
     samples = max((run.rows[-1]["samples"] for run in runs if run.rows), default=1)
@@ -119,16 +118,12 @@ def _series(
     else:
         points = _summary_points(quantity, binned, x, summary)
     if not any(math.isfinite(point.center) for point in points):
-        return
+        return None
+    places, centers, *band = map(list, zip(*points, strict=True))
+    low, high = band if len(runs) > 1 else ([], [])
     # x never falls where a run that ended early leaves a mean of the others
-    xs = list(accumulate((point.x for point in points), max))
-    lows, highs = [point.low for point in points], [point.high for point in points]
-    lows, highs = (lows, highs) if len(runs) > 1 else ([], [])
-    centers = [point.center for point in points]
-    yield Series(name, xs, centers, low=lows, high=highs, style=style)
-    if ends := _interval_points(quantity.interval, binned, x, count):
-        for values in ([end.low for end in ends], [end.high for end in ends]):
-            yield Series(name, [end.x for end in ends], values, dotted=True, style=style)
+    xs = [*accumulate(places, max)]
+    return Series(name, xs, centers, low=low, high=high, style=style)
 
 
 def _bin_count(runs: list[History], rows: list[list[Row]], most: int, *, is_noise: bool) -> int:
@@ -191,18 +186,6 @@ def _pooled_points(quantity: _Quantity, binned: list[Bins], x: str, count: int) 
     return points
 
 
-def _interval_points(name: str, binned: list[Bins], x: str, count: int) -> list[_Point]:
-    """The median ends of the interval that the steps of a bin measured."""
-    points = []
-    for number in range(count):
-        rows = [row for bins in binned for row in bins.get(number, []) if row.get(name)]
-        if rows:
-            ends = [[math.inf if end is None else end for end in row[name]] for row in rows]
-            low, high = map(median, zip(*ends, strict=True))  # None is an infinite end
-            points.append(_Point(fmean(row[x] for row in rows), low, low, high))
-    return points
-
-
 def _loss_of(rows: Rows) -> float:
     """Mean loss of a sample, so that a small step counts less."""
     samples = sum(row["batch_size"] for row in rows)
@@ -256,7 +239,6 @@ _QUANTITIES = (
         lambda run: measured_rows(run.rows),
         lambda rows: _statistics_of(rows).similarity,
         is_noise=True,
-        interval="similarity_interval",
     ),
     _Quantity(
         "noise scale, samples",
@@ -264,7 +246,6 @@ _QUANTITIES = (
         lambda rows: _statistics_of(rows).noise_scale,
         10,
         is_noise=True,
-        interval="noise_scale_interval",
     ),
     _Quantity(
         "learning rate", lambda run: chosen_rows(run.rows), _mean_of(lambda row: row["lr"][0])

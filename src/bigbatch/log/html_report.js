@@ -34,7 +34,7 @@
     const output = svg.parentElement.querySelector("output");
     const dot = svg.querySelector(".dot");
     const points = [...svg.querySelectorAll("g.series")].flatMap((series) =>
-      [...series.querySelectorAll("polyline.line:not(.dotted)")].flatMap((line) =>
+      [...series.querySelectorAll("polyline.line")].flatMap((line) =>
         [...line.points].map(({ x, y }) => ({ series, x, y }))));
     svg.addEventListener("pointermove", (event) => {
       const box = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / box.width;

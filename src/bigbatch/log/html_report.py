@@ -2,36 +2,20 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from math import nan
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import write_atomically
-from bigbatch.log.chart import HeatMap, Panel
 from bigbatch.log.chart_svg import svg, swatch
 from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, panels_of
 from bigbatch.log.history import History, group_seeds, seeds_of, table_of
 from bigbatch.log.paired_differences import Differences, differences_of
-from bigbatch.log.row_schema import Row
 from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.log.series_style import style_of
 from bigbatch.log.time_to_score import ScoreTargets
 from bigbatch.log.web_page import html_table, text_of, web_page
 
 _ENDINGS = (".html", ".svg")
-_COLUMNS = 80  # most columns of a heat map; a longer log is averaged
-# key of the row, title, index in the numbers of a layer, upper end (None: the largest), logarithmic
-_MAPS = (
-    ("gsnr", "mean r", 0, None, False),
-    ("gsnr", "share of weights at gamma", 1, 1.0, False),
-    ("gsnr", "share of weights at r_max", 2, 1.0, False),
-    ("gsnr", "effective learning-rate factor", 3, None, False),
-    ("layers", "noise scale, samples", 0, None, True),
-    ("layers", "similarity", 1, 1.0, False),
-)
-_HEAT_MAP_BYTES = 400_000  # after so many, no further map is drawn: the page stays small
 
 
 def require_ending(out: Path, endings: Sequence[str] = _ENDINGS) -> None:
@@ -120,7 +104,7 @@ def table_sections(
 
 
 def curve_sections(histories: list[History]) -> Iterator[str]:
-    """The curves of the runs that have a step, their heat maps, and the settings of all."""
+    """The curves of the runs that have a step, and the settings of all."""
     started = [history for history in histories if history.rows]
     panels = {label: panels_of(started, x) for x, label in AXES.items()}
     yield '<h2>Curves</h2>\n<div class="arms"><div class="keys" role="group" aria-label="arms">'
@@ -141,8 +125,7 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
             yield f"<figure>{caption}{svg([panel], titles=False)}</figure>"
         yield "</section>"
     yield "</div>\n</div>"
-    yield note(_explanation(started, [panel for of_axis in panels.values() for panel in of_axis]))
-    yield from _heat_map_section(started)
+    yield note(_explanation(started))
     yield "<h2>Settings</h2>"
     for history in histories:
         lines = "\n".join(f"{name}: {value}" for name, value in history.settings.items())
@@ -152,9 +135,9 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
         )
 
 
-def _explanation(histories: list[History], panels: Sequence[Panel]) -> str:
+def _explanation(histories: list[History]) -> str:
     center = SeedSummary.of(history.settings for history in histories).center_word
-    text = (
+    return (
         f"Each line is the {center} over the runs of an arm at the same number of samples, and its "
         "band runs from the least to the largest run. Point at a line or a name to see it alone; "
         "click a name, or press Enter on it, to keep it; Escape shows all. A point averages part "
@@ -164,50 +147,3 @@ def _explanation(histories: list[History], panels: Sequence[Panel]) -> str:
         f"and noise averaged over all runs of an arm and at least 1/{NOISE_POINTS} of their "
         "samples; an infinite estimate leaves a gap in its line or band."
     )
-    if any(one.dotted for panel in panels for one in panel.series):
-        text += " Dotted lines are the median ends of the confidence intervals of single steps."
-    return text
-
-
-def _heat_map_section(histories: list[History]) -> Iterator[str]:
-    """Heat maps of the first run of each arm, as many as the page has room for."""
-    size = 0
-    for name, runs in group_seeds(histories).items():
-        maps = heat_maps(runs[0]) if size < _HEAT_MAP_BYTES else []
-        if maps and not size:
-            yield "<h2>Layers</h2>"
-            yield note(
-                "r scales each weight's gradient by its signal-to-noise ratio (GSNR), clipped to "
-                "gamma and r_max; the effective learning-rate factor is |r g| / |g|. The first "
-                "seed of each setting is shown, and of many settings the first few."
-            )
-        if maps:
-            figures = "".join(f"<figure>{svg([one])}</figure>" for one in maps)
-            size += len(figures)
-            yield f'<h3>{escape(name)}</h3>\n<div class="panels">{figures}</div>'
-
-
-def heat_maps(history: History) -> list[HeatMap]:
-    """GSNR, noise scale and similarity: layers from top to bottom, samples from left to right.
-
-    None of what the log does not have.
-    """
-    maps = []
-    for key, title, index, high, is_log in _MAPS:
-        rows = [row for row in history.rows if row.get(key)]
-        names = list(dict.fromkeys(name for row in rows for name in row[key]))
-        size = max(1, -(-len(rows) // _COLUMNS))
-        bins = [rows[start : start + size] for start in range(0, len(rows), size)]
-        values = [[_mean(one, key, name, index) for one in bins] for name in names]
-        if rows:
-            ends = float(rows[0]["samples"]), float(rows[-1]["samples"])
-            shades: Any = {"low": None if is_log else 0.0, "high": high, "log": is_log}
-            maps.append(HeatMap(title, names, values, x_label="samples", x_range=ends, **shades))
-    return maps
-
-
-def _mean(rows: list[Row], key: str, layer: str, index: int) -> float:
-    """The mean over some steps of one number of a layer; nan where no step has it."""
-    values = [row[key][layer][index] for row in rows if layer in row[key]]
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else nan
