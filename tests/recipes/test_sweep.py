@@ -253,7 +253,7 @@ def test_a_tuned_setting_is_shown_at_its_best_mean_score(tmp_path):
     )
 
 
-def test_of_two_tasks_each_is_tuned_on_its_own_score(tmp_path):
+def test_points_with_another_score_are_tuned_on_their_own(tmp_path):
     found = points("target=0.2,0.4", "lr=0.1,0.2", tuned=("lr",))
     start_sweep(DIGITS, tmp_path / "sweep", found, ("lr",), 1)
     for name, training in trainings_of(DIGITS, found, 1).items():

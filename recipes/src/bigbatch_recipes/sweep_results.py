@@ -128,7 +128,7 @@ class SweepResults:
         return combinations_of(self.points, self.tuned)
 
     def _best(self, points: list[SweepPoint]) -> SweepPoint:
-        """The best by the main score of these points; another task of a sweep has another score."""
+        """The best of these points by their main score, which may be another than the sweep's."""
         names = (n for point in points for run in self._choosing(point) for n in run.scores)
         score = next(names, self.score)
         return max(points, key=lambda point: self._rank(score, self._choosing(point)))
