@@ -21,7 +21,7 @@ from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
 from bigbatch_recipes.models import bert
 from bigbatch_recipes.recipe import OURS, Arms, Data, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
-from bigbatch_recipes.vrgd_paper import BY_MEDIAN, CLIPS, MEDIAN
+from bigbatch_recipes.vrgd_paper import CLIPS, MEDIAN
 
 
 def scores_of(
@@ -116,7 +116,6 @@ SQUAD = Recipe(
         "lr_schedule": ("warm-up 0.2 epochs; polynomial 1", OURS),
         "clip": (1.0, SIMIGRAD),
         **CLIPS,
-        **BY_MEDIAN,
         "device": ("cuda", OURS),
         **sourced(SIMIGRAD, precision="float16", size="large"),
         **sourced(OURS, vocabulary=30_522, vocab="", dropout=0.1),

@@ -15,7 +15,6 @@ from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, panels_of
 from bigbatch.log.history import History, group_seeds, seeds_of, table_of
 from bigbatch.log.paired_differences import Differences, differences_of
 from bigbatch.log.row_schema import Row
-from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.log.series_style import style_of
 from bigbatch.log.time_to_score import ScoreTargets
 from bigbatch.log.web_page import html_table, text_of, web_page
@@ -141,7 +140,7 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
             yield f"<figure>{caption}{svg([panel], titles=False)}</figure>"
         yield "</section>"
     yield "</div>\n</div>"
-    yield note(_explanation(started, [panel for of_axis in panels.values() for panel in of_axis]))
+    yield note(_explanation([panel for of_axis in panels.values() for panel in of_axis]))
     yield from _heat_map_section(started)
     yield "<h2>Settings</h2>"
     for history in histories:
@@ -152,10 +151,9 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
         )
 
 
-def _explanation(histories: list[History], panels: Sequence[Panel]) -> str:
-    center = SeedSummary.of(history.settings for history in histories).center_word
+def _explanation(panels: Sequence[Panel]) -> str:
     text = (
-        f"Each line is the {center} over the runs of an arm at the same number of samples, and its "
+        "Each line is the mean over the runs of an arm at the same number of samples, and its "
         "band runs from the least to the largest run. Point at a line or a name to see it alone; "
         "click a name, or press Enter on it, to keep it; Escape shows all. A point averages part "
         f"of an epoch, or more where there are over {POINTS} epochs; the loss is weighted by "
