@@ -59,14 +59,6 @@ def test_a_line_is_the_mean_over_seeds_and_its_band_their_range(three):
     assert [(60, 50, 70)] * 2 == [pytest.approx(values) for _, *values in scores]
 
 
-def test_the_line_is_the_median_where_the_runs_ask_for_it(three):
-    for history, loss in zip(three, (1.0, 2.0, 9.0), strict=True):
-        history.settings["over_seeds"] = "median"
-        for one in history.rows:
-            one["loss"] = loss
-    assert {2.0} == {*one_of(three, LOSS).y}
-
-
 def test_seeds_are_compared_at_the_same_samples_whatever_the_axis(three):
     for x, expected in {"samples": 640, "step": 20, "elapsed_seconds": fmean((20, 40, 60))}.items():
         line = one_of(three, LOSS, x)

@@ -9,8 +9,7 @@ import pytest
 
 from bigbatch.errors import RunError
 from bigbatch.log import html_report
-from bigbatch.log.history import Table, history_of, seeds_of, table_of
-from bigbatch.log.seed_summary import SeedSummary
+from bigbatch.log.history import Table, deviation, history_of, mean_text, seeds_of, table_of
 from bigbatch.log.text_table import text_table
 from log_rows import add_rows, row, write_log
 
@@ -52,34 +51,17 @@ def test_the_table_has_mean_and_standard_deviation_over_seeds(runs):
     assert "mean ± standard deviation over 1 to 2 seeds" == seeds_of(histories)
 
 
-def test_the_table_has_the_median_where_every_run_asks_for_it(tmp_path):
-    settings = {"arm": "a", "over_seeds": "median"}
-    runs = [
-        run_at(tmp_path / f"a{seed}", [row(1, accuracy=score)], seed=seed, **settings)
-        for seed, score in enumerate((0.90, 0.95, 0.10))
-    ]
-    histories = [history_of(run) for run in runs]
-    assert "90.00 [10.00, 95.00]" == table_of(histories).rows[0][1]
-    assert "median [least, most] over 3 seeds" == seeds_of(histories)
-    other = history_of(run_at(tmp_path / "b", [row(1, accuracy=0.5)], seed=0, policy="fixed"))
-    assert "mean ± standard deviation over 1 to 3 seeds" == seeds_of([*histories, other])
-
-
 @pytest.mark.parametrize(
-    ("by_median", "values", "text", "reach"),
+    ("values", "text", "spread"),
     [
-        (False, [1.0, 2.0, 6.0], "3.00 ± 2.65", (7**0.5, 7**0.5)),
-        (True, [1.0, 2.0, 6.0], "2.00 [1.00, 6.00]", (1.0, 4.0)),
-        (True, [6.0, 1.0], "3.50 [1.00, 6.00]", (2.5, 2.5)),
-        (True, [2.0, 2.001], "2.00", (0.0005, 0.0005)),
-        (False, [2.0], "2.00", (0.0, 0.0)),
-        (True, [2.0], "2.00", (0.0, 0.0)),
+        ([1.0, 2.0, 6.0], "3.00 ± 2.65", 7**0.5),
+        ([2.0, 2.001], "2.00", 0.001 / 2**0.5),
+        ([2.0], "2.00", 0.0),
     ],
 )
-def test_seeds_are_summed_up_in_words_and_as_error_bars(by_median, values, text, reach):
-    summary = SeedSummary(by_median=by_median)
-    assert text == summary.text(values, 2)
-    assert reach == pytest.approx(summary.error_bars(values))
+def test_several_seeds_have_a_mean_and_a_deviation(values, text, spread):
+    assert text == mean_text(values, 2)
+    assert spread == pytest.approx(deviation(values))
 
 
 @pytest.mark.parametrize("score", ["AUC", "masked tokens right, % (held out of wikipedia-2)"])
@@ -95,8 +77,8 @@ def test_a_table_is_shown_whole_in_80_columns(score):
 
 def test_a_table_of_long_numbers_is_wrapped_and_loses_none_in_80_columns():
     columns = ("policy", "lr", "test accuracy, %", "average batch", "steps", "wall time", "runs")
-    cells = ("simigrad", "0.02", "64.44 [55.33, 71.33]", "79 [59, 90]", "34 [30, 46] (3 skipped)")
-    cells = (*cells, "0.5 [0.4, 0.5] s", "3, 3 diverged")
+    cells = ("simigrad", "0.02", "64.44 ± 8.12 (2 of 3)", "79 ± 17", "34 ± 8 (3 skipped)")
+    cells = (*cells, "0.5 ± 0.1 s", "3, 3 diverged")
     said = text_table(Table(columns, [cells]), "over 3 seeds", 80)
     assert max(map(len, said.splitlines())) <= 80
     assert all(word in said for cell in cells for word in cell.split())

@@ -65,7 +65,7 @@ WRONG = [
         "r_max has no effect with policy=simigrad and optimizer=sgd",
     ),
     (["train", "--set", "arm=simigrad"], "--set cannot change 'arm': give --arm"),
-    (["train", "--set", "recipe=glue"], "--set cannot change 'recipe': it is the command's first"),
+    (["train", "--set", "recipe=squad"], "--set cannot change 'recipe': it is the command's first"),
     (["train", "--set", "seed=3"], "--set cannot change 'seed': give --seed, or --seeds"),
     (["sweep", "--set", "data=x"], "--set cannot change 'data': give --data"),
     (["train", "--set", "optimizer=magic"], "optimizer 'magic' is unknown"),

@@ -52,7 +52,7 @@ def test_every_arm_of_every_recipe_can_be_planned_at_both_scales(recipe, arm, pa
 
 
 # passes over the data, and samples of all of them: as many steps as the paper's
-IN_ALL = {"squad": 2 * 87_599, "glue": 3 * 67_349, "cifar10-resnet18": 200 * 50_000}
+IN_ALL = {"squad": 2 * 87_599, "cifar10-resnet18": 200 * 50_000}
 
 
 @pytest.mark.thorough
@@ -170,7 +170,6 @@ def test_settings_that_cannot_work_are_refused_as_by_a_training(changes, said):
 REFUSED = [
     ("digits", "precision=bfloat16", "has no effect on a model in float64"),
     ("imagenet-resnet50", "size=512", "size=512 must be above 0 and at most resize="),
-    ("glue", "glue_task=X", "GLUE task 'X' is unknown; choose one of: SST-2, CoLA, MRPC, RTE"),
     ("bert-pretrain", "length=600", "length=600 must be from 16 to 512 tokens"),
     ("bert-pretrain", "predictions=0", "predictions=0"),
     ("squad", "stride=0", "stride=0"),
@@ -263,7 +262,7 @@ def test_rates_that_another_run_multiplies_are_said_to_be_without_it(bigbatch):
     assert "The mean r of lr_control_from is known when that run has ended" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("name", ["bert-pretrain", "squad", "glue"])
+@pytest.mark.parametrize("name", ["bert-pretrain", "squad"])
 def test_the_outline_of_bert_has_as_many_weights_as_the_model(name):
     recipe = RECIPES[name]
     for size in ("tiny", "mini"):
@@ -283,7 +282,7 @@ def command_without(packages, *arguments, folder):
 OF_DATA = ("transformers", "tokenizers", "sklearn", "pandas")
 
 
-@pytest.mark.parametrize("name", ["digits", "dlrm", "bert-pretrain", "squad", "glue"])
+@pytest.mark.parametrize("name", ["digits", "dlrm", "bert-pretrain", "squad"])
 def test_a_dry_run_needs_no_package_of_data_or_model(name, tmp_path):
     ended = command_without(OF_DATA, "train", name, "--dry-run", folder=tmp_path)
     assert (0, "") == (ended.returncode, ended.stderr)

@@ -1,8 +1,6 @@
 """Published files that are damaged: whichever reader finds one says so in one line, by its name."""
 
 import gzip
-import io
-import tarfile
 
 import numpy
 import pytest
@@ -11,7 +9,6 @@ from bigbatch.errors import RunError
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets.click_log import read_clicks
 from bigbatch_recipes.datasets.files import text_of
-from bigbatch_recipes.datasets.glue_tasks import read_task
 from bigbatch_recipes.datasets.idx_files import read_images
 from bigbatch_recipes.datasets.squad_questions import read_questions
 from bigbatch_recipes.datasets.text import corpus_of
@@ -21,7 +18,6 @@ WHOLE = gzip.compress(CONTENT, mtime=0)
 READERS = {
     "text.txt.gz": lambda file: list(corpus_of(file.parent).train()),
     "dev-v1.1.json.gz": read_questions,
-    "glue.tar.gz": lambda file: read_task(file.parent, "RTE", "dev"),
     "train-images-idx3-ubyte.gz": lambda file: read_images(
         file.parent, RECIPES["fashion-mnist"].origin
     ),
@@ -45,23 +41,6 @@ def test_a_damaged_file_is_one_line_with_its_name(tmp_path, name, damage):
         READERS[name](tmp_path / name)
     assert "\n" not in str(raised.value)
     assert "fetch it" in str(raised.value) or "needed are 40 columns" in str(raised.value)
-
-
-def test_a_damaged_member_of_a_whole_archive_is_found_by_the_checksum(tmp_path):
-    """Stored, not deflated: nothing but the checksum tells."""
-    line = b"index\tsentence1\tsentence2\tlabel\n0\tA\tB\tentailment\n"
-    raw = io.BytesIO()
-    with tarfile.open(fileobj=raw, mode="w") as tar:
-        member = tarfile.TarInfo("glue/RTE/dev.tsv")
-        member.size = len(line)
-        tar.addfile(member, io.BytesIO(line))
-    packed = gzip.compress(raw.getvalue(), compresslevel=0)
-    file = tmp_path / "glue.tar.gz"
-    file.write_bytes(packed)
-    assert [(("A", "B"), 1)] == read_task(tmp_path, "RTE", "dev")
-    file.write_bytes(packed.replace(b"A\tB", b"A\tC"))
-    with pytest.raises(RunError, match=r"glue.tar.gz cannot be read .*CRC"):
-        read_task(tmp_path, "RTE", "dev")
 
 
 def test_a_mark_of_the_byte_order_is_no_text(tmp_path):

@@ -210,16 +210,16 @@ def test_a_sweep_that_fails_altogether_says_why(bigbatch, tmp_path, monkeypatch)
         assert f"{name} failed: sweep/{name}/settings.json cannot be read as the settings" in out
 
 
-def swept(path, scores, *, higher=True, tuned=("lr",), losses=None, seeds=2, **changes):
-    """A sweep whose scores are given by (lr, target); None for a run that is not there.
+def swept(path, scores, *, higher=True, tuned=("lr",), losses=None):
+    """A sweep of two seeds, with scores by (lr, target); None for a run that is not there.
 
     `losses` are those of the last step where they are not 1.
     """
     recipe = replace(DIGITS, higher_is_better=higher)
-    settings = SETTINGS.with_changes({"epochs": 1, **changes})
+    settings = SETTINGS.with_changes({"epochs": 1})
     found = points("lr=0.1,0.2", "target=0.2,0.4", tuned=tuned, settings=settings)
-    start_sweep(recipe, path, found, tuned, seeds)
-    for name, training in trainings_of(recipe, found, seeds).items():
+    start_sweep(recipe, path, found, tuned, 2)
+    for name, training in trainings_of(recipe, found, 2).items():
         score = scores[training.lr, training.target][training.seed]
         if score is not None:
             batch = round(100 * training.target)
@@ -241,18 +241,21 @@ SCORES = {
 
 
 def test_a_tuned_setting_is_shown_at_its_best_mean_score(tmp_path):
-    table = swept(tmp_path / "sweep", SCORES).table()
+    sweep = swept(tmp_path / "sweep", SCORES)
+    table = sweep.table()
     assert ("lr", "target", "test accuracy, %", "average batch") == table.columns[:4]
     assert [("0.1", "0.2", "91.00 ± 1.41"), ("0.2", "0.4", "82.00 ± 2.83")] == [
         cells[:3] for cells in table.rows
     ]
-    assert (
-        "lr: the best of each point, chosen on the test accuracy, %"
-        in swept(tmp_path / "again", SCORES).title
+    assert sweep.title.startswith(
+        "mean ± standard deviation over 2 seeds; lr: the best of each point, chosen on the test "
+        "accuracy, %"
     )
+    drawn = sweep_panel(sweep, (900, 440)).series[-1]
+    assert (91 - 2**0.5, 91 + 2**0.5) == pytest.approx((drawn.low[0], drawn.high[0]))
 
 
-def test_of_two_tasks_each_is_tuned_on_its_own_score(tmp_path):
+def test_points_with_another_score_are_tuned_on_their_own(tmp_path):
     found = points("target=0.2,0.4", "lr=0.1,0.2", tuned=("lr",))
     start_sweep(DIGITS, tmp_path / "sweep", found, ("lr",), 1)
     for name, training in trainings_of(DIGITS, found, 1).items():
@@ -309,17 +312,6 @@ def test_runs_that_diverged_are_counted_and_lose_to_all_that_did_not(tmp_path):
     assert 6 == sum(run["diverged"] == "True" for run in runs)
     texts = [text for one in sweep_panel(sweep, (900, 440)).series for text in one.notes]
     assert 1 == sum("diverged" in text for text in texts)
-
-
-def test_a_sweep_shows_and_is_tuned_by_the_median_where_its_settings_say_so(tmp_path):
-    scores = dict.fromkeys(SCORES, (0.5, 0.6, 0.7))
-    scores[0.2, 0.2] = (0.62, 0.61, 0.10)  # the better median, and the worse mean
-    sweep = swept(tmp_path / "sweep", scores, seeds=3, over_seeds="median")
-    assert "median [least, most] over 3 seeds" in sweep.title
-    assert ("0.2", "0.2", "61.00 [10.00, 62.00]") == sweep.table().rows[0][:3]
-    first = sweep_panel(sweep, (900, 440)).series[-1]
-    assert (10, 62) == pytest.approx((first.low[0], first.high[0]))
-    assert "0.1" == swept(tmp_path / "mean", scores, seeds=3).table().rows[0][0]
 
 
 def test_of_points_with_the_same_batch_the_best_alone_is_on_the_front(tmp_path):

@@ -65,7 +65,6 @@ BERT_PRETRAIN = Recipe(
         ),
         **sourced(vrgd_paper.SIMIGRAD, weight_decay=0.01, decay_all=False, clip=1.0),
         **vrgd_paper.CLIPS,
-        **vrgd_paper.BY_MEDIAN,
         "seed": (42, vrgd_paper.SIMIGRAD),
         "device": ("cuda", OURS),
         "precision": ("float16", vrgd_paper.SIMIGRAD),

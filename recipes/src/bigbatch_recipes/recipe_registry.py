@@ -13,7 +13,6 @@ from bigbatch_recipes.cifar10_resnet56 import CIFAR10_RESNET56
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.dlrm import DLRM_CRITEO
 from bigbatch_recipes.fashion_mnist import FASHION_MNIST
-from bigbatch_recipes.glue import GLUE
 from bigbatch_recipes.imagenet_resnet50 import IMAGENET_RESNET50
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import require_choice
@@ -39,7 +38,6 @@ RECIPES: dict[str, Recipe] = {
         IMAGENET_RESNET50,
         BERT_PRETRAIN,
         SQUAD,
-        GLUE,
         DLRM_CRITEO,
     )
 }

@@ -117,7 +117,6 @@ class Settings:
         workers: processes that load data; 0 for none.
         evaluate_every: time between evaluations, in steps, samples or epochs.
         checkpoint_every: time between checkpoints, in steps, samples or epochs.
-        over_seeds: summary of several seeds in tables.
         task: settings of this recipe alone: the model's size, the length of a sequence.
     Raises:
         SettingError: a value of another type, or out of range.
@@ -184,7 +183,6 @@ class Settings:
         default="1 epoch", metadata={"section": "Evaluation and checkpoints"}
     )
     checkpoint_every: Period = "100 steps"
-    over_seeds: Literal["mean", "median"] = "mean"
     task: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -19,9 +19,9 @@ from bigbatch_recipes.datasets.in_memory import InMemoryDataset
 from bigbatch_recipes.datasets.squad_questions import Question, SquadFeatures
 from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
 from bigbatch_recipes.models import bert
-from bigbatch_recipes.recipe import OURS, Data, Recipe, Sweep, sourced
+from bigbatch_recipes.recipe import OURS, Arms, Data, Recipe, Sweep, sourced
 from bigbatch_recipes.settings import Settings
-from bigbatch_recipes.vrgd_paper import BY_MEDIAN, CLIPS, MEDIAN
+from bigbatch_recipes.vrgd_paper import CLIPS, MEDIAN
 
 
 def scores_of(
@@ -67,6 +67,7 @@ def _answers(
 
 
 SIMIGRAD = "SimiGrad's code, SQuAD"
+_ARMS: Arms = {"adam": {}, "vr-adam": {"optimizer": "vr-adam"}}
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -115,7 +116,6 @@ SQUAD = Recipe(
         "lr_schedule": ("warm-up 0.2 epochs; polynomial 1", OURS),
         "clip": (1.0, SIMIGRAD),
         **CLIPS,
-        **BY_MEDIAN,
         "device": ("cuda", OURS),
         **sourced(SIMIGRAD, precision="float16", size="large"),
         **sourced(OURS, vocabulary=30_522, vocab="", dropout=0.1),
@@ -136,9 +136,9 @@ SQUAD = Recipe(
     paper_samples=87_599,  # questions; of the longest there are several windows, about 1 % more
     minutes=1.8,
     origin=squad_questions.ORIGIN,
-    arms=bert.FINE_TUNING_ARMS,
-    sweep=Sweep(({"arm": tuple(bert.FINE_TUNING_ARMS), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
-    paper_sweep=Sweep(({"arm": tuple(bert.FINE_TUNING_ARMS), "lr": (2e-5, 3e-5, 5e-5)},), ("lr",)),
+    arms=_ARMS,
+    sweep=Sweep(({"arm": tuple(_ARMS), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
+    paper_sweep=Sweep(({"arm": tuple(_ARMS), "lr": (2e-5, 3e-5, 5e-5)},), ("lr",)),
     model=lambda settings: bert.network(settings, "SpanFinder"),
     outline=lambda settings: bert.outline(settings, "SpanFinder"),
     packages=bert.PACKAGES,

@@ -5,12 +5,13 @@ import io
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from bigbatch.log import html_report
 from bigbatch.log.chart import Panel, Series
 from bigbatch.log.chart_svg import svg
-from bigbatch.log.history import History, history_of
+from bigbatch.log.history import History, deviation, history_of, scores_text
 from bigbatch.log.row_schema import finite
 from bigbatch.log.series_style import NEUTRAL
 from bigbatch.log.web_page import html_table
@@ -59,7 +60,7 @@ def sweep_summary(sweep: SweepResults) -> str:
         return f"no point has finished all of its runs with a score{counts}"
 
     def text(point: SweepPoint) -> str:
-        score = sweep.summary.scores_text(point.scores(sweep.score))
+        score = scores_text(point.scores(sweep.score))
         return f"{point.name}, {score} at an average batch of {point.average_batch:,.0f}"
 
     first, last = sweep.front[0], sweep.front[-1]
@@ -80,7 +81,7 @@ def sweep_panel(sweep: SweepResults, size: tuple[int, int]) -> Panel:
     front = Series(
         "front: best score for at least this batch",
         [point.average_batch for point in sweep.front],
-        [sweep.summary.center(point.scores(sweep.score)) for point in sweep.front],
+        [fmean(point.scores(sweep.score)) for point in sweep.front],
         kind="step",
         style=NEUTRAL,
     )
@@ -97,20 +98,20 @@ def _group(name: str, points: list[SweepPoint], sweep: SweepResults, number: int
     keys = dict.fromkeys(key for values in numbers for key in values)
     varied = [key for key in keys if len({values.get(key) for values in numbers}) > 1]
     scores = [point.scores(sweep.score) for point in points]
-    centers = [sweep.summary.center(one) for one in scores]
-    bars = [sweep.summary.error_bars(one) for one in scores]
+    means = [fmean(one) for one in scores]
+    spreads = [deviation(one) for one in scores]
     return Series(
         name,
         [point.average_batch for point in points],
-        centers,
-        low=[center - below for center, (below, _) in zip(centers, bars, strict=True)],
-        high=[center + above for center, (_, above) in zip(centers, bars, strict=True)],
+        means,
+        low=[mean - spread for mean, spread in zip(means, spreads, strict=True)],
+        high=[mean + spread for mean, spread in zip(means, spreads, strict=True)],
         kind="line" if len(varied) == 1 else "points",
         bars=True,
         markers=True,
         style=number,
         notes=[
-            f"{point.name}: {sweep.summary.scores_text(one)} at {point.average_batch:,.0f}"
+            f"{point.name}: {scores_text(one)} at {point.average_batch:,.0f}"
             + ", diverged" * any(run.diverged for run in point.runs)
             for point, one in zip(points, scores, strict=True)
         ],

@@ -10,9 +10,16 @@ from statistics import fmean
 from typing import Any
 
 from bigbatch.errors import RunError
-from bigbatch.log.history import History, Table, history_of
+from bigbatch.log.history import (
+    SUMMARY,
+    History,
+    Table,
+    history_of,
+    mean_text,
+    scores_text,
+    steps_text,
+)
 from bigbatch.log.paired_differences import Differences, SeedScores, differences_between
-from bigbatch.log.seed_summary import SeedSummary
 from bigbatch_recipes.run_config import read_sweep, read_trainings
 
 _MAX_CURVES = 60  # runs whose curves are on one page; more would overlap
@@ -92,7 +99,6 @@ class SweepResults:
     # seeds of the runs that choose it; none to choose by what is shown
     tuning_seeds: tuple[int, ...]
     higher_is_better: bool  # whether a higher main score is better
-    summary: SeedSummary  # summary of the seeds of a point
 
     @property
     def name(self) -> str:
@@ -128,7 +134,7 @@ class SweepResults:
         return combinations_of(self.points, self.tuned)
 
     def _best(self, points: list[SweepPoint]) -> SweepPoint:
-        """The best by the main score of these points; another task of a sweep has another score."""
+        """The best of these points by their main score, which may be another than the sweep's."""
         names = (n for point in points for run in self._choosing(point) for n in run.scores)
         score = next(names, self.score)
         return max(points, key=lambda point: self._rank(score, self._choosing(point)))
@@ -141,7 +147,7 @@ class SweepResults:
         """The sort key of a point with these runs; a larger one is better."""
         scores = _finite_scores(runs, score)
         sign = 1 if self.higher_is_better else -1
-        return _valid(runs, score), sign * self.summary.center(scores) if scores else -math.inf
+        return _valid(runs, score), sign * fmean(scores) if scores else -math.inf
 
     @property
     def at_edges(self) -> list[str]:
@@ -192,7 +198,7 @@ class SweepResults:
     def title(self) -> str:
         """The title of the table."""
         seeds = max(len(point.seeds) for point in self.points)
-        title = f"{self.summary.words} over {seeds} seeds" if seeds > 1 else "one seed a point"
+        title = f"{SUMMARY} over {seeds} seeds" if seeds > 1 else "one seed a point"
         if not self.tuned:
             return title
         names = " and ".join(self.tuned)
@@ -216,7 +222,7 @@ class SweepResults:
             (
                 *(value_text(point.values.get(key, "")) for key in keys),
                 *([] if keys else [point.name]),
-                *_result_cells(point, scores, self.summary),
+                *_result_cells(point, scores),
             )
             for point in self.shown
         ]
@@ -272,7 +278,6 @@ def read_sweep_results(path: Path) -> SweepResults | None:
         tuple(sweep["tuned"]),
         tuning_seeds,
         sweep["higher_is_better"],
-        SeedSummary.of(trainings.values()),
     )
 
 
@@ -307,7 +312,7 @@ def value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _result_cells(point: SweepPoint, scores: list[str], summary: SeedSummary) -> tuple[str, ...]:
+def _result_cells(point: SweepPoint, scores: list[str]) -> tuple[str, ...]:
     """Cells of the scores of a point, its average batch, steps, wall time and number of runs."""
     runs = point.runs
     planned = len(point.seeds)
@@ -316,9 +321,9 @@ def _result_cells(point: SweepPoint, scores: list[str], summary: SeedSummary) ->
     if not runs:
         return (*["nothing yet"] * (len(scores) + 3), count)
     return (
-        *(summary.scores_text([run.scores.get(score) for run in runs]) for score in scores),
-        summary.text([run.average_batch for run in runs], 0),
-        summary.steps_text([run.steps for run in runs], [run.skipped for run in runs]),
-        f"{summary.text([run.elapsed_seconds for run in runs], 1)} s",
+        *(scores_text([run.scores.get(score) for run in runs]) for score in scores),
+        mean_text([run.average_batch for run in runs], 0),
+        steps_text([run.steps for run in runs], [run.skipped for run in runs]),
+        f"{mean_text([run.elapsed_seconds for run in runs], 1)} s",
         count + f", {diverged} diverged" * bool(diverged),
     )

@@ -9,7 +9,6 @@ VRGD = "VRGD"
 CLIPS: Rows = {"gamma": (0.1, VRGD), "r_max": (1.0, f"{VRGD}, equation 9")}
 REPEATS = (5, f"{VRGD}: each test five times")
 MEDIAN = (3, f"{VRGD}: the median of three")
-BY_MEDIAN: Rows = {"over_seeds": ("median", MEDIAN[1])}
 TO_TEN = (10.0, f"{VRGD}, 1 / gamma")  # the upper clip by the paper's text
 
 # table 1 as arms of bert-pretrain: the paper's numbers of steps, and a batch size for each of two

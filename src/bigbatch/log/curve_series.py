@@ -15,7 +15,6 @@ from typing import NamedTuple
 from bigbatch.log.chart import Mark, Panel, Series
 from bigbatch.log.history import History, group_seeds, measured_rows
 from bigbatch.log.row_schema import Row
-from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 AXES = {"samples": "samples", "step": "optimizer steps", "elapsed_seconds": "seconds of training"}
@@ -59,13 +58,12 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
     """
     groups = group_seeds(histories)
     most = max(_FEW_POINTS, min(POINTS, _PAGE_POINTS // max(1, len(groups))))
-    summary = SeedSummary.of(history.settings for history in histories)
     scores = " or ".join(dict.fromkeys(history.score or "score" for history in histories))
     targets = sorted({one.target for one in histories if one.target is not None})
     panels = []
     for quantity in _QUANTITIES:
         of_arms = (
-            _series(quantity, name, arm, runs, x, most, summary)
+            _series(quantity, name, arm, runs, x, most)
             for arm, (name, runs) in enumerate(groups.items())
         )
         series = [one for one in of_arms if one is not None]
@@ -100,13 +98,7 @@ def chosen_rows(rows: Rows) -> list[Row]:
 
 
 def _series(
-    quantity: _Quantity,
-    name: str,
-    style: int,
-    runs: list[History],
-    x: str,
-    most: int,
-    summary: SeedSummary,
+    quantity: _Quantity, name: str, style: int, runs: list[History], x: str, most: int
 ) -> Series | None:
     """The line of an arm with its band; None where no value is finite."""
     rows = [of_run for of_run in map(quantity.rows_of, runs) if of_run]
@@ -116,7 +108,7 @@ def _series(
     if quantity.is_noise:
         points = _pooled_points(quantity, binned, x, count)
     else:
-        points = _summary_points(quantity, binned, x, summary)
+        points = _mean_points(quantity, binned, x)
     if not any(math.isfinite(point.center) for point in points):
         return None
     places, centers, *band = map(list, zip(*points, strict=True))
@@ -144,10 +136,8 @@ def _binned(rows: list[Row], samples: int, count: int) -> Bins:
     return bins
 
 
-def _summary_points(
-    quantity: _Quantity, binned: list[Bins], x: str, summary: SeedSummary
-) -> list[_Point]:
-    """The summary of the runs' values; a run has those of its neighbours in a bin without a row."""
+def _mean_points(quantity: _Quantity, binned: list[Bins], x: str) -> list[_Point]:
+    """The mean of the runs' values; a run has those of its neighbours in a bin without a row."""
     lines = []
     for bins in binned:
         places = {number: float(rows[-1][x]) for number, rows in bins.items()}
@@ -157,8 +147,8 @@ def _summary_points(
     for number in sorted({number for bins in binned for number in bins}):
         present = [(xs[number], ys[number]) for xs, ys in lines if number in ys]
         of_runs = [y for _, y in present]
-        center = summary.center(of_runs)
-        points.append(_Point(fmean(x for x, _ in present), center, min(of_runs), max(of_runs)))
+        place = fmean(x for x, _ in present)
+        points.append(_Point(place, fmean(of_runs), min(of_runs), max(of_runs)))
     return points
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shortened
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from bigbatch.errors import RunError
@@ -21,8 +21,8 @@ from bigbatch.log.row_schema import (
     require_settings,
     require_step,
 )
-from bigbatch.log.seed_summary import SeedSummary
 
+SUMMARY = "mean ± standard deviation"  # in a cell, of several runs
 _COLUMNS = ("steps", "average batch", "samples", "wall time")
 _MIN_LAST_STEPS = 3  # last steps of a short training
 _HARMLESS_LOSS = 0.5  # a final loss below it is no sign of divergence
@@ -259,13 +259,40 @@ def seeds_of(histories: list[History]) -> str:
     if runs == "1":
         return "one run a row"
     seeds = _range_text([len({run.settings.get("seed") for run in group}) for group in groups])
-    words = SeedSummary.of(history.settings for history in histories).words
     plural = "s" * (seeds != "1")
-    return f"{words} over {f'{runs} runs of ' * (runs != seeds)}{seeds} seed{plural}"
+    return f"{SUMMARY} over {f'{runs} runs of ' * (runs != seeds)}{seeds} seed{plural}"
 
 
 def _range_text(counts: list[int]) -> str:
     return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The sample standard deviation; 0 of one value."""
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def mean_text(values: Sequence[float], digits: int) -> str:
+    """The mean, and the deviation if it is not rounded to 0, with this number of digits."""
+    mean, spread = f"{fmean(values):,.{digits}f}", deviation(values)
+    return f"{mean} ± {spread:,.{digits}f}" if round(spread, digits) else mean
+
+
+def scores_text(scores: Sequence[float | None]) -> str:
+    """The text of one score over runs: two digits from 10 on, else four.
+
+    It has the number of runs with a score where others diverged or have none yet.
+    """
+    measured = [score for score in scores if score is not None]
+    if not measured:
+        return "not measured"
+    text = mean_text(measured, 2 if abs(fmean(measured)) >= 10 else 4)
+    return text + f" ({len(measured)} of {len(scores)})" * (len(measured) < len(scores))
+
+
+def steps_text(steps: Sequence[int], skipped: Sequence[int]) -> str:
+    """The text of numbers of updates and of skipped steps."""
+    return mean_text(steps, 0) + f" ({fmean(skipped):,.0f} skipped)" * any(skipped)
 
 
 class Table(NamedTuple):
@@ -279,14 +306,11 @@ def table_of(histories: list[History]) -> Table:
     """One row per group of seeds: last scores, steps, average batch, samples and wall time."""
     all_scores = (row["metrics"] for run in histories for row in run.scored_rows)
     scores = tuple(dict.fromkeys(name for one in all_scores for name in one))
-    summary = SeedSummary.of(history.settings for history in histories)
-    rows = [_row(name, runs, scores, summary) for name, runs in group_seeds(histories).items()]
+    rows = [_row(name, runs, scores) for name, runs in group_seeds(histories).items()]
     return Table(("run", *(scores or ("score",)), *_COLUMNS), rows)
 
 
-def _row(
-    name: str, runs: list[History], scores: Sequence[str], summary: SeedSummary
-) -> tuple[str, ...]:
+def _row(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str, ...]:
     unfinished = sum(not run.finished for run in runs)
     started = [run for run in runs if run.rows]
     if not started:
@@ -298,9 +322,9 @@ def _row(
     last = [run.rows[-1] for run in runs]
     return (
         name,
-        *(summary.scores_text([run.last(score) for run in runs]) for score in scores or ("",)),
-        summary.steps_text([run.steps for run in runs], [run.skipped for run in runs]),
-        summary.text([run.average_batch for run in runs], 0),
+        *(scores_text([run.last(score) for run in runs]) for score in scores or ("",)),
+        steps_text([run.steps for run in runs], [run.skipped for run in runs]),
+        mean_text([run.average_batch for run in runs], 0),
         f"{fmean(row['samples'] for row in last):,.0f}",
-        f"{summary.text([row['elapsed_seconds'] for row in last], 1)} s",
+        f"{mean_text([row['elapsed_seconds'] for row in last], 1)} s",
     )

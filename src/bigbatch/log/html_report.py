@@ -10,12 +10,21 @@ from bigbatch.log.chart_svg import svg, swatch
 from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, panels_of
 from bigbatch.log.history import History, group_seeds, seeds_of, table_of
 from bigbatch.log.paired_differences import Differences, differences_of
-from bigbatch.log.seed_summary import SeedSummary
 from bigbatch.log.series_style import style_of
 from bigbatch.log.time_to_score import ScoreTargets
 from bigbatch.log.web_page import html_table, text_of, web_page
 
 _ENDINGS = (".html", ".svg")
+_EXPLANATION = (
+    "Each line is the mean over the runs of an arm at the same number of samples, and its "
+    "band runs from the least to the largest run. Point at a line or a name to see it alone; "
+    "click a name, or press Enter on it, to keep it; Escape shows all. A point averages part "
+    f"of an epoch, or more where there are over {POINTS} epochs; the loss is weighted by "
+    "samples. Batch size and learning rate leave out the last step of each epoch, which takes "
+    "the samples that remain. The lines of similarity and noise scale are computed from signal "
+    f"and noise averaged over all runs of an arm and at least 1/{NOISE_POINTS} of their "
+    "samples; an infinite estimate leaves a gap in its line or band."
+)
 
 
 def require_ending(out: Path, endings: Sequence[str] = _ENDINGS) -> None:
@@ -125,7 +134,7 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
             yield f"<figure>{caption}{svg([panel], titles=False)}</figure>"
         yield "</section>"
     yield "</div>\n</div>"
-    yield note(_explanation(started))
+    yield note(_EXPLANATION)
     yield "<h2>Settings</h2>"
     for history in histories:
         lines = "\n".join(f"{name}: {value}" for name, value in history.settings.items())
@@ -133,17 +142,3 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
             f"<details><summary>{escape(history.path.name)}</summary><pre>{escape(lines)}</pre>"
             "</details>"
         )
-
-
-def _explanation(histories: list[History]) -> str:
-    center = SeedSummary.of(history.settings for history in histories).center_word
-    return (
-        f"Each line is the {center} over the runs of an arm at the same number of samples, and its "
-        "band runs from the least to the largest run. Point at a line or a name to see it alone; "
-        "click a name, or press Enter on it, to keep it; Escape shows all. A point averages part "
-        f"of an epoch, or more where there are over {POINTS} epochs; the loss is weighted by "
-        "samples. Batch size and learning rate leave out the last step of each epoch, which takes "
-        "the samples that remain. The lines of similarity and noise scale are computed from signal "
-        f"and noise averaged over all runs of an arm and at least 1/{NOISE_POINTS} of their "
-        "samples; an infinite estimate leaves a gap in its line or band."
-    )

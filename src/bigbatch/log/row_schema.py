@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sized
 from reprlib import repr as shortened
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from bigbatch.errors import RunError
 from bigbatch.log.step_record import StepRecord
@@ -76,7 +76,6 @@ _SETTINGS = {  # settings that are read with a log
     "epochs": Kind(_Count),
     "policy": Kind(str),
     "target": Kind(Number),
-    "over_seeds": Kind(Literal["mean", "median"]),
     "higher_is_better": Kind(bool),
 }
 _OTHER_SETTING = Kind(_Scalar | dict[str, Number | str | bool])

@@ -1,7 +1,6 @@
 """Files of published data sets: their location; errors of reading become one line."""
 
 import gzip
-import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -68,8 +67,7 @@ class DatasetLocation:
         return RunError(f"{file} is missing; needed are {self.needed}")
 
 
-UTF_8 = "utf-8-sig"  # without a byte order mark
-_READ_ERRORS = (EOFError, OSError, UnicodeDecodeError, tarfile.TarError, zlib.error)
+_READ_ERRORS = (EOFError, OSError, UnicodeDecodeError, zlib.error)
 
 
 @contextmanager
@@ -91,7 +89,7 @@ def readable(file: Path) -> Iterator[None]:
 def open_text(file: Path) -> Iterator[TextIO]:
     """Opens a text file, with gzip if its name ends in .gz."""
     open_as = gzip.open if file.suffix == ".gz" else open
-    with readable(file), open_as(file, "rt", encoding=UTF_8) as text:
+    with readable(file), open_as(file, "rt", encoding="utf-8-sig") as text:  # no byte order mark
         yield text
 
 

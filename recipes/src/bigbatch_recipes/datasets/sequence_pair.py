@@ -1,4 +1,4 @@
-"""Rows of BERT for one text or two: [CLS] first [SEP] second [SEP]."""
+"""Rows of BERT for two texts: [CLS] first [SEP] second [SEP]."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Numbers = NDArray[numpy.int32]
 
 @dataclass(frozen=True)
 class SequencePair:
-    """Encodes token sequences as rows of one length.
+    """Encodes pairs of token sequences as rows of one length.
 
     Example:
         >>> frame = SequencePair(begin=2, end=3, pad=0, length=8)
@@ -26,26 +26,23 @@ class SequencePair:
     length: int  # number of tokens of a row
 
     def encode(
-        self, first: Sequence[int] | Numbers, second: Sequence[int] | Numbers = ()
+        self, first: Sequence[int] | Numbers, second: Sequence[int] | Numbers
     ) -> tuple[Numbers, Numbers, NDArray[numpy.bool_]]:
-        """Tokens, segments (0 or 1) and a mask that is False at padding, of one text or a pair.
+        """Tokens, segments (0 or 1) and a mask that is False at padding.
 
-        Of a pair that is too long the longer text is cut at its end first, then both equally.
+        If the pair is too long, the longer text is cut at its end first, then both equally.
         """
         first_size, second_size = self._sizes(len(first), len(second))
-        row = [self.begin, *first[:first_size], self.end]
-        second_start = len(row)
-        if len(second):
-            row += [*second[:second_size], self.end]
+        row = [self.begin, *first[:first_size], self.end, *second[:second_size], self.end]
         tokens = numpy.full(self.length, self.pad, dtype=numpy.int32)
         tokens[: len(row)] = row
         index = numpy.arange(self.length, dtype=numpy.int32)
-        segments = ((index >= second_start) & (index < len(row))).astype(numpy.int32)
+        segments = ((index >= first_size + 2) & (index < len(row))).astype(numpy.int32)
         return tokens, segments, index < len(row)
 
     def _sizes(self, first: int, second: int) -> tuple[int, int]:
         """Number of tokens of each text that fit, from the lengths of both."""
-        room = self.length - (3 if second else 2)
+        room = self.length - 3  # [CLS] and two [SEP]
         if first + second <= room:
             return first, second
         second_size = min(second, max(room - first, room // 2))

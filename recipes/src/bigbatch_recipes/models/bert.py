@@ -1,4 +1,4 @@
-"""BERT as three recipes build it from their settings: network, vocabulary, rows.
+"""BERT as two recipes build it from their settings: network, vocabulary, rows.
 
 Trainings need `transformers` and `tokenizers`, which are imported where something is built.
 """
@@ -15,15 +15,14 @@ from bigbatch_recipes.datasets.files import text_of
 from bigbatch_recipes.datasets.sequence_pair import SequencePair
 from bigbatch_recipes.datasets.text import VOCAB
 from bigbatch_recipes.process_group import run_on_rank_zero
-from bigbatch_recipes.recipe import Arms, Changes
+from bigbatch_recipes.recipe import Changes
 from bigbatch_recipes.settings import Settings, require_choice
 
 if TYPE_CHECKING:
     from bigbatch_recipes.models.hf_bert.wordpiece import WordPieceTokenizer
 
-FINE_TUNING_ARMS: Arms = {"adam": {}, "vr-adam": {"optimizer": "vr-adam"}}
 SAVED_AS = {"vocab": VOCAB}  # of each recipe with tokens
-TINY: Changes = {"size": "tiny", "vocabulary": 300}  # the small scale of all three recipes
+TINY: Changes = {"size": "tiny", "vocabulary": 300}  # the small scale of both recipes
 PACKAGES = ("transformers", "tokenizers")  # of the extra `bert`
 POSITIONS = 512  # of every published BERT, so that weights fit at any length
 HEAD_WIDTH = 64
@@ -58,7 +57,7 @@ def outline(settings: Settings, head: str) -> nn.Module:
     """Layers of torch with as many weights as `network` has; a dry run needs no `transformers`."""
     vocabulary, dropout = int(settings.task["vocabulary"]), float(settings.task["dropout"])
     layers, width = size_of(str(settings.task["size"]))
-    tokens, pooler = nn.Embedding(vocabulary, width), nn.Linear(width, width)
+    tokens = nn.Embedding(vocabulary, width)
     shape = (width, width // HEAD_WIDTH, FEED_FORWARD * width, dropout)
     body: list[nn.Module] = [
         tokens,
@@ -67,11 +66,12 @@ def outline(settings: Settings, head: str) -> nn.Module:
         nn.LayerNorm(width),
     ]
     body += [nn.TransformerEncoderLayer(*shape) for _ in range(layers)]
-    body += [nn.Linear(width, 2)] if head == "SpanFinder" else [pooler, nn.Linear(width, 2)]
+    body += [nn.Linear(width, 2)]
     if head == "Pretraining":
         decoder = nn.Linear(width, vocabulary)
         decoder.weight = tokens.weight
-        body += [nn.Linear(width, width), nn.LayerNorm(width), decoder]
+        pooler, transform = nn.Linear(width, width), nn.Linear(width, width)
+        body += [pooler, transform, nn.LayerNorm(width), decoder]
     return nn.Sequential(*body)
 
 

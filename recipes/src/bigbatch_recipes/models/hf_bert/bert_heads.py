@@ -1,21 +1,16 @@
-"""BERT with each of three heads; the weights of the body have the same names in all of them.
+"""BERT with each of two heads; the weights of the body have the same names in both.
 
 N samples, T tokens, P positions to predict, V vocabulary, H width.
 """
 
 from torch import Tensor
 from transformers import BertConfig
-from transformers.models.bert import (
-    BertForPreTraining,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertModel,
-)
+from transformers.models.bert import BertForPreTraining, BertForQuestionAnswering, BertModel
 
 from bigbatch_recipes.models.bert import FEED_FORWARD, HEAD_WIDTH, POSITIONS, size_of
 
 
-def _config(size: str, vocabulary: int, dropout: float, **more: int) -> BertConfig:
+def _config(size: str, vocabulary: int, dropout: float) -> BertConfig:
     layers, width = size_of(size)
     return BertConfig(
         vocab_size=vocabulary,
@@ -27,7 +22,6 @@ def _config(size: str, vocabulary: int, dropout: float, **more: int) -> BertConf
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
         attn_implementation="sdpa",
-        **more,
     )
 
 
@@ -79,16 +73,3 @@ class SpanFinder(BertForQuestionAnswering):
         logits = self.qa_outputs(_encode(self.bert, tokens, segments, is_token))
         first, last = logits.unbind(-1)
         return first, last
-
-
-class Classifier(BertForSequenceClassification):
-    """BERT that classifies a text or a pair of texts."""
-
-    def __init__(self, size: str, vocabulary: int, dropout: float = 0.1, classes: int = 2) -> None:
-        super().__init__(_config(size, vocabulary, dropout, num_labels=classes))
-
-    def forward(self, tokens: Tensor, segments: Tensor, is_token: Tensor) -> Tensor:
-        """Logits of the classes, (N, classes)."""
-        states = _encode(self.bert, tokens, segments, is_token)
-        logits: Tensor = self.classifier(self.dropout(self.bert.pooler(states)))
-        return logits
