@@ -509,9 +509,7 @@ def test_goodput_takes_the_times_of_the_log(logged):
     assert sizes[-2] == pytest.approx((10 * 4000) ** 0.5, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "policy", [Goodput(), Seesaw(cap=Goodput()), LateSwitch("5 steps", Goodput())]
-)
+@pytest.mark.parametrize("policy", [Goodput(), Seesaw(cap=Goodput()), LateSwitch(0.5, Goodput())])
 def test_a_log_of_one_batch_size_has_no_times_for_goodput(logged, policy):
     rows = log([100] * 40)
     for number, row in enumerate(rows):

@@ -312,7 +312,7 @@ EVERY_POLICY = [
     Seesaw(max_batch=500),
     Seesaw(Schedule("64, x3 every 1K samples up to 2000, then decay"), NormTest(0.5), 900),
     LateSwitch(0.5, SimiGrad(0.3, max_batch=900)),
-    LateSwitch("40 epochs", Seesaw(cap=NoiseScale())),
+    LateSwitch(0.9, Seesaw(cap=NoiseScale())),
 ]
 noises = st.builds(
     GradientStatistics,

@@ -96,15 +96,6 @@ def test_statistics_are_needed_by_the_cap_alone():
         Controller(Seesaw(cap=NoiseScale()), 64, smoothing=None)
 
 
-@pytest.mark.parametrize(("moment", "late"), [("60 epochs", {"epoch": 60}), ("4K samples", {})])
-def test_before_an_amount_the_batch_keeps_its_first_size(moment, late):
-    policy = LateSwitch(moment, SimiGrad(0.9))
-    before = policy.decide(NOISE, at(None, samples=3999, epoch=59))
-    assert (64, f"before the switch at {moment}") == (before.batch_size, before.reason)
-    now = at(None, samples=4000, **late)
-    assert SimiGrad(0.9).decide(NOISE, now) == policy.decide(NOISE, now)
-
-
 def test_the_switch_is_at_a_share_of_the_largest_rate():
     policy = LateSwitch(0.3, Fixed(1024))
     decays = [1.0, 0.31, 0.1 * 0.3 / 0.1, 0.01, 0.5]
@@ -113,13 +104,12 @@ def test_the_switch_is_at_a_share_of_the_largest_rate():
 
 
 def test_a_late_switch_needs_what_its_policy_needs():
-    assert Needs(statistics=False) == LateSwitch("1 epoch", Fixed(8)).needs
+    assert Needs(statistics=False, lr_decay=True) == LateSwitch(0.5, Fixed(8)).needs
     bounded = NoiseScale(max_batch=9)
-    assert bounded.needs == LateSwitch("1 epoch", bounded).needs
     assert replace(bounded.needs, lr_decay=True) == LateSwitch(0.5, bounded).needs
-    assert Seesaw().needs == LateSwitch("1 epoch", Seesaw()).needs
+    assert Seesaw().needs == LateSwitch(0.5, Seesaw()).needs
     schedule = Schedule("8, x2 at 9 steps up to 12, then decay")
-    assert LateSwitch("1 epoch", schedule).needs.lr_scaling is None
+    assert LateSwitch(0.5, schedule).needs.lr_scaling is None
     assert replace(Seesaw().needs, lr_scaling="any") == Shadow(Seesaw()).needs
 
 
@@ -129,7 +119,7 @@ def test_without_a_scheduled_rate_the_remedy_is_named(policy):
         policy.decide(None, at(None))
 
 
-@pytest.mark.parametrize("build", [lambda p: Seesaw(cap=p), lambda p: LateSwitch("1 step", p)])
+@pytest.mark.parametrize("build", [lambda p: Seesaw(cap=p), lambda p: LateSwitch(0.5, p)])
 def test_the_state_of_an_inner_policy_is_saved(build):
     controller = Controller(build(Patient()), 64)
     assert controller.state_dict()["policy"] is not None
@@ -142,7 +132,7 @@ def test_the_state_of_an_inner_policy_is_saved(build):
         (lambda: Seesaw(schedule="64, x2 at 9 steps"), "schedule='64, x2 at 9 steps' must be"),
         (lambda: LateSwitch(0.5, SimiGrad), r"SimiGrad is a class; pass SimiGrad\(\.\.\.\)"),
         (lambda: LateSwitch(1.5, Fixed(8)), "at=1.5 must be"),
-        (lambda: LateSwitch("2 tokens", Fixed(8)), "at='2 tokens' must be"),
+        (lambda: LateSwitch("60 epochs", Fixed(8)), "at='60 epochs' must be"),
         (lambda: parse_policy("late-switch:0.3"), "write late-switch:at=...; policy=..."),
         (lambda: parse_policy("late-switch:0.3; policy=magic"), "policy 'magic' is unknown"),
         (lambda: parse_policy("seesaw:x2"), "clause 'x2'"),
@@ -165,8 +155,8 @@ def test_what_cannot_work_is_refused_with_the_remedy(make, words):
             Seesaw(cap=NoiseScale(2, max_batch=99), max_batch=512),
         ),
         (
-            "late-switch:60 epochs; policy=simigrad:target=0.3,max_batch=512",
-            LateSwitch("60 epochs", SimiGrad(0.3, max_batch=512)),
+            "late-switch:0.5; policy=simigrad:target=0.3,max_batch=512",
+            LateSwitch(0.5, SimiGrad(0.3, max_batch=512)),
         ),
         ("late-switch:at=0.3; policy=fixed:512", LateSwitch(0.3, Fixed(512))),
     ],

@@ -254,7 +254,7 @@ def test_without_a_scheduler_it_is_said_once_and_a_rate_set_by_hand_is_followed(
 
 
 @pytest.mark.parametrize("lr_scaling", ["linear", "adascale", None, lambda *_: 1.0])
-@pytest.mark.parametrize("policy", [bb.Seesaw(), bb.LateSwitch("1 epoch", bb.Seesaw())], ids=str)
+@pytest.mark.parametrize("policy", [bb.Seesaw(), bb.LateSwitch(0.5, bb.Seesaw())], ids=str)
 def test_another_scaling_of_the_rate_is_refused(policy, lr_scaling):
     with pytest.raises(SettingError, match=r"lr_scaling=.* with .*pass lr_scaling='sqrt'"):
         adaptive(SCHEDULES["StepLR"], policy, lr_scaling=lr_scaling, budget=0.05)

@@ -12,7 +12,7 @@ from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.optim.gsnr_options import Gamma, RMax
 from bigbatch.policies.amounts import AmountIn, Smoothing, WarmupLength
 from bigbatch.policies.hysteresis import DeadBand
-from bigbatch.policies.lr_policies import SwitchMoment
+from bigbatch.policies.lr_policies import RateShare
 from bigbatch.policies.parse import POLICIES, arguments_of, is_own
 from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiGrad
@@ -71,8 +71,7 @@ class Settings:
             its growth in place of the cuts of lr_schedule.
         tokens_per_sample: mean length of a sample, where the schedule counts tokens.
         cap: policy that limits the growth of seesaw: noise-scale:multiple=1 for example.
-        late_from: moment from which late-switch lets late_policy decide: "60 epochs", or 0.3 for
-            the learning rate at 0.3 of its peak.
+        late_from: share of the peak learning rate from which late-switch lets late_policy decide.
         late_policy: policy of late-switch after that: simigrad:target=0.2 for example.
         decide_every: steps between two decisions.
         smoothing: window that noise is averaged over: "16 steps", "4K samples", or "auto" for one
@@ -141,7 +140,7 @@ class Settings:
     batch_schedule: str = ""
     tokens_per_sample: Positive | None = None
     cap: str = ""
-    late_from: SwitchMoment = 0.3
+    late_from: RateShare = 0.3
     late_policy: str = "simigrad"
     decide_every: Count = field(default=1, metadata={"section": "Decisions"})
     smoothing: Smoothing = None

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from bigbatch.errors import SettingError
-from bigbatch.policies.amounts import Amount, WarmupLength
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.plan import clamp
 from bigbatch.policies.policy import (
@@ -20,7 +19,7 @@ from bigbatch.policies.policy import (
 from bigbatch.setting_types import Count, In, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
-SwitchMoment = WarmupLength | Annotated[float, In("(0, 1)", "a share of the largest learning rate")]
+RateShare = Annotated[float, In("(0, 1)", "a share of the largest learning rate")]
 
 
 @checked
@@ -117,17 +116,17 @@ class Seesaw:
 @checked
 @dataclass(frozen=True)
 class LateSwitch:
-    """Keeps the first batch size until a moment; from then on a policy decides.
+    """Keeps the first batch size until the learning rate has fallen; from then on a policy decides.
 
-    The moment is an amount of training, or a share d of the scheduled learning rate's largest value
-    so far: the policy decides while the scheduled rate is at most d of it. If the rate rises above
-    that again, as with warm restarts, the batch returns to its first size.
+    The policy decides while the scheduled rate is at most the share `at` of its largest value so
+    far. If the rate rises above that again, as with warm restarts, the batch returns to its first
+    size. `Controller(warmup="60 epochs")` switches after an amount of training.
 
     Args:
-        at: "60 epochs", "4M samples" or "500 steps"; or d, in (0, 1).
+        at: share of the largest rate, in (0, 1).
         policy: the policy that decides late, with its `max_batch`, which holds from the start.
     Raises:
-        SettingError: `at` is neither, or `policy` is not a policy.
+        SettingError: `at` is out of range, or `policy` is not a policy.
     Source:
         arXiv 2602.14208.
     Example:
@@ -141,7 +140,7 @@ lr_factor=1.0)
         1024
     """
 
-    at: SwitchMoment
+    at: RateShare
     policy: Policy
 
     def __post_init__(self) -> None:
@@ -149,25 +148,17 @@ lr_factor=1.0)
 
     @property
     def needs(self) -> Needs:
-        """Those of the policy, and the decay of the rate if the moment is a share of it."""
-        needs = needs_of(self.policy)
-        follows_rate = isinstance(self.at, float) or needs.lr_decay
-        return replace(needs, batch_size=None, lr_decay=follows_rate)
+        """Those of the policy, and the decay of the rate."""
+        return replace(needs_of(self.policy), batch_size=None, lr_decay=True)
 
     def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
-        """The first batch size before the moment, the policy's decision after it."""
-        if self._is_late(now):
+        """The first batch size before the switch, the policy's decision after it."""
+        decay = _decay(now, "LateSwitch", 'Controller(warmup="60 epochs"), which needs none')
+        if decay <= self.at * (1 + 1e-9):  # 0.1 x 0.3 / 0.1 is not 0.3
             # None only for a policy that needs none
             return self.policy.decide(statistics, now)  # type: ignore[arg-type]
-        share = isinstance(self.at, float)
-        moment = f"{self.at} of the peak learning rate" if share else self.at
-        return Decision(now.first_batch_size, f"before the switch at {moment}")
-
-    def _is_late(self, now: TrainingState) -> bool:
-        if not isinstance(self.at, float):
-            return Amount.parse(self.at).times(now.samples, now.steps, now.epoch) >= 1
-        name, remedy = f"LateSwitch(at={self.at:g})", 'an amount such as at="60 epochs"'
-        return _decay(now, name, remedy) <= self.at * (1 + 1e-9)  # 0.1 x 0.3 / 0.1 is not 0.3
+        reason = f"before the switch at {self.at} of the peak learning rate"
+        return Decision(now.first_batch_size, reason)
 
 
 def _decay(now: TrainingState, name: str, other: str) -> float:

@@ -46,7 +46,7 @@ def parse_policy(text: str) -> Policy:
         SimiGrad(target=0.3, min_batch=1, max_batch=512, grow=1.1, shrink=0.9)
         >>> parse_policy("schedule:64, x2 every 2M tokens; tokens_per_sample=512").batch_size
         64
-        >>> parse_policy("late-switch:60 epochs; policy=simigrad:0.3,max_batch=512").policy.target
+        >>> parse_policy("late-switch:0.3; policy=simigrad:0.3,max_batch=512").policy.target
         0.3
     """
     name, _, rest = (part.strip() for part in text.partition(":"))
