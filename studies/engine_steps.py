@@ -31,7 +31,6 @@ ENGINES: tuple[str, ...] = ("DDP", "FSDP2", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-
 LAYERS = 8  # of 768 x 768: 4.7 million weights in 16 parameters, which 2, 3 and 4 divide
 _SAMPLES = 64  # samples of a micro-batch on a rank
 _BUCKET = 4  # MB of a DDP bucket; there are several
-_NODE = 2  # ranks of a simulated node
 _LR, _MOMENTUM = 1e-3, 0.9
 
 
@@ -45,7 +44,6 @@ class Kind:
     baseline: str | None = "plain"  # `what` of the kind it is compared with
     meter: tuple[tuple[str, Any], ...] | None = None  # options; None for no meter
     vr: bool = False
-    nodes: bool = False  # whether there are two nodes, and VR's reduction has two levels
     reduced_once: bool = False  # whether FSDP2 keeps unsharded gradients until the last one
     width: int = 768  # of each layer
 
@@ -63,8 +61,6 @@ _DDP = [
     Kind("DDP", "VR, k = ranks", vr=True),
     Kind("DDP", _FOUR, 4, baseline=None),
     Kind("DDP", "VR, a = 4, M2 in bfloat16", 4, baseline=_FOUR, vr=True),
-    Kind("DDP", "VR, k = ranks, two levels", vr=True, nodes=True),
-    Kind("DDP", "VR, a = 4, two levels", 4, baseline=_FOUR, vr=True, nodes=True),
 ]
 _FSDP2 = [
     Kind("FSDP2", "plain", baseline=None),
@@ -86,8 +82,7 @@ def kinds(engine: str, ranks: int) -> list[Kind]:
     if engine.startswith("ZeRO"):
         runs = ranks == 2 and deepspeed_is_available()
         return [replace(kind, engine=engine) for kind in _ZERO] if runs else []
-    team = _DDP if engine == "DDP" else _FSDP2
-    return [kind for kind in team if ranks == 2 * _NODE or not kind.nodes]
+    return _DDP if engine == "DDP" else _FSDP2
 
 
 def network(width: int) -> nn.Sequential:
@@ -181,16 +176,8 @@ def _optimizer(kind: Kind, model: Any) -> Optimizer:
         return SGD(model.parameters(), _LR, _MOMENTUM, fused=kind.engine == "DDP")
     optimizer = VRSGD(model.parameters(), _LR, _MOMENTUM)
     if kind.engine == "DDP":
-        optimizer.attach(model, node_group=_node_group() if kind.nodes else None)
+        optimizer.attach(model)
     return optimizer
-
-
-def _node_group() -> Any:
-    """The group of the ranks of this rank's node. Collective."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    nodes = [list(range(first, first + _NODE)) for first in range(0, ranks, _NODE)]
-    groups = [(members, dist.new_group(members)) for members in nodes]
-    return next(group for members, group in groups if rank in members)
 
 
 def _sync_context(model: Any, kind: Kind, *, last: bool) -> contextlib.AbstractContextManager[None]:

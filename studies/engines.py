@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from studies.comm_bytes import CountingGroup, counting_groups, ring_bytes
+from studies.comm_bytes import counting_groups, ring_bytes
 from studies.engine_steps import ENGINES, Kind, kinds, step_of
 from studies.gloo_processes import on_ranks
 from studies.markdown_tables import Row, show
@@ -28,13 +28,13 @@ class StepCounts:
     """Bytes and time of one kind of step, on the rank that sends most; a row of a table.
 
     Args:
-        input_bytes: bytes of the tensors that the rank passes to each kind of collective among
-            "all" ranks, those of a "node", or those "across" nodes; to all-gather, its own part.
+        input_bytes: bytes of the tensors that the rank passes to each kind of collective; to
+            all-gather, its own part.
     """
 
     kind: Kind
     ranks: int
-    input_bytes: dict[tuple[str, str], int]
+    input_bytes: dict[str, int]
     sent: float  # bytes that leave the rank, by `ring_bytes`
     collectives: int
     plain: "StepCounts | None" = None  # counts of the baseline; None for a baseline
@@ -89,22 +89,15 @@ def _count(kind: Kind) -> tuple[Callable[[], None], StepCounts]:
     for group in counting_groups():
         group.sent.clear()
     step()
-    calls = [(group, *call) for group in counting_groups() for call in group.sent]
-    sent = sum(ring_bytes(collective, size, group.size()) for group, collective, size in calls)
-    totals: Counter[tuple[str, str]] = Counter()
-    for group, collective, size in calls:
-        totals[collective, _group_kind(group)] += size
+    calls = [(group.size(), *call) for group in counting_groups() for call in group.sent]
+    sent = sum(ring_bytes(collective, size, ranks) for ranks, collective, size in calls)
+    totals: Counter[str] = Counter()
+    for _, collective, size in calls:
+        totals[collective] += size
     all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, (dict(totals), sent, len(calls)))
     most = max(all_ranks, key=lambda counts: counts[1])
     return step, StepCounts(kind, len(all_ranks), *most)
-
-
-def _group_kind(group: CountingGroup) -> str:
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) == dist.get_world_size():
-        return "all"
-    return "node" if ranks[-1] - ranks[0] < len(ranks) else "across"
 
 
 def _time_ratios(steps: Mapping[Kind, Callable[[], None]], rounds: int) -> dict[Kind, list[float]]:

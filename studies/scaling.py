@@ -1,4 +1,4 @@
-"""Bytes that ranks send and keep, by formula; tests/studies/test_engines.py compares counts.
+"""Bytes that ranks send and keep, by formula; tests/studies/test_engine_bytes.py compares counts.
 
 python -m studies.scaling
 """
@@ -17,7 +17,6 @@ _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2
 _SUMS = 22  # doubles of a measured step, in addition to three a layer and those of `RankTotals`
 _SKETCH = 1021  # doubles that an interval adds
-_NODE = 8  # ranks of a node
 
 InputBytes = dict[str, float]
 """Bytes that a rank passes to each kind of collective in a step; to all-gather, its own part."""
@@ -92,21 +91,6 @@ def vr_fsdp2(model: Model) -> InputBytes:
     return {"all-reduce": 2 * _DOUBLE * model.layers}
 
 
-def two_levels(
-    model: Model, nodes: int, node: int = _NODE, *, vr: bool = False, accumulated: bool = False
-) -> tuple[float, float]:
-    """Bytes that leave a rank inside its node of `node` ranks, and between nodes.
-
-    Without `vr`, an all-reduce: scattered in the node, all-reduced between nodes, gathered. With
-    it, M2 is sent between nodes in any case, as a node has several micro-batches. Sums of layers
-    are left out.
-    """
-    inside = (node - 1) / node * model.parameters
-    between = (nodes - 1) / nodes * model.parameters / node
-    m2_inside, m2_between = _BFLOAT * (vr and accumulated), _BFLOAT * vr
-    return (2 * _FLOAT + m2_inside) * inside, (2 * _FLOAT + m2_between) * between
-
-
 def memory_ddp(model: Model, ranks: int) -> float:
     """Bytes that VR keeps on a rank under DDP: shards of g, two of p, and M2.
 
@@ -127,6 +111,7 @@ MODELS = (
     Model("100 billion", 100_000_000_000, 1_000, gathered=_BFLOAT),
 )
 RANKS = (8, 64, 768, 8192)
+_SHARDING_RANKS = 64  # the fewest that can hold the largest model
 _ACCUMULATION = 8  # micro-batches of a rank under FSDP2
 
 
@@ -147,7 +132,7 @@ def rows() -> Iterator[Row]:
                     {"VR": once, "VR, accumulated": accumulated},
                     memory_ddp(model, ranks),
                 )
-            elif ranks > _NODE:
+            elif ranks >= _SHARDING_RANKS:
                 plain = bytes_sent(plain_fsdp2(model, ranks, _ACCUMULATION), ranks)
                 accumulated, keeps = bytes_sent(vr_fsdp2(model), ranks), memory_fsdp2(model, ranks)
                 added = {"VR": math.nan, "VR, accumulated": accumulated}

@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore:k = :UserWarning")]
 
 STEPS = 4  # DDP makes its buckets again after the first, with a static graph after the second
 SMALL = 0.0005  # MiB of a bucket: several buckets, as large models have
-EXACT = {"m2_dtype": torch.float64}
 MADE = MAKE | {"VRSGD with beta3": functools.partial(VRSGD, lr=0.1, beta3=0.9)}
 every_vr_optimizer = pytest.mark.parametrize("name", VR)
 
@@ -93,16 +92,13 @@ def alone(name, ranks, accumulation, dtype=torch.float64, steps=STEPS, **own):
 
 
 def attached(
-    rank, ranks, name, accumulation, options, ddp_options, dtype=torch.float64, own=None, nodes=None
+    rank, ranks, name, accumulation, dtype=torch.float64, ddp=None, own=None, groups="all"
 ):
-    ddp = DistributedDataParallel(network(dtype), **{"bucket_cap_mb": SMALL} | ddp_options)
-    optimizer = MAKE[name](ddp.parameters(), **(own or {}))
-    if nodes:
-        groups = [dist.new_group(node) for node in nodes]
-        options = options | {"node_group": groups[[rank in node for node in nodes].index(True)]}
-    optimizer.attach(ddp, **options)
-    train(ddp, optimizer, rank, accumulation)
-    return weights(ddp)
+    model = DistributedDataParallel(network(dtype), **{"bucket_cap_mb": SMALL} | (ddp or {}))
+    optimizer = MAKE[name](model.parameters(), **(own or {}))
+    optimizer.attach(model, groups=groups)
+    train(model, optimizer, rank, accumulation)
+    return weights(model)
 
 
 def bitwise_equal(results):
@@ -118,7 +114,7 @@ def bitwise_equal(results):
 @pytest.mark.parametrize("count", [2, 3, 4])
 @every_vr_optimizer
 def test_ranks_step_as_one_process_does(ranks, name, count, accumulation):
-    results = ranks(count)(attached, name, accumulation, EXACT, {})
+    results = ranks(count)(attached, name, accumulation)
     assert bitwise_equal(results)
     assert difference(alone(name, count, accumulation), results[0]) < 1e-11
 
@@ -141,25 +137,15 @@ OPTIONS = {
 def test_options_change_nothing_that_they_do_not_change_on_one_process(ranks, name, case):
     ddp_options, own = OPTIONS[case]
     accumulation = 1 if case == "static graph" else 2  # torch: its first backward has to reduce
-    results = ranks(3)(attached, name, accumulation, EXACT, ddp_options, torch.float64, own)
+    results = ranks(3)(attached, name, accumulation, torch.float64, ddp_options, own)
     assert bitwise_equal(results)
     assert difference(alone(name, 3, accumulation, **own), results[0]) < 1e-11
 
 
-@pytest.mark.parametrize("nodes", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]], ids=str)
-@pytest.mark.parametrize("accumulation", [1, 2])
 @every_vr_optimizer
-def test_two_levels_of_ranks_step_as_one_process_does(ranks, name, accumulation, nodes):
-    results = ranks(4)(attached, name, accumulation, EXACT, {}, torch.float64, None, nodes)
-    assert bitwise_equal(results)
-    assert difference(alone(name, 4, accumulation), results[0]) < 1e-11
-
-
-@pytest.mark.parametrize("nodes", [None, [[0, 1], [2, 3]]], ids=["one node", "two nodes"])
-@every_vr_optimizer
-def test_half_moments_and_single_precision_stay_close(ranks, name, nodes):
-    """bfloat16 rounds M2 by 2^-9 and r with it, with two levels twice; clipped r, and p, less."""
-    results = ranks(4)(attached, name, 2, {}, {}, torch.float32, None, nodes)
+def test_half_moments_and_single_precision_stay_close(ranks, name):
+    """bfloat16 rounds M2 by 2^-9 and r with it; clipped r, and p, less."""
+    results = ranks(4)(attached, name, 2, torch.float32)
     assert bitwise_equal(results)
     assert difference(alone(name, 4, 2), results[0]) < 2**-8
 
@@ -180,7 +166,7 @@ def ranks_as_groups(name, ranks, accumulation):
 
 @every_vr_optimizer
 def test_ranks_may_be_the_groups(ranks, name):
-    results = ranks(3)(attached, name, 4, {"groups": "ranks"}, {})
+    results = ranks(3)(attached, name, 4, torch.float64, None, None, "ranks")
     assert bitwise_equal(results)
     assert difference(ranks_as_groups(name, 3, 4), results[0]) < 1e-11
 
@@ -200,7 +186,7 @@ def sixty_steps(rank, ranks):
     """Nine layers in as many buckets and more."""
     ddp = DistributedDataParallel(nine_layers(), bucket_cap_mb=0.0002)
     optimizer = MAKE["VRAdam"](ddp.parameters())
-    optimizer.attach(ddp, **EXACT)
+    optimizer.attach(ddp)
     norms = []
     for step in range(60):
         nine_layers_backward(ddp, step, rank, 1.0)
@@ -320,7 +306,7 @@ def parts(rank, ranks, static):
         model, find_unused_parameters=True, bucket_cap_mb=SMALL, gradient_as_bucket_view=static
     )
     optimizer = MAKE["VRMomentum"](groups_of(model), watch=True)
-    optimizer.attach(ddp, **EXACT)
+    optimizer.attach(ddp)
     reports = []
     train_parts(ddp, optimizer, rank, ranks, reports)
     return weights(model), reports
@@ -355,7 +341,7 @@ def test_groups_frozen_unused_and_channels_last_weights_are_those_of_one_process
 def clipped(rank, ranks, scaled):
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     optimizer = MAKE["VRMomentum"](ddp.parameters())
-    stats = optimizer.attach(ddp, **EXACT)
+    stats = optimizer.attach(ddp)
     scaler = GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     norms = []
     for step in range(STEPS):
@@ -418,7 +404,7 @@ def measured(rank, ranks, name):
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     optimizer = MAKE[name](ddp.parameters())
     if name in VR:
-        optimizer.attach(ddp, **EXACT)
+        optimizer.attach(ddp)
         for group in optimizer.param_groups:
             group["lr"] = 0.0  # so that the gradients are those of any other optimizer
     read = []
@@ -465,12 +451,12 @@ def two_legs(rank, ranks, name, state, first, last, attach_first=True):
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     optimizer = MAKE[name](ddp.parameters())
     if attach_first:
-        optimizer.attach(ddp, **EXACT)
+        optimizer.attach(ddp)
     if state is not None:
         ddp.module.load_state_dict(state[0])
         optimizer.load_state_dict(copy.deepcopy(state[1]))  # pipes share memory between ranks
     if not attach_first:
-        optimizer.attach(ddp, **EXACT)
+        optimizer.attach(ddp)
     train(ddp, optimizer, rank, 2, range(first, last))
     optimizer.attached.consolidate()
     return ddp.module.state_dict(), optimizer.state_dict()
@@ -546,16 +532,11 @@ def refused(rank, ranks, case):
     if case == "construction":
         with pytest.raises(SettingError, match="Sequential"):
             optimizer.attach(ddp.module)
-        with pytest.raises(SettingError, match="float16"):
-            optimizer.attach(ddp, m2_dtype=torch.float16)
         with pytest.raises(SettingError, match="by layer"):
             optimizer.attach(ddp, groups="by layer")
         other = MAKE["VRSGD"]([nn.Parameter(torch.zeros(1))])
         with pytest.raises(SettingError, match="outside the DDP wrapper"):
             other.attach(ddp)
-        nodes = [dist.new_group([0]), dist.new_group([1, 2])]
-        with pytest.raises(SettingError, match=r"node_group= has the ranks \[\[0\], \[1, 2\]\]"):
-            optimizer.attach(ddp, node_group=nodes[rank > 0])
         optimizer.attach(ddp)
         with pytest.raises(SettingError, match="communication hook already"):
             MAKE["VRSGD"](ddp.parameters()).attach(ddp)
@@ -648,9 +629,9 @@ def many_nodes(rank, ranks):
     return [str(w.message) for w in caught]
 
 
-def test_several_nodes_without_a_node_group_are_warned_of_it_once(ranks):
+def test_several_nodes_are_warned_of_once(ranks):
     said = ranks(2)(many_nodes)
-    assert 1 == sum("node_group" in each for one in said for each in one)
+    assert 1 == sum("also between nodes" in each for one in said for each in one)
 
 
 def let_go(rank, ranks):
@@ -681,7 +662,7 @@ def over_some(rank, ranks):
         return None
     ddp = DistributedDataParallel(network(), process_group=group)
     optimizer = MAKE["VRAdam"](ddp.parameters())
-    optimizer.attach(ddp, **EXACT)
+    optimizer.attach(ddp)
     for step in range(STEPS):
         accumulate(ddp, step, rank - 1, 2)
         optimizer.step()
@@ -749,7 +730,7 @@ def reached_by_one_rank(rank, ranks):
     model = TwoParts()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = MAKE["VRSGD"](parts_of(model))
-    stats = optimizer.attach(ddp, **EXACT)
+    stats = optimizer.attach(ddp)
     for number in range(2):
         x, _ = micro_batch(0, rank, number, torch.float64)
         with contextlib.nullcontext() if number else ddp.no_sync():
@@ -776,7 +757,7 @@ def norm_of_a_part(rank, ranks):
     model = TwoParts()
     ddp = DistributedDataParallel(model)
     optimizer = MAKE["VRSGD"](model.shared.parameters())
-    stats = optimizer.attach(ddp, **EXACT)
+    stats = optimizer.attach(ddp)
     x, _ = micro_batch(0, rank, 0, torch.float64)
     ddp(x, True).backward()
     rest = torch.cat([p.grad.flatten() for p in model.somewhere.parameters()])
@@ -799,11 +780,11 @@ def wrapped_again(rank, ranks):
     model = network()
     ddp = DistributedDataParallel(model)
     optimizer = MAKE["VRAdam"](model.parameters())
-    optimizer.attach(ddp, **EXACT)
+    optimizer.attach(ddp)
     for step in range(STEPS):
         if step == 2:
             ddp = DistributedDataParallel(model)
-            optimizer.attach(ddp, **EXACT)
+            optimizer.attach(ddp)
         accumulate(ddp, step, rank, 2)
         optimizer.step()
         optimizer.zero_grad()
@@ -849,7 +830,7 @@ def hooked_before(rank, ranks):
     model[0].weight.register_hook(lambda gradient: 3 * gradient)
     ddp = DistributedDataParallel(model)
     optimizer = MAKE["VRMomentum"](model.parameters())
-    optimizer.attach(ddp, **EXACT)
+    optimizer.attach(ddp)
     train(ddp, optimizer, rank, 2)
     return weights(model)
 
@@ -908,7 +889,7 @@ def flattened(rank, ranks, name):
     def made():
         ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
         optimizer = MADE[name](ddp.parameters())
-        optimizer.attach(ddp, **EXACT)
+        optimizer.attach(ddp)
         return ddp, optimizer
 
     used, used_optimizer = made()
@@ -938,7 +919,7 @@ def loaded_back(rank, ranks):
     """Two steps, a state, two more, back to the state, and the same two again."""
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     optimizer = MAKE["VRAdam"](ddp.parameters())
-    optimizer.attach(ddp, **EXACT)
+    optimizer.attach(ddp)
     ends = []
     for step in (0, 1, 2, 3, 2, 3):
         if step == 2 and not ends:
@@ -965,13 +946,10 @@ def test_a_state_that_is_loaded_back_is_gone_on_with(ranks):
 UNEQUAL = [1, 2, 3, 1]
 
 
-def unequal(rank, ranks, nodes):
-    dist.new_group([0, 1])  # of some ranks only: the ranks are in unequally many groups
+def unequal(rank, ranks):
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     optimizer = MAKE["VRAdam"](ddp.parameters())
-    groups = [dist.new_group(node) for node in nodes]
-    node = groups[[rank in node for node in nodes].index(True)]
-    optimizer.attach(ddp, node_group=node, **EXACT)
+    optimizer.attach(ddp)
     for step in range(STEPS):
         for number in range(UNEQUAL[rank]):
             last = number == UNEQUAL[rank] - 1
@@ -982,8 +960,7 @@ def unequal(rank, ranks, nodes):
     return weights(ddp)
 
 
-@pytest.mark.parametrize("nodes", [[[0, 1], [2, 3]], [[0, 3], [1, 2]]], ids=str)
-def test_ranks_and_nodes_count_by_their_micro_batches(ranks, nodes):
+def test_ranks_count_by_their_micro_batches(ranks):
     model = network()
     optimizer = MAKE["VRAdam"](model.parameters())
     for step in range(STEPS):
@@ -992,6 +969,6 @@ def test_ranks_and_nodes_count_by_their_micro_batches(ranks, nodes):
                 backward(model, step, rank, number, 1 / sum(UNEQUAL))
         optimizer.step()
         optimizer.zero_grad()
-    results = ranks(4)(unequal, nodes)
+    results = ranks(4)(unequal)
     assert bitwise_equal(results)
     assert difference(weights(model), results[0]) < 1e-11

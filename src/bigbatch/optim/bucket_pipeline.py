@@ -5,6 +5,8 @@ received after that: two are in flight while the backward continues.
 See [Note: GSNR inside DDP's all-reduce] in `ddp_comm_hook.py`.
 """
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +19,83 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients import changed_later
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.optim.apply_gsnr import Layer, apply_gsnr
-from bigbatch.optim.bucket_shards import Bucket, Shard
+from bigbatch.optim.bucket_shards import Chunk, Shard
 from bigbatch.optim.functional import share_out_of_range
 from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.statistics.norms import flattened, squared_norm
+from bigbatch.statistics.second_moment import combine_moments
+
+_PREFETCHED = 2  # chunks in flight
+
+M2Of = Callable[[Tensor], Tensor | None]
+
+
+class Bucket:
+    """A bucket in flight: scattered, received and summed, gathered.
+
+    Args:
+        shard: this rank's shard of the bucket.
+        buffer: the sums of this rank; in the end, the scaled gradient of all ranks.
+        m2_of: returns M2 of a parameter on this rank, flat; None if no rank has any.
+    """
+
+    def __init__(self, shard: Shard, buffer: Tensor, m2_of: M2Of | None) -> None:
+        self.shard = shard
+        self.scaled = False
+        self.future = future_on(buffer.device)
+        self._buffer, self._m2_of = buffer, m2_of
+        self._unsent = iter(shard.chunks)
+        self._scattered: deque[list[Callable[[], Tensor]]] = deque()
+        self._gathering: list[Callable[[], None]] = []
+        for _ in range(_PREFETCHED):
+            self._scatter_next()
+
+    def receive(self, weights: Sequence[float], *, fused: bool) -> Tensor:
+        """Writes S of the shard to `shard.mean`, and returns its M2."""
+        m2 = torch.empty_like(self.shard.mean)
+        for chunk in self.shard.chunks:
+            sums, *rank_m2s = [wait() for wait in self._scattered.popleft()]
+            self._scatter_next()
+            total, total_m2 = self.shard.mean[chunk.among_shards], m2[chunk.among_shards]
+            rows = rank_m2s[0] if rank_m2s else ()
+            combine_moments(sums, rows, weights, total, total_m2, fused=fused)
+        return m2
+
+    def send_back(self, scaled: Tensor) -> None:
+        """Begins to gather the scaled gradients of all shards in the buffer."""
+        scaled = scaled.to(self._buffer.dtype)
+        self._gathering = [
+            chunk.gather(scaled[chunk.among_shards], self._buffer[chunk.whole])
+            for chunk in self.shard.chunks
+        ]
+        self.scaled = True
+
+    def finish(self) -> None:
+        """Waits for the other ranks' shards, and completes DDP's future."""
+        for wait in self._gathering:
+            wait()
+        self.future.set_result(self._buffer)
+
+    def _scatter_next(self) -> None:
+        """Scatters S of the next chunk if there is one, and M2 if there is any."""
+        chunk = next(self._unsent, None)
+        if chunk is None:
+            return
+        scattered = [chunk.scatter(self._buffer[chunk.whole])]
+        if self._m2_of is not None:
+            scattered.append(chunk.scatter(self._m2(chunk, self._m2_of)))
+        self._scattered.append(scattered)
+
+    def _m2(self, chunk: Chunk, m2_of: M2Of) -> Tensor:
+        sums = self._buffer[chunk.whole]
+        # bfloat16 has the range of the squares; its rounding changes r g by about 5e-4
+        dtype = torch.float64 if sums.dtype is torch.float64 else torch.bfloat16
+        chunk_m2 = torch.zeros_like(sums, dtype=dtype)
+        for span in self.shard.spans_of(chunk.whole):
+            m2 = m2_of(span.parameter)
+            if m2 is not None:
+                chunk_m2[span.shard_slice] = m2[span.parameter_slice]
+        return chunk_m2
 
 
 @dataclass(eq=False)
@@ -40,7 +115,6 @@ class BucketPipeline:
     weights: list[float]  # weight of the micro-batches of each rank
     k: int  # number of groups that are compared
     sends_m2: bool  # whether any rank has an M2 of its own
-    m2_dtype: torch.dtype | None  # the type in which M2 is sent; None: see `Bucket`
 
     def __post_init__(self) -> None:
         self.done = False
@@ -55,7 +129,7 @@ class BucketPipeline:
     def take(self, shard: Shard, buffer: Tensor) -> Future[Tensor]:
         """Scatters a bucket, and moves the buckets before it to their next stage."""
         m2 = self._m2_of if self.sends_m2 else None
-        self._in_flight.append(Bucket(shard, buffer, m2, self.m2_dtype))
+        self._in_flight.append(Bucket(shard, buffer, m2))
         future = self._in_flight[-1].future
         self._advance(unscaled=1, in_flight=2)
         return future
@@ -163,3 +237,8 @@ class _SpanAllReduce:
         dist.all_reduce(sums, group=self._group)
         values.copy_(sums[self._layer_numbers])
         self.sums = sums
+
+
+def future_on(device: torch.device) -> Future[Tensor]:
+    """A future for DDP; on a GPU it also waits for the work launched before its result."""
+    return Future() if device.type == "cpu" else Future(devices=[device])

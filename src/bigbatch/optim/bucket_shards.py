@@ -1,28 +1,81 @@
-"""A rank's shards of DDP's buckets, and buckets on their way to the shards and back.
+"""A rank's shards of DDP's buckets, scattered over the ranks and gathered again.
 
 See [Note: GSNR inside DDP's all-reduce] in `ddp_comm_hook.py`.
 """
 
-import math
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from bigbatch.gradients.dtypes import sum_dtype
-from bigbatch.optim.collectives import Chunk, Level
 from bigbatch.optim.gsnr_momentum import GsnrMomentum
 from bigbatch.statistics.norms import flattened
-from bigbatch.statistics.second_moment import combine_moments
 
 CHUNK_BYTES = 16 << 20  # of a chunk
-_PREFETCHED = 2  # chunks in flight
 
-M2Of = Callable[[Tensor], Tensor | None]
+_c10d: Any = dist  # torch 2.13 renamed the function, and its stubs have one name only
+_all_gather = getattr(_c10d, "all_gather_single", None) or _c10d.all_gather_into_tensor
+
+
+class Chunk:
+    """A slice of a bucket, of which every rank has a shard.
+
+    Args:
+        whole: the slice.
+        group: the ranks.
+        offset: where its shard begins among this rank's shards.
+    """
+
+    def __init__(self, whole: slice, group: dist.ProcessGroup, offset: int) -> None:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        length = whole.stop - whole.start
+        size = -(-length // ranks)
+        self._group = group
+        self._sizes = [max(0, min(size, length - i * size)) for i in range(ranks)]
+        self._size = self._sizes[rank]  # elements of this rank
+        start = whole.start + sum(self._sizes[:rank])
+        self.whole = whole  # in the bucket
+        self.shard = slice(start, start + self._size)  # in the bucket
+        self.among_shards = slice(offset, offset + self._size)
+
+    def scatter(self, values: Tensor) -> Callable[[], Tensor]:
+        """Begins to send each rank its part of this rank's values, which are flat.
+
+        Returns:
+            A function that waits, and returns all ranks' values of this rank's part,
+            (ranks, elements).
+        """
+        ranks = len(self._sizes)
+        rows = values.new_empty(ranks * self._size)
+        work = dist.all_to_all_single(
+            rows, values, [self._size] * ranks, self._sizes, self._group, async_op=True
+        )
+
+        def wait() -> Tensor:
+            work.wait()
+            return rows.view(ranks, self._size)
+
+        return wait
+
+    def gather(self, shard: Tensor, out: Tensor) -> Callable[[], None]:
+        """Begins to write all ranks' shards to `out`; returns a function that waits for them."""
+        size = self._sizes[0]  # the largest
+        is_even = size * len(self._sizes) == out.numel()
+        padded = out if is_even else out.new_empty(size * len(self._sizes))
+        if len(shard) < size:
+            shard = torch.cat([shard, shard.new_zeros(size - len(shard))])
+        work = _all_gather(padded, shard, group=self._group, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+            if not is_even:
+                out.copy_(padded[: out.numel()])
+
+        return wait
 
 
 @dataclass(frozen=True)
@@ -38,19 +91,18 @@ class Shard:
     """This rank's elements of one bucket: the mean gradient of the step, and p."""
 
     def __init__(
-        self, offsets: list[tuple[Tensor, int]], buffer: Tensor, levels: list[Level]
+        self, offsets: list[tuple[Tensor, int]], buffer: Tensor, group: dist.ProcessGroup
     ) -> None:
         self.parameters = [parameter for parameter, _ in offsets]
-        self.levels = levels
         self._offsets = offsets
         self._buffer = (buffer.numel(), buffer.dtype)
-        ranks = math.prod(len(level.members) for level in levels)
+        ranks = dist.get_world_size(group)
         size = max(1, CHUNK_BYTES // buffer.element_size() // ranks) * ranks
         self.chunks: list[Chunk] = []
         self.spans: list[Span] = []
         offset = 0
         for start in range(0, buffer.numel(), size):
-            chunk = Chunk(slice(start, min(start + size, buffer.numel())), levels, offset)
+            chunk = Chunk(slice(start, min(start + size, buffer.numel())), group, offset)
             self.chunks.append(chunk)
             self.spans += self.spans_of(chunk.shard, offset)
             offset = chunk.among_shards.stop
@@ -136,93 +188,3 @@ class Shard:
                 values = flat[start : start + average.numel()]
                 flattened(average, parameter.stride()).copy_(values)
                 momentum[parameter] = average, self._steps[parameter]
-
-
-class Bucket:
-    """A bucket in flight: scattered, received and summed, gathered.
-
-    Args:
-        shard: this rank's shard of the bucket.
-        buffer: the sums of this rank; in the end, the scaled gradient of all ranks.
-        m2_of: returns M2 of a parameter on this rank, flat; None if no rank has any.
-        m2_dtype: the type in which M2 is sent; None: float64 for float64 sums, else bfloat16.
-    """
-
-    def __init__(
-        self, shard: Shard, buffer: Tensor, m2_of: M2Of | None, m2_dtype: torch.dtype | None
-    ) -> None:
-        self.shard = shard
-        self.scaled = False
-        self.future = future_on(buffer.device)
-        self._buffer, self._m2_of = buffer, m2_of
-        default = torch.float64 if buffer.dtype is torch.float64 else torch.bfloat16
-        self._m2_dtype = m2_dtype or default
-        self._unsent = iter(shard.chunks)
-        self._scattered: deque[list[Callable[[], Tensor]]] = deque()
-        self._gathering: list[Callable[[], None]] = []
-        for _ in range(_PREFETCHED):
-            self._scatter_next()
-
-    def receive(self, weights: Sequence[float], *, fused: bool) -> Tensor:
-        """Writes S of the shard to `shard.mean`, and returns its M2."""
-        m2 = torch.empty_like(self.shard.mean)
-        for chunk in self.shard.chunks:
-            rows = [wait() for wait in self._scattered.popleft()]
-            self._scatter_next()
-            self._join(chunk, rows, m2, weights, fused)
-        return m2
-
-    def send_back(self, scaled: Tensor) -> None:
-        """Begins to gather the scaled gradients of all shards in the buffer."""
-        scaled = scaled.to(self._buffer.dtype)
-        self._gathering = [
-            chunk.gather(scaled[chunk.among_shards], self._buffer[chunk.whole])
-            for chunk in self.shard.chunks
-        ]
-        self.scaled = True
-
-    def finish(self) -> None:
-        """Waits for the other ranks' shards, and completes DDP's future."""
-        for wait in self._gathering:
-            wait()
-        self.future.set_result(self._buffer)
-
-    def _scatter_next(self) -> None:
-        """Scatters S of the next chunk if there is one, and M2 if there is any."""
-        chunk = next(self._unsent, None)
-        if chunk is None:
-            return
-        scattered = [chunk.scatter(self._buffer[chunk.whole], 0)]
-        if self._m2_of is not None:
-            scattered.append(chunk.scatter(self._m2(chunk, self._m2_of), 0))
-        self._scattered.append(scattered)
-
-    def _m2(self, chunk: Chunk, m2_of: M2Of) -> Tensor:
-        chunk_m2 = torch.zeros_like(self._buffer[chunk.whole], dtype=self._m2_dtype)
-        for span in self.shard.spans_of(chunk.whole):
-            m2 = m2_of(span.parameter)
-            if m2 is not None:
-                chunk_m2[span.shard_slice] = m2[span.parameter_slice]
-        return chunk_m2
-
-    def _join(
-        self, chunk: Chunk, rows: list[Tensor], m2: Tensor, weights: Sequence[float], fused: bool
-    ) -> None:
-        """Joins the moments level by level; the rows of the first may have no M2."""
-        for number, level in enumerate(self.shard.levels):
-            is_last = number == len(self.shard.levels) - 1
-            total, second = self.shard.mean[chunk.among_shards], m2[chunk.among_shards]
-            if not is_last:
-                total = self.shard.mean.new_empty(rows[0].shape[1])
-                second = torch.empty_like(total)
-            member_weights = [sum(weights[rank] for rank in ranks) for ranks in level.members]
-            member_m2 = rows[1] if len(rows) > 1 else ()
-            combine_moments(rows[0], member_m2, member_weights, total, second, fused=fused)
-            if not is_last:
-                between = (total, second.to(self._m2_dtype))
-                rows = [wait() for wait in [chunk.scatter(x, number + 1) for x in between]]
-
-
-def future_on(device: torch.device) -> Future[Tensor]:
-    """A future for DDP; on a GPU it also waits for the work launched before its result."""
-    return Future() if device.type == "cpu" else Future(devices=[device])

@@ -1,5 +1,7 @@
 """Scales gradients by GSNR inside the all-reduce of DistributedDataParallel."""
 
+import os
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -16,9 +18,8 @@ from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import ReducedShards, require_wrapped
 from bigbatch.gradients.rank_reducer import ShardIndices, indices_in_runs, places_in_memory
 from bigbatch.optim.apply_gsnr import AppliedGsnr, out_of_range
-from bigbatch.optim.bucket_pipeline import BucketPipeline
-from bigbatch.optim.bucket_shards import Shard, Span, future_on
-from bigbatch.optim.collectives import levels_of, new_group
+from bigbatch.optim.bucket_pipeline import BucketPipeline, future_on
+from bigbatch.optim.bucket_shards import Shard, Span
 from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.statistics.norms import flattened
 
@@ -58,21 +59,12 @@ class DDPCommHook(ReducedShards, Subscriber):
     element of p is on one rank; `consolidate` gathers p on all ranks before `state_dict()`.
     """
 
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        state: GsnrState,
-        groups: Groups,
-        m2_dtype: torch.dtype | None,
-        node_group: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, state: GsnrState, groups: Groups) -> None:
         self.ranks = dist.get_world_size(ddp.process_group)
         self.by_ranks = groups == "ranks"
         self._ddp = weakref.ref(ddp)  # DDP keeps the hook in C++, unseen by the garbage collector
         self._live_state: GsnrState | None = state  # None after `release`
         self._group: dist.ProcessGroup = ddp.process_group
-        self._levels = levels_of(ddp.process_group, node_group)
-        self._m2_dtype = m2_dtype
         self._refusal = ""  # why the current step is refused
         self._taken = False  # whether step() has used the current step's gradients
         self._count_and_weight = [0.0, 0.0]  # of this rank's micro-batches
@@ -81,8 +73,14 @@ class DDPCommHook(ReducedShards, Subscriber):
         self._pipeline: BucketPipeline | None = None  # of the current step
         self._host_group = self._group  # for messages during a backward without a device wait
         if not next(ddp.parameters()).is_cpu:
-            ranks = dist.get_process_group_ranks(self._group)
-            self._host_group = new_group(self._group, [ranks], "gloo")
+            # of some ranks only, torch names it by the number of groups that a rank is in, which
+            # must be equal on all of them
+            is_subset = self.ranks < dist.get_world_size()
+            self._host_group = dist.new_group(
+                dist.get_process_group_ranks(self._group),
+                backend="gloo",
+                use_local_synchronization=is_subset,
+            )
         ddp.register_comm_hook(self, DDPCommHook.reduce)
 
     def release(self) -> None:
@@ -274,9 +272,7 @@ class DDPCommHook(ReducedShards, Subscriber):
         self._pipeline, self._refusal = None, next(iter(reasons), "")
         if state is not None and not self._refusal:
             sends_m2 = not self.by_ranks and max(counts) > 1
-            self._pipeline = BucketPipeline(
-                state, self._group, weights, k, sends_m2, self._m2_dtype
-            )
+            self._pipeline = BucketPipeline(state, self._group, weights, k, sends_m2)
 
     def _shard_of(self, bucket: Any) -> Shard:
         """This rank's shard of a bucket; if DDP has rebuilt its buckets, p moves to new shards."""
@@ -290,7 +286,7 @@ class DDPCommHook(ReducedShards, Subscriber):
                 (p, g.storage_offset() - start)
                 for p, g in zip(parameters, bucket.gradients(), strict=True)
             ]
-            shard = self._shards[index] = Shard(offsets, bucket.buffer(), self._levels)
+            shard = self._shards[index] = Shard(offsets, bucket.buffer(), self._group)
             self.layout += 1
             self._spans.clear()
             for any_shard in self._shards.values():
@@ -314,17 +310,10 @@ class DDPCommHook(ReducedShards, Subscriber):
         return self._live_state
 
 
-def require_attachable(
-    ddp: Any, parameters: Sequence[Tensor], groups: str, m2_dtype: torch.dtype | None
-) -> None:
+def require_attachable(ddp: Any, parameters: Sequence[Tensor], groups: str) -> None:
     """Raises SettingError if gradients cannot be scaled under this DDP model."""
     if groups not in ("all", "ranks"):
         raise SettingError(f'groups={groups!r} is unknown; choose "all" or "ranks"')
-    if m2_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
-        raise SettingError(
-            f"m2_dtype={m2_dtype} does not have the range of squares; choose torch.bfloat16, "
-            "float32 or float64"
-        )
     if not isinstance(ddp, DistributedDataParallel):
         raise SettingError(
             f"attach() takes the DistributedDataParallel model, not {type(ddp).__name__}; under "
@@ -336,3 +325,16 @@ def require_attachable(
             "and register no hook but that of attach()"
         )
     require_wrapped(ddp, parameters)
+
+
+def warn_of_nodes(group: dist.ProcessGroup) -> None:
+    """Warns on rank 0 of what is sent between nodes, if torchrun says that there are several."""
+    ranks = dist.get_world_size(group)
+    if int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks and dist.get_rank(group) == 0:
+        warnings.warn(
+            "there are several nodes, and every rank sends raw gradients to each of the others, "
+            "also between nodes: with 8 ranks a node at least 4.5 times the bytes of a reduction "
+            "within nodes first. A model under fully_shard sends no gradients in addition to its "
+            "own reduction of every backward (docs/scaling.md)",
+            stacklevel=3,
+        )

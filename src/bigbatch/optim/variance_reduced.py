@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -14,7 +13,7 @@ from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import DDPReducer, DDPSource
 from bigbatch.optim.apply_gsnr import AppliedGsnr, LayerGsnr
-from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable
+from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable, warn_of_nodes
 from bigbatch.optim.fused_step import BaseStep
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
 from bigbatch.optim.gsnr_options import Gamma, RMax, require_base, require_valid
@@ -148,42 +147,33 @@ class VarianceReduced(Optimizer):
 
     # one step
 
-    def attach(
-        self,
-        ddp: DistributedDataParallel,
-        *,
-        groups: Groups = "all",
-        m2_dtype: torch.dtype | None = None,
-        node_group: dist.ProcessGroup | None = None,
-    ) -> DDPCommHook:
+    def attach(self, ddp: DistributedDataParallel, *, groups: Groups = "all") -> DDPCommHook:
         """Scales gradients inside the all-reduce of a DDP model. Collective; once, before training.
 
         With one micro-batch per rank and step it sends as much as a plain all-reduce, with several
-        a quarter more (half more if M2 is sent in float32). After the last backward `.grad` is r g,
-        the same on every rank. All backwards of a step except the last must run under
-        `ddp.no_sync()`. `AdaptiveBatch` attaches by itself.
+        a quarter more: M2 in bfloat16, which changes r g by about 5e-4, or in float64 for float64
+        gradients. After the last backward `.grad` is r g, the same on every rank. All backwards of
+        a step except the last must run under `ddp.no_sync()`. `AdaptiveBatch` attaches by itself.
 
         Args:
             ddp: the wrapped model.
             groups: the gradients that r compares: "all", those of all micro-batches of all ranks,
                 or "ranks", one mean gradient per rank, for which no M2 is kept or sent. "ranks" is
                 good enough from 8 ranks on.
-            m2_dtype: the type in which M2 is sent. None: float64 for float64 gradients, else
-                bfloat16, with which the error of r g is about 5e-4.
-            node_group: the ranks of this node, if there are several nodes with equally many ranks.
         Returns:
             The hook, which is also `self.attached`: `grad_norm`, `clip_grad_norm_`, `consolidate`.
         Raises:
-            SettingError: `ddp` is not a DDP model or has a communication hook, or an option is
+            SettingError: `ddp` is not a DDP model or has a communication hook, or `groups` is
                 unknown.
         Source:
             docs/decisions/0009.
         """
         parameters = list(self.gsnr_state.vr_parameters)
-        require_attachable(ddp, parameters, groups, m2_dtype)
+        require_attachable(ddp, parameters, groups)
+        warn_of_nodes(ddp.process_group)
         if self.attached is not None:
             self.attached.consolidate()  # p moves to the new hook
-        self.attached = DDPCommHook(ddp, self.gsnr_state, groups, m2_dtype, node_group)
+        self.attached = DDPCommHook(ddp, self.gsnr_state, groups)
         weakref.finalize(self, self.attached.release).atexit = False
         self.bind(DDPSource(ddp, parameters), self.attached)
         return self.attached
