@@ -601,7 +601,7 @@ POLICIES = [
     NormTest(0.5),
     Schedule("64, x2 every 500 samples up to 300, then decay"),
     Shadow(SimiGrad(0.3)),
-    Seesaw(Schedule("64, x2 every 500 samples"), cap=NoiseScale(0.5), max_batch=300),
+    Seesaw(cap=NoiseScale(0.5), max_batch=300),
     LateSwitch(0.3, SimiGrad(0.3)),
 ]
 OPTIONS = [

@@ -310,7 +310,7 @@ EVERY_POLICY = [
     Shadow(SimiGrad(0.3, **BOUNDS)),
     Shadow(Schedule("64, x3 every 1K samples")),
     Seesaw(max_batch=500),
-    Seesaw(Schedule("64, x3 every 1K samples up to 2000, then decay"), NormTest(0.5), 900),
+    Seesaw(NormTest(0.5), 900),
     LateSwitch(0.5, SimiGrad(0.3, max_batch=900)),
     LateSwitch(0.9, Seesaw(cap=NoiseScale())),
 ]

@@ -131,15 +131,6 @@ def test_a_cut_by_x_is_one_by_the_square_root_until_the_cap_and_all_of_it_after(
     assert pytest.approx([1, 1 / 2, 1 / 8]) == rates[:3]
 
 
-def test_a_schedule_of_batches_keeps_the_square_root_of_each_growth_in_the_rate():
-    policy = bb.Seesaw(bb.Schedule("8, x4 at 10 steps, x4 at 20 steps"), max_batch=64)
-    rows = walk(adaptive(None, policy), 25)
-    assert [8] * 10 + [32] * 10 + [64] * 5 == [batch for batch, _ in rows]
-    # 1 / sqrt(4); then the batch doubles only: sqrt(64 / 8) / 16
-    rates = [1.0] * 10 + [1 / 2] * 10 + [math.sqrt(8) / 16] * 5
-    assert pytest.approx([0.05 * rate for rate in rates], rel=1e-14) == [r[0] for _, r in rows]
-
-
 def test_the_noise_scale_caps_the_growth():
     policy = bb.Controller(bb.Seesaw(cap=bb.NoiseScale()), BASE, BASE, smoothing="1K samples")
     model, optimizer = parts()

@@ -67,8 +67,7 @@ class Settings:
             fitted to the run's own steps.
         replay_from: runs whose mean batch size schedule repeats, in place of batch_schedule: paths
             with wildcards; runs of the same seed are left out.
-        batch_schedule: batch sizes of schedule: "64, x2 every 20 epochs" for example; with seesaw,
-            its growth in place of the cuts of lr_schedule.
+        batch_schedule: batch sizes of schedule: "64, x2 every 20 epochs" for example.
         tokens_per_sample: mean length of a sample, where the schedule counts tokens.
         cap: policy that limits the growth of seesaw: noise-scale:multiple=1 for example.
         late_from: share of the peak learning rate from which late-switch lets late_policy decide.
@@ -290,7 +289,6 @@ def _sections() -> Iterator[tuple[str, str]]:
 CONTROLLER_SETTINGS = ("decide_every", "smoothing", "dead_band", "max_change", "warmup")
 _OF_ARGUMENTS = {  # settings of arguments with other names
     "text": "batch_schedule",
-    "schedule": "batch_schedule",
     "at": "late_from",
     "policy": "late_policy",
 }

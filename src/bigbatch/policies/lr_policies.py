@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from bigbatch.errors import SettingError
-from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.plan import clamp
 from bigbatch.policies.policy import (
     Decision,
@@ -35,28 +34,20 @@ class Seesaw:
     needs, so it falls by sqrt(x). A batch that cannot grow leaves the rest of the cut in the rate.
     A rate that rises, as in a warm-up, leaves the batch at its first size.
 
-    With a `Schedule` of batch sizes, whose growth by x stands for a cut by x, the batch is as
-    written, d = first size / size, and d multiplies the rate too. No scheduler is needed then.
-
     Args:
-        schedule: growth of the batch, written in words; None to follow the loop's scheduler.
         cap: a policy that limits the growth, `NoiseScale()` for example. It never takes the batch
             below its first size. If it needs statistics, both decide by its averages, once filled.
         max_batch: upper bound in samples; None for none.
     Raises:
         SettingError: `cap` is not a policy; by `AdaptiveBatch`, another `lr_scaling`.
     Source:
-        Seesaw (arXiv 2510.14717); with a schedule, of the growth of arXiv 1711.00489.
+        Seesaw (arXiv 2510.14717).
     Example:
         >>> now = TrainingState(128, 128, first_batch_size=128, lr_decay=0.25)
         >>> Seesaw().decide(None, now)
         Decision(batch_size=512, reason='learning rate at 0.25 of its peak', lr_factor=1.0)
-        >>> decision = Seesaw(Schedule("64, x4 at 60 epochs")).decide(None, replace(now, epoch=60))
-        >>> decision.batch_size, decision.lr_factor
-        (256, 0.25)
     """
 
-    schedule: Schedule | None = None
     cap: Policy | None = None
     max_batch: Count | None = None
 
@@ -71,46 +62,36 @@ class Seesaw:
 
     @property
     def needs(self) -> Needs:
-        """Those of the cap, without its bounds, and the decay of the rate without a schedule."""
+        """Those of the cap, without its bounds, and the decay of the rate."""
         cap = Needs(statistics=False) if self.cap is None else needs_of(self.cap)
         return replace(
             cap,
-            lr_decay=self.schedule is None or cap.lr_decay,
+            lr_decay=True,
             lr_scaling="sqrt",
             max_change=None,
             min_batch=1,
             max_batch=self.max_batch,
-            batch_size=self.schedule.batch_size if self.schedule else None,
+            batch_size=None,
         )
 
     def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
-        """The batch that the rate or the schedule asks for, within the cap."""
-        decision = self._by_rate(now) if self.schedule is None else self._by(self.schedule, now)
+        """The batch that the rate asks for, within the cap."""
+        decay = _decay(now, "Seesaw", "a Schedule, which needs none")
+        size = now.first_batch_size / decay if decay else math.inf
+        reason = f"learning rate at {decay:.3g} of its peak"
+        decision = Decision(rounded_size(size, now, self.max_batch), reason)
         if self.cap is not None:
             # None only for a cap that needs none
             limit = self.cap.decide(statistics, now)  # type: ignore[arg-type]
             if limit.batch_size < decision.batch_size:
-                first = now.first_batch_size if self.schedule is None else self.schedule.batch_size
+                least = min(now.first_batch_size, decision.batch_size)
                 decision = replace(
                     decision,
-                    batch_size=max(min(first, decision.batch_size), limit.batch_size),
+                    batch_size=max(least, limit.batch_size),
                     reason=f"{decision.reason}; capped: {limit.reason}",
                     trial=limit.trial,
                 )
         return replace(decision, batch_size=clamp(decision.batch_size, 1, self.max_batch))
-
-    def _by(self, schedule: Schedule, now: TrainingState) -> Decision:
-        """The decision of the schedule, with its growth in the rate too."""
-        decision = schedule.decide(None, replace(now, max_batch=None))
-        # "then decay": the growth beyond the schedule's own cap is in its factor
-        growth = decision.batch_size / decision.lr_factor / schedule.batch_size
-        return replace(decision, lr_factor=1 / growth)
-
-    def _by_rate(self, now: TrainingState) -> Decision:
-        decay = _decay(now, "Seesaw", "Seesaw(Schedule(...)), which needs none")
-        size = now.first_batch_size / decay if decay else math.inf
-        reason = f"learning rate at {decay:.3g} of its peak"
-        return Decision(rounded_size(size, now, self.max_batch), reason)
 
 
 @checked

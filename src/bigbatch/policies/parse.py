@@ -35,7 +35,7 @@ def parse_policy(text: str) -> Policy:
     Or one of your own: `module:Class` or `file.py:Class`, each also with `:KEY=VALUE,KEY=VALUE`,
     whose values are literals of Python, text otherwise. Modules of the working directory count too.
 
-    A value without a key is the first argument's. Arguments that are schedules or policies contain
+    A value without a key is the first argument's. Schedules and arguments that are policies contain
     commas: semicolons separate the arguments of schedule, seesaw and late-switch.
 
     Raises:
@@ -76,7 +76,7 @@ def is_own(text: str) -> bool:
 
 
 def build_policy(name: str, values: dict[str, Any]) -> Policy:
-    """The policy of that name; schedules and policies in its arguments are texts, "" for none."""
+    """The policy of that name; policies in its arguments are texts, "" for none."""
     nested = values.keys() & _NESTED
     built = {key: _NESTED[key](values[key]) if values[key] else None for key in nested}
     policy: Policy = POLICIES[name](**values | built)
@@ -148,8 +148,7 @@ def _value(text: str) -> Any:
         return text
 
 
-_NESTED: dict[str, Callable[[str], Policy]] = {  # arguments that are schedules or policies
-    "schedule": Schedule,
+_NESTED: dict[str, Callable[[str], Policy]] = {  # arguments that are policies
     "cap": parse_policy,
     "policy": parse_policy,
 }
