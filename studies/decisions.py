@@ -23,7 +23,6 @@ from bigbatch.policies.policy import (
     MAX_CHANGE,
     Fixed,
     NoiseScale,
-    NormTest,
     Policy,
     SimiGrad,
     TrainingState,
@@ -129,11 +128,6 @@ def _multiple(multiple: float) -> Candidate:
     return Candidate(NoiseScale(multiple), lambda at: multiple * at.noise_scale)
 
 
-def _norm_test(theta: float) -> Candidate:
-    multiple = 1 / theta**2 - 1
-    return Candidate(NormTest(theta), lambda at: multiple * at.noise_scale)
-
-
 def _seesaw(start: int) -> Candidate:
     return Candidate(Seesaw(), lambda at: start / at.decay)
 
@@ -163,7 +157,6 @@ ARMS = (
         "NoiseScale, best in hindsight",
         lambda *_: [_multiple(m) for m in (2.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02)],
     ),
-    Arm("NormTest(0.7)", lambda *_: [_norm_test(0.7)]),
     Arm("Seesaw", lambda _, start: [_seesaw(start)], follows_decay=True),
     Arm(
         "LateSwitch(0.3, NoiseScale)",

@@ -18,7 +18,6 @@ from bigbatch.policies.policy import Decision as Decision
 from bigbatch.policies.policy import Fixed as Fixed
 from bigbatch.policies.policy import Needs as Needs
 from bigbatch.policies.policy import NoiseScale as NoiseScale
-from bigbatch.policies.policy import NormTest as NormTest
 from bigbatch.policies.policy import Policy as Policy
 from bigbatch.policies.policy import Shadow as Shadow
 from bigbatch.policies.policy import SimiGrad as SimiGrad

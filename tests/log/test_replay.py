@@ -8,7 +8,7 @@ from bigbatch import (
     Goodput,
     GradientStatistics,
     LateSwitch,
-    NormTest,
+    NoiseScale,
     Schedule,
     Seesaw,
     SimiGrad,
@@ -161,7 +161,7 @@ def test_no_batch_exceeds_an_epoch(logged):
 def test_a_controllers_options_are_every_policys(logged):
     history = logged(log([100] * 100))
     result = replay(
-        history, {"a": SimiGrad(0.3), "b": NormTest(0.2)}, warmup="500 samples", max_change=1.5
+        history, {"a": SimiGrad(0.3), "b": NoiseScale(2.0)}, warmup="500 samples", max_change=1.5
     )
     for walk in result.replayed:
         assert [100] * 5 == walk.batch_sizes[:5]
@@ -302,7 +302,7 @@ def test_a_log_that_does_not_tell_the_scheduled_rate_is_refused(logged, settings
         ("simigrad", SimiGrad()),
         ("simigrad:0.3", SimiGrad(0.3)),
         (" simigrad : target = 0.3 , max_batch=512", SimiGrad(0.3, max_batch=512)),
-        ("norm-test:theta=0.8", NormTest(0.8)),
+        ("noise-scale:multiple=0.8", NoiseScale(0.8)),
         ("schedule:64, x2 every 2K samples", Schedule("64, x2 every 2K samples")),
         (
             "schedule:64, x2 at 9 tokens; tokens_per_sample=5",
@@ -325,7 +325,6 @@ WRONG_POLICIES = [
     ("simigrad:target=", "'target=' is none of simigrad:target=..."),
     ("simigrad:min_batch=8,0.3", "'0.3' is none of"),
     ("simigrad:target=2", "target=2.0 must be a number in (-1, 1)"),
-    ("norm-test", "policy 'norm-test' lacks a value; write norm-test:theta=..."),
     ("schedule", "policy 'schedule' lacks a value; write schedule:TEXT; tokens_per_sample=..."),
     ("schedule:64, x2", "clause 'x2': allowed here"),
 ]

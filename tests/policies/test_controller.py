@@ -26,7 +26,6 @@ from bigbatch import (
     Needs,
     NoiseAverage,
     NoiseScale,
-    NormTest,
     Schedule,
     Seesaw,
     Shadow,
@@ -452,7 +451,7 @@ def test_any_other_policy_and_one_without_smoothing_hear_single_steps(policy, op
 @pytest.mark.parametrize(
     ("smoothing", "steps"), [("auto", 3), ("16 steps", 3), ("40 steps", 9), ("1024 samples", 1)]
 )
-@pytest.mark.parametrize("policy", [SimiGrad(0.2), NoiseScale(), NormTest(0.5)], ids=str)
+@pytest.mark.parametrize("policy", [SimiGrad(0.2), NoiseScale()], ids=str)
 def test_the_batch_keeps_its_size_until_a_quarter_of_the_window_is_filled(policy, smoothing, steps):
     controller = Controller(policy, 128, smoothing=smoothing)
     for number in range(steps):
@@ -566,7 +565,7 @@ def test_a_policy_that_one_steps_noise_scale_decides_is_named_once(policy):
         walk(controller, 3)
         for smoothing in ("auto", "10000 samples"):
             Controller(policy, 128, smoothing=smoothing)
-        for other in (SimiGrad(), NormTest(0.5), Shadow(SimiGrad())):
+        for other in (SimiGrad(), Shadow(SimiGrad())):
             Controller(other, 128, smoothing=None)
 
 
@@ -598,7 +597,6 @@ POLICIES = [
     Fixed(96),
     SimiGrad(0.3),
     NoiseScale(0.5),
-    NormTest(0.5),
     Schedule("64, x2 every 500 samples up to 300, then decay"),
     Shadow(SimiGrad(0.3)),
     Seesaw(cap=NoiseScale(0.5), max_batch=300),
@@ -823,7 +821,6 @@ def test_a_noise_scale_without_end_goes_to_the_controllers_bound():
     for policy, options, expected in [
         (bb.NoiseScale(), {"max_batch": 4096}, 4096),
         (bb.NoiseScale(max_batch=512), {"max_batch": 4096}, 512),
-        (bb.NormTest(0.5), {"max_batch": 300}, 300),
         (bb.NoiseScale(), {}, 64),
     ]:
         controller = Controller(policy, 64, smoothing="40 samples", max_change=None, **options)

@@ -15,7 +15,6 @@ from bigbatch import (
     LateSwitch,
     Needs,
     NoiseScale,
-    NormTest,
     Schedule,
     Seesaw,
     Shadow,
@@ -201,47 +200,13 @@ def test_an_infinite_noise_scale_is_the_upper_bound_or_no_change():
 
 
 @pytest.mark.parametrize("noise", [NOTHING, UNKNOWN])
-@pytest.mark.parametrize("policy", [NoiseScale(max_batch=4096), NormTest(0.5, max_batch=4096)])
-def test_a_step_without_a_number_changes_nothing(policy, noise):
-    assert 128 == policy.decide(noise, now(128)).batch_size
+def test_a_step_without_a_number_changes_nothing(noise):
+    assert 128 == NoiseScale(max_batch=4096).decide(noise, now(128)).batch_size
 
 
 def test_no_noise_at_all_is_the_lower_bound():
     assert 1 == NoiseScale().decide(CLEAR, now(128)).batch_size
     assert 32 == NoiseScale(min_batch=32).decide(CLEAR, now(128)).batch_size
-
-
-# NormTest
-
-
-@pytest.mark.parametrize("theta", [0.2, 0.5, 0.9])
-def test_the_norm_test_grows_to_its_fixed_point_and_no_farther(theta):
-    noise_scale, B = 1000.0, 1
-    for _ in range(300):
-        before = B
-        B = NormTest(theta).decide(GradientStatistics(1.0, noise_scale, B, 8), now(B)).batch_size
-        assert before <= B
-    fixed_point = noise_scale * (1 / theta**2 - 1)
-    # the last step rounds up; near the fixed point a step moves by (1 - theta^2) of the distance
-    assert fixed_point - 1 / (1 - theta**2) <= B <= fixed_point + 1
-
-
-def test_the_norm_test_asks_for_the_noise_over_the_measured_squared_norm():
-    noise = GradientStatistics(1.0, 600.0, samples=200, micro_batches=8)  # |G|^2 = 1 + 600 / 200
-    assert 600 == NormTest(0.5).decide(noise, now(200)).batch_size
-    true = NoiseScale(multiple=1 / 0.5**2).decide(noise, now(200)).batch_size
-    assert 4 * 600 == true
-
-
-@pytest.mark.parametrize("cut", [96, 128, 512])
-def test_the_norm_test_never_shrinks_the_batch_that_was_decided(cut):
-    assert 128 == NormTest(0.5).decide(CLEAR, now(128, batch_size=cut)).batch_size
-
-
-def test_an_average_whose_norm_is_not_positive_fails_the_test_at_every_batch():
-    noise = GradientStatistics(-10.0, 600.0, samples=200, micro_batches=8)
-    assert 4096 == NormTest(0.5, max_batch=4096).decide(noise, now(200)).batch_size
-    assert 200 == NormTest(0.5).decide(noise, now(200)).batch_size
 
 
 @pytest.mark.parametrize(
@@ -252,10 +217,7 @@ def test_an_average_whose_norm_is_not_positive_fails_the_test_at_every_batch():
         (lambda: NoiseScale(math.nan), "multiple=nan"),
         (lambda: NoiseScale(min_batch=0), "min_batch=0"),
         (lambda: NoiseScale(max_batch=0), "max_batch=0"),
-        (lambda: NormTest(0.0), "theta=0.0"),
-        (lambda: NormTest(1.0), "theta=1.0"),
-        (lambda: NormTest(math.nan), "theta=nan"),
-        (lambda: NormTest(0.5, 512, 256), "min_batch=512 exceeds max_batch=256"),
+        (lambda: NoiseScale(1.0, 512, 256), "min_batch=512 exceeds max_batch=256"),
         (lambda: Shadow(None), "policy=None"),
         (lambda: Decision(8, "test", advice=0), "advice=0"),
     ],
@@ -303,14 +265,12 @@ EVERY_POLICY = [
     SimiGrad(-0.5),
     NoiseScale(2.0, **BOUNDS),
     NoiseScale(),
-    NormTest(0.7, **BOUNDS),
-    NormTest(0.1),
     Schedule("64, x3 every 1K samples up to 2000, then decay"),
     Schedule("900 to 30 over 5 epochs in steps of 30, 40 from 9 epochs, x1.1 at 70 steps"),
     Shadow(SimiGrad(0.3, **BOUNDS)),
     Shadow(Schedule("64, x3 every 1K samples")),
     Seesaw(max_batch=500),
-    Seesaw(NormTest(0.5), 900),
+    Seesaw(NoiseScale(4.0), 900),
     LateSwitch(0.5, SimiGrad(0.3, max_batch=900)),
     LateSwitch(0.9, Seesaw(cap=NoiseScale())),
 ]

@@ -231,7 +231,6 @@ def test_the_public_names_are_these():
         "Network",
         "NoiseAverage",
         "NoiseScale",
-        "NormTest",
         "Policy",
         "RunLog",
         "Schedule",

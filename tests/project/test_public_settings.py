@@ -120,7 +120,6 @@ PUBLIC = {
         | {"shrink": number(0, 1, open_low=True)},
     ),
     "NoiseScale": (bb.NoiseScale, {}, {"multiple": positive, **bounds}),
-    "NormTest": (bb.NormTest, {"theta": 0.5}, {"theta": number(0, 1, open_low=True), **bounds}),
     "Fixed": (bb.Fixed, {"batch_size": 8}, {"batch_size": is_count}),
     "Schedule": (
         bb.Schedule,

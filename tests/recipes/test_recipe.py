@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigbatch import Fixed, GradientStatistics, NoiseScale, NormTest, Schedule, SimiGrad
+from bigbatch import Fixed, GradientStatistics, NoiseScale, Schedule, SimiGrad
 from bigbatch_recipes.build_loop import build_controller
 from bigbatch_recipes.digits import DIGITS
 
@@ -18,7 +18,6 @@ def controller(**changes):
         ({"target": 0.4, "grow": 1.5, "shrink": 0.8}, SimiGrad(0.4, 16, 512, 1.5, 0.8), 32),
         ({"max_batch": 2048}, SimiGrad(0.3, 16, 2048), 32),
         ({"policy": "noise-scale", "multiple": 2.0}, NoiseScale(2.0, 16, 512), 32),
-        ({"policy": "norm-test", "theta": 0.3}, NormTest(0.3, 16, 512), 32),
         ({"policy": "fixed"}, Fixed(32), 32),
         ({"policy": "fixed", "batch_size": 1024}, Fixed(1024), 1024),
         (

@@ -293,7 +293,7 @@ def test_the_end_of_an_epoch_and_a_skipped_step_are_measured_again(clock):
             {"budget": 0, "policy": bb.SimiGrad()},
             "policy=SimiGrad needs measured steps, and budget=0 measures none; pass a budget above",
         ),
-        ({"budget": 0, "policy": bb.Shadow(bb.NormTest(0.5)), "batch_size": 8}, "policy=Shadow"),
+        ({"budget": 0, "policy": bb.Shadow(bb.SimiGrad()), "batch_size": 8}, "policy=Shadow"),
         ({"budget": 0, "lr_scaling": "adascale"}, 'lr_scaling="adascale" needs measured steps'),
     ],
 )

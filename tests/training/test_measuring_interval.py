@@ -330,7 +330,7 @@ def test_a_policy_that_needs_no_statistics_decides_without(policy):
 
 def test_one_that_needs_them_is_not_asked_without():
     now = TrainingState(48, 48)
-    for policy in (bb.SimiGrad(), bb.Shadow(bb.NormTest(0.5))):
+    for policy in (bb.SimiGrad(), bb.Shadow(bb.NoiseScale())):
         with pytest.raises(bb.errors.SettingError, match="needs the statistics of the step"):
             bb.Controller(policy, 48).next(None, now)
     with pytest.raises(bb.errors.SettingError, match="needs now="):

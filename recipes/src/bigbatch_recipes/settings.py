@@ -15,7 +15,7 @@ from bigbatch.policies.hysteresis import DeadBand
 from bigbatch.policies.lr_policies import RateShare
 from bigbatch.policies.parse import POLICIES, arguments_of, is_own
 from bigbatch.policies.plan import MinMicroBatches
-from bigbatch.policies.policy import NoiseScale, RelativeError, Shrinkage, SimiGrad
+from bigbatch.policies.policy import NoiseScale, Shrinkage, SimiGrad
 from bigbatch.setting_types import (
     Cosine,
     Count,
@@ -55,14 +55,13 @@ class Settings:
             for none.
         init_from: run whose weights the model begins with; a relative path is next to this run.
         epochs: passes over the training data.
-        policy: rule that decides the batch size: fixed, simigrad, noise-scale, norm-test, goodput,
-            schedule, seesaw, late-switch; or a class of your own, module:Class or file.py:Class,
-            with :KEY=VALUE,... for its arguments.
+        policy: rule that decides the batch size: fixed, simigrad, noise-scale, goodput, schedule,
+            seesaw, late-switch; or a class of your own, module:Class or file.py:Class, with
+            :KEY=VALUE,... for its arguments.
         target: gradient similarity that simigrad keeps.
         grow: factor by which simigrad grows the batch.
         shrink: factor by which simigrad shrinks the batch.
         multiple: batch size of noise-scale, in noise scales.
-        theta: relative error of the gradient that norm-test allows.
         overhead: samples that take goodput as long as the fixed part of a step; left out, it is
             fitted to the run's own steps.
         replay_from: runs whose mean batch size schedule repeats, in place of batch_schedule: paths
@@ -133,7 +132,6 @@ class Settings:
     grow: Growth = SimiGrad.grow
     shrink: Shrinkage = SimiGrad.shrink
     multiple: Positive = NoiseScale.multiple
-    theta: RelativeError = 0.5
     overhead: Positive | None = None
     replay_from: str = ""
     batch_schedule: str = ""

@@ -13,14 +13,13 @@ from bigbatch.errors import SettingError
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.goodput import Goodput
 from bigbatch.policies.lr_policies import LateSwitch, Seesaw
-from bigbatch.policies.policy import Fixed, NoiseScale, NormTest, Policy, SimiGrad, require_policy
+from bigbatch.policies.policy import Fixed, NoiseScale, Policy, SimiGrad, require_policy
 from bigbatch.setting_types import parse_setting
 
 POLICIES: dict[str, type[Any]] = {
     "fixed": Fixed,
     "simigrad": SimiGrad,
     "noise-scale": NoiseScale,
-    "norm-test": NormTest,
     "goodput": Goodput,
     "schedule": Schedule,
     "seesaw": Seesaw,

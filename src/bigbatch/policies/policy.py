@@ -1,7 +1,6 @@
 """Batch-size policies: (statistics, now) -> Decision, each a small class with one method."""
 
 import math
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol
 
@@ -14,7 +13,6 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 MAX_CHANGE = 1.1  # of one decision, for policies that go to a multiple of the noise scale at once
 
 Shrinkage = Annotated[float, In("(0, 1)")]
-RelativeError = Annotated[float, In("(0, 1)", "from 1 on every batch passes")]
 
 
 @checked
@@ -151,11 +149,9 @@ class Bounded:
             average=True, max_change=MAX_CHANGE, min_batch=self.min_batch, max_batch=self.max_batch
         )
 
-    def bounded(
-        self, size: float, reason: str, now: TrainingState, rounding: Callable[[float], int] = round
-    ) -> Decision:
+    def bounded(self, size: float, reason: str, now: TrainingState) -> Decision:
         """The decision for a size, rounded and within the bounds."""
-        batch_size = rounded_size(size, now, self.max_batch, rounding)
+        batch_size = rounded_size(size, now, self.max_batch)
         return Decision(clamp(batch_size, self.min_batch, self.max_batch), reason)
 
 
@@ -250,54 +246,10 @@ class NoiseScale(Bounded):
         )
 
 
-@checked
-@dataclass(frozen=True)
-class NormTest(Bounded):
-    """Grows the batch until its gradient passes the norm test; never shrinks it.
-
-        B <- max(B, ceil(noise / (theta^2 |G|^2))),    |G|^2 = signal + noise / N
-
-    then B is moved into [min_batch, max_batch]. |G|^2 is the measured squared norm, as in the
-    published tests, and contains noise: the fixed point is B_simple (1 / theta^2 - 1). With the
-    true |mu|^2 it would be B_simple / theta^2, which is `NoiseScale(multiple=1 / theta**2)`.
-
-    Args:
-        theta: largest relative error of the gradient, inside (0, 1).
-        min_batch: lower bound in samples.
-        max_batch: upper bound in samples; None for none.
-    Raises:
-        SettingError: theta outside (0, 1), or crossed bounds.
-    Source:
-        Byrd et al. 2012; Bollapragada, Byrd and Nocedal 2018; with adaptive optimizers AdAdaGrad
-        (Lau et al. 2024, arXiv 2402.11215); docs/theory.md (4).
-    Example:
-        >>> step = GradientStatistics(1.0, 600.0, samples=200, micro_batches=4)
-        >>> NormTest(theta=0.5).decide(step, TrainingState(200, 200))
-        Decision(batch_size=600, reason='norm test of 0.5: 600 samples needed', lr_factor=1.0)
-    """
-
-    theta: RelativeError
-    min_batch: Count = 1
-    max_batch: Count | None = None
-
-    def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
-        """Decides for the batch that passes the test, if it is larger than the present one."""
-        squared_norm = statistics.grad_sqnorm + statistics.grad_variance / statistics.samples
-        if squared_norm > 0:
-            needed = statistics.grad_variance / squared_norm / self.theta / self.theta
-        else:
-            needed = math.inf if statistics.grad_variance > 0 else math.nan
-        size = max(now.target_batch_size, needed)  # max() leaves nan out in this order of arguments
-        reason = f"norm test of {self.theta:g}: {needed:.0f} samples needed"
-        return self.bounded(size, reason, now, math.ceil)
-
-
-def rounded_size(
-    size: float, now: TrainingState, max_batch: int | None, rounding: Callable[[float], int] = round
-) -> int:
+def rounded_size(size: float, now: TrainingState, max_batch: int | None) -> int:
     """A batch size as an int. +inf becomes the upper bound; nan, and +inf unbounded, no change."""
     if math.isfinite(size):
-        return rounding(size)
+        return round(size)
     bounds = [bound for bound in (max_batch, now.max_batch) if bound is not None]
     return min(bounds) if bounds and not math.isnan(size) else now.target_batch_size
 
