@@ -379,7 +379,7 @@ def test_the_papers_parameters_are_by_single_steps_as_in_the_paper():
 
     controller = AdaptiveBatchParams.of(PARAMS).controller(BATCH)
     expected = controller_of()
-    assert expected.digest() == controller.digest()
+    assert repr(expected.facts()) == repr(controller.facts())
     step = bb.GradientStatistics(1.0, 576.0, samples=BATCH, micro_batches=4)
     assert expected.next(step) == controller.next(step)
     assert BATCH < controller.decision.batch_size

@@ -514,7 +514,7 @@ def test_it_resumes_between_steps_that_were_not_measured(smoothing, stop):
     resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert before.needs_measurement == resumed.needs_measurement
     assert expected[stop:] == [resumed.next(*step) for step in steps[stop:]]
-    assert unbroken.digest() == resumed.digest()
+    assert repr(unbroken.facts()) == repr(resumed.facts())
 
 
 @pytest.mark.parametrize(("old", "new"), [("auto", "16 steps"), ("4000 samples", "auto")])
@@ -660,9 +660,9 @@ def test_a_resumed_controller_decides_as_if_never_stopped(policy, options, noise
     torch.save(before.state_dict(), file)
     file.seek(0)
     after.load_state_dict(torch.load(file, weights_only=True))
-    assert before.digest() == after.digest()
+    assert repr(before.facts()) == repr(after.facts())
     assert expected == [after.next(noise) for noise in noises[stop:]]
-    assert unbroken.digest() == after.digest()
+    assert repr(unbroken.facts()) == repr(after.facts())
 
 
 # state
@@ -701,7 +701,7 @@ def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
 )
 def test_every_option_that_changed_is_named_and_makes_another_digest(option, value):
     before, after = Controller(SimiGrad(), 128), Controller(SimiGrad(), 128, **{option: value})
-    assert before.digest() != after.digest()
+    assert repr(before.facts()) != repr(after.facts())
     with pytest.warns(UserWarning, match=f"^{option} was .*, is {value!r}: the new one is used"):
         after.load_state_dict(before.state_dict())
 
@@ -724,7 +724,7 @@ from bigbatch import Controller, GradientStatistics, Shadow
 class Mine:
     def decide(self, noise, now): ...
 controller = Controller(Shadow(Mine()), 128, smoothing="500 samples")
-print(controller.digest())
+print(repr(controller.facts()))
 """
 
 
@@ -737,14 +737,16 @@ def test_the_digest_is_the_same_in_every_process_and_changes_with_what_matters()
     assert "__main__.Mine" in printed
     assert " at 0x" not in printed
     one, other = Controller(SimiGrad(0.2), 128), Controller(SimiGrad(0.2), 128)
-    assert one.digest() == other.digest()
+    assert repr(one.facts()) == repr(other.facts())
     one.next(low())
-    assert one.digest() != other.digest()
+    assert repr(one.facts()) != repr(other.facts())
     other.next(low())
-    assert one.digest() == other.digest()
+    assert repr(one.facts()) == repr(other.facts())
     one.limit(max_batch=10**6)
-    assert one.digest() != other.digest()
-    assert Controller(SimiGrad(0.2), 128).digest() != Controller(SimiGrad(0.3), 128).digest()
+    assert repr(one.facts()) != repr(other.facts())
+    assert repr(Controller(SimiGrad(0.2), 128).facts()) != repr(
+        Controller(SimiGrad(0.3), 128).facts()
+    )
 
 
 class Counting:

@@ -11,7 +11,7 @@ from bigbatch.errors import SettingError
 from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.optim.gsnr_options import Gamma, RMax
 from bigbatch.policies.amounts import AmountIn, Smoothing, WarmupLength
-from bigbatch.policies.hysteresis import DeadBand
+from bigbatch.policies.dead_band import DeadBand
 from bigbatch.policies.lr_policies import RateShare
 from bigbatch.policies.parse import POLICIES, arguments_of, is_own
 from bigbatch.policies.plan import MinMicroBatches

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, Smoothing, WarmupLength
+from bigbatch.policies.dead_band import DeadBand, is_inside
 from bigbatch.policies.goodput import Goodput
-from bigbatch.policies.hysteresis import DeadBand, hold_reason
 from bigbatch.policies.plan import PlanConstraints, clamp, require_bounds
 from bigbatch.policies.policy import (
     Decision,
@@ -197,10 +197,6 @@ class Controller:
         require_bounds(self.min_batch, self.max_batch)
         self.decision = self._within_bounds(self.decision)
 
-    def digest(self) -> str:
-        """`facts()` as one text, to compare or to hash."""
-        return repr(self.facts())
-
     def facts(self) -> dict[str, object]:
         """Everything that must be equal on all ranks, by name."""
         return {**self.state_dict(), "min_batch": self.min_batch, "max_batch": self.max_batch}
@@ -246,11 +242,10 @@ class Controller:
 
     def _decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
         decision, present = self._ask_policy(statistics, now), now.target_batch_size
-        held = None
-        if statistics is not None:
-            held = hold_reason(self._dead_band, self._ask_policy, decision, statistics, now)
-        if held is not None:
-            reason = f"{decision.reason}; held: {held}"
+        if statistics is not None and is_inside(
+            self._dead_band, self._ask_policy, decision, statistics, now
+        ):
+            reason = f"{decision.reason}; held: inside the dead band of {self._dead_band:g}"
             return replace(decision, batch_size=present, reason=reason)
         if (factor := self._max_change) is None:
             return decision

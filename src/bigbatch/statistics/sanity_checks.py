@@ -3,13 +3,10 @@
 import itertools
 import math
 import warnings
-from collections.abc import Iterator
 
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.statistics.step_totals import RankTotals, StepTotals
 
-_OUTLIER_RATIO = 10.0  # of a rank's gradient norm to that of the other ranks
-_STREAK = 20  # consecutive steps; one of W equal ranks is the longest in all with chance W^-20
 _NORM_TOLERANCE = 1e-7  # relative difference of squared norms; the order of sums may differ
 _SURE_STEPS = 3  # steps with nearly equal norms before a warning; exact equality counts as 3
 _AGREEMENT = 1e-5  # noise / (N signal) of equal gradients, from rounding
@@ -25,8 +22,6 @@ class SanityChecks:
         self._loss, self._warns = loss, warns
         self._reported: set[str] = set()  # kinds of faults
         self._equal_norm_steps: dict[tuple[int, int], int] = {}  # ranks -> steps with equal norms
-        # (rank, whether its gradients are longer) -> consecutive steps
-        self._outlier_steps: dict[tuple[int, bool], int] = {}
         self._slope = (0.0, 0.0)  # covariance and variance sums
 
     def check_totals(self, totals: StepTotals, *, may_overflow: bool) -> None:
@@ -35,8 +30,6 @@ class SanityChecks:
             if not may_overflow:
                 self._warn("finite", _nonfinite_message(totals.ranks))
             return
-        for kind, message in self._outliers(totals.ranks):
-            self._warn(kind, message)
         self._warn("alike", self._equal_data_message(totals.ranks))
         covariance, variance = self._slope
         if variance < _LEVERAGE:  # checked once, early in training
@@ -53,19 +46,6 @@ class SanityChecks:
                 "rounding; are they the same data (a missing DistributedSampler, a loader without "
                 "shuffling), or was the gradient averaged before it was measured?",
             )
-
-    def _outliers(self, ranks: list[RankTotals]) -> Iterator[tuple[str, str]]:
-        """Ranks that were outliers for many steps; a healthy rank is one now and then."""
-        ratios = dict(_outlier_ratios(ranks, self._loss))
-        self._outlier_steps = {key: self._outlier_steps.get(key, 0) + 1 for key in ratios}
-        for (number, is_long), ratio in ratios.items():
-            if self._outlier_steps[number, is_long] >= _STREAK:
-                yield (
-                    f"outlier {number}",
-                    f"the gradients of rank {number} are {ratio:.3g} x as long as the median of "
-                    f"the other ranks, and were far off in all of {_STREAK} steps; look for broken "
-                    "data, stale weights or faulty arithmetic there",
-                )
 
     def _equal_data_message(self, ranks: list[RankTotals]) -> str:
         """The warning about ranks with equal gradients, which are neighbours in order of norm."""
@@ -114,27 +94,6 @@ def _nonfinite_message(ranks: list[RankTotals]) -> str:
         f"the gradient of {', '.join(names) or 'the step, though of no micro-batch,'} is not "
         "finite, so this step has no noise; look at its data and loss"
     )
-
-
-def _outlier_ratios(ranks: list[RankTotals], loss: str) -> Iterator[tuple[tuple[int, bool], float]]:
-    """((rank, whether longer), ratio to the median of the other ranks) of ranks with outlier norms.
-
-    Yields nothing for a step in which a rank has no micro-batch.
-    """
-    if len(ranks) < 2 or not all(rank.micro_batches for rank in ranks):
-        return
-    power = 1 if loss == "weighted" else -1  # h_d is about g_d / k or g_d
-    norms = [math.sqrt(rank.sqnorm_sum * rank.micro_batches**power) for rank in ranks]
-    sorted_norms, last = sorted(norms), len(norms) - 1
-    upper, lower = last // 2, (last - 1) // 2  # medians of the other ranks, without one norm
-    for number, norm in enumerate(norms):
-        high = sorted_norms[upper + (norm <= sorted_norms[upper])]
-        low = sorted_norms[lower + (norm <= sorted_norms[lower])]
-        is_long = norm > _OUTLIER_RATIO * high
-        is_short = len(ranks) > 2 and norm * _OUTLIER_RATIO < low
-        if is_long or is_short:
-            median = high if is_long else low
-            yield (number, is_long), norm / median if median else math.inf
 
 
 def _loss_message(covariance: float, variance: float, loss: str) -> str:

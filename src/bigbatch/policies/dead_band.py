@@ -16,27 +16,24 @@ DeadBand = Annotated[float, In(f"[0, {MAX_FACTOR:g}]")]
 _MAX_X = 30.0  # of x = ln(1 + N signal / noise): beyond it signal or noise is negligible
 
 
-def hold_reason(
+def is_inside(
     dead_band: float,
     decide: Decide,
     decision: Decision,
     statistics: GradientStatistics,
     now: TrainingState,
-) -> str | None:
-    """Why a decision to grow or shrink the batch is held back; None if it is followed.
+) -> bool:
+    """Whether a decision to grow (shrink) the batch is inside the dead band.
 
-    It is held if the policy would not go the same way from a batch that is larger (smaller) by the
-    dead band, with the same noise. A policy that decides the same whatever the noise is, a
-    schedule for example, is never held.
+    It is if the policy would not go the same way from a batch that is larger (smaller) by the dead
+    band, with the same noise. A policy that decides the same whatever the noise is, a schedule for
+    example, never is.
     """
     direction = _direction(decision, now)
     if not direction or not dead_band or not _depends_on_noise(decide, statistics, now):
-        return None
+        return False
     shifted_statistics, shifted_now = _shifted(dead_band, direction, statistics, now)
-    shifted = decide(shifted_statistics, shifted_now)
-    if _direction(shifted, shifted_now) == direction:
-        return None
-    return f"inside the dead band of {dead_band:g}"
+    return _direction(decide(shifted_statistics, shifted_now), shifted_now) != direction
 
 
 def _shifted(
