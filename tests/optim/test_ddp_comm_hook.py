@@ -618,8 +618,8 @@ def test_the_same_data_on_all_ranks_are_named(ranks):
         assert any("k = 2" in each for each in said)
 
 
-def many_nodes(rank, ranks):
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
+def many_nodes(rank, ranks, local):
+    os.environ["LOCAL_WORLD_SIZE"] = str(local)
     try:
         with warnings.catch_warnings(record=True, action="always") as caught:
             ddp = DistributedDataParallel(network())
@@ -629,9 +629,10 @@ def many_nodes(rank, ranks):
     return [str(w.message) for w in caught]
 
 
-def test_several_nodes_are_warned_of_once(ranks):
-    said = ranks(2)(many_nodes)
-    assert 1 == sum("also between nodes" in each for one in said for each in one)
+@pytest.mark.parametrize(("local", "expected"), [(2, 1), (1, 0), (4, 0)])
+def test_several_nodes_of_several_ranks_are_warned_of_once(ranks, local, expected):
+    said = [each for one in ranks(4)(many_nodes, local) for each in one]
+    assert expected == sum("at least 1.5 times" in each for each in said)
 
 
 def let_go(rank, ranks):

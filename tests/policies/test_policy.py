@@ -270,7 +270,7 @@ EVERY_POLICY = [
     Shadow(SimiGrad(0.3, **BOUNDS)),
     Shadow(Schedule("64, x3 every 1K samples")),
     Seesaw(max_batch=500),
-    Seesaw(NoiseScale(4.0), 900),
+    Seesaw(cap=NoiseScale(4.0), max_batch=900),
     LateSwitch(0.5, SimiGrad(0.3, max_batch=900)),
     LateSwitch(0.9, Seesaw(cap=NoiseScale())),
 ]

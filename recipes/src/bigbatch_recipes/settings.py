@@ -270,7 +270,10 @@ class Settings:
             SettingError: a name is unknown to this release, or missing.
         """
         if unknown := sorted(values.keys() - SETTING_TYPES.keys()):
-            raise SettingError(f"unknown settings {unknown}; known are {sorted(SETTING_TYPES)}")
+            raise SettingError(
+                f"unknown settings {unknown}; continue a run with the release that began it. Known "
+                f"are {sorted(SETTING_TYPES)}"
+            )
         required = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}
         if missing := sorted(required - set(values)):
             raise SettingError(f"settings {missing} are missing")

@@ -330,11 +330,12 @@ def require_attachable(ddp: Any, parameters: Sequence[Tensor], groups: str) -> N
 def warn_of_nodes(group: dist.ProcessGroup) -> None:
     """Warns on rank 0 of what is sent between nodes, if torchrun says that there are several."""
     ranks = dist.get_world_size(group)
-    if int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks and dist.get_rank(group) == 0:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if 1 < local < ranks and dist.get_rank(group) == 0:
         warnings.warn(
             "there are several nodes, and every rank sends raw gradients to each of the others, "
-            "also between nodes: with 8 ranks a node at least 4.5 times the bytes of a reduction "
-            "within nodes first. A model under fully_shard sends no gradients in addition to its "
-            "own reduction of every backward (docs/scaling.md)",
+            f"also between nodes: at least {(local + 1) / 2:g} times the bytes of a reduction "
+            "within nodes first. Under fully_shard a VR optimizer sends two numbers a layer "
+            "(docs/scaling.md)",
             stacklevel=3,
         )

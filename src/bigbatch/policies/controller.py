@@ -326,12 +326,9 @@ def _average(
 
 
 def warn_of_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
-    """Names, in one warning, the settings whose values differ from the saved ones."""
-    changes = [
-        f"{name} was {saved[name]}, is {value}"
-        for name, value in current.items()
-        if saved.get(name, value) != value
-    ]
+    """Names, in one warning, the settings whose values differ from the saved ones, or are gone."""
+    present = {name: current.get(name, "None") for name in saved}
+    changes = [f"{n} was {x}, is {present[n]}" for n, x in saved.items() if present[n] != x]
     if changes:
         warnings.warn(f"{'; '.join(changes)}: the new one is used", stacklevel=3)
 

@@ -22,7 +22,7 @@ RateShare = Annotated[float, In("(0, 1)", "a share of the largest learning rate"
 
 
 @checked
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Seesaw:
     """Shares each cut of the learning rate between the rate and the batch.
 
@@ -76,7 +76,7 @@ class Seesaw:
 
     def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
         """The batch that the rate asks for, within the cap."""
-        decay = _decay(now, "Seesaw", "a Schedule, which needs none")
+        decay = _decay(now, "Seesaw", "take a Schedule in its place")
         size = now.first_batch_size / decay if decay else math.inf
         reason = f"learning rate at {decay:.3g} of its peak"
         decision = Decision(rounded_size(size, now, self.max_batch), reason)
@@ -134,7 +134,7 @@ lr_factor=1.0)
 
     def decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
         """The first batch size before the switch, the policy's decision after it."""
-        decay = _decay(now, "LateSwitch", 'Controller(warmup="60 epochs"), which needs none')
+        decay = _decay(now, "LateSwitch", 'take Controller(warmup="60 epochs") in its place')
         if decay <= self.at * (1 + 1e-9):  # 0.1 x 0.3 / 0.1 is not 0.3
             # None only for a policy that needs none
             return self.policy.decide(statistics, now)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ lr_factor=1.0)
 
 
 def _decay(now: TrainingState, name: str, other: str) -> float:
-    """`now.lr_decay`; where it is not known, an error that names what else to pass."""
+    """`now.lr_decay`; where it is not known, an error that names another way."""
     if now.lr_decay is None:
         raise SettingError(
             f"{name} follows the scheduled learning rate, and now.lr_decay is None; pass "

@@ -34,7 +34,7 @@ def parse_policy(text: str) -> Policy:
     Or one of your own: `module:Class` or `file.py:Class`, each also with `:KEY=VALUE,KEY=VALUE`,
     whose values are literals of Python, text otherwise. Modules of the working directory count too.
 
-    A value without a key is the first argument's. Schedules and arguments that are policies contain
+    A value without a key, and without =, is the first argument's. Schedules and policies contain
     commas: semicolons separate the arguments of schedule, seesaw and late-switch.
 
     Raises:
@@ -132,7 +132,8 @@ def _names_in(place: str, text: str) -> dict[str, Any]:
         return run_path(place, run_name=name) if name != file else vars(import_module(place))
     except (FileNotFoundError, ModuleNotFoundError) as error:
         raise SettingError(
-            f"policy {text!r}: {error}; name a module that Python finds, or a file: FILE.py:CLASS"
+            f"policy {text!r}: {error}; name a module that Python finds, or a file: FILE.py:CLASS; "
+            f"or one of ours: {', '.join(POLICIES)}"
         ) from error
     except Exception as error:  # of the user's own program
         raise SettingError(

@@ -297,8 +297,9 @@ class AdaptiveBatch:
             batch_sizes: batch sizes of the branches, multiples of the ranks; default: 1/2, 1, 2 and
                 4 times the present one.
             samples: samples that each branch trains on, over all ranks; default: 16 steps of the
-                largest batch, or as many as the pass still has. The optimizer's average of
-                gradients must fit in: 10 steps of the largest batch for momentum or beta1 = 0.9.
+                largest batch, or twice the optimizer's average of gradients if that is longer, or
+                as many as the pass still has. The average must fit in: 10 steps of the largest
+                batch for momentum or beta1 = 0.9.
             repeats: repeats with other samples, at least 2.
             held_aside: samples on which losses are compared; default `samples` / 2.
         Returns:
