@@ -632,13 +632,22 @@ def over_policies_and_options(test):
     return pytest.mark.late(pytest.mark.filterwarnings("ignore:.* goes by one step")(test))
 
 
+def told(noises):
+    """Each step with the state of a training whose learning rate falls."""
+    samples = 0
+    for steps, noise in enumerate(noises, start=1):
+        samples += noise.samples
+        size = noise.samples
+        yield noise, TrainingState(0, size, samples=samples, steps=steps, lr_decay=0.8**steps)
+
+
 @over_policies_and_options
 @given(noises=steps_seen, start=st.integers(1, 2000))
 @property_test(20)
 def test_bounds_hold_always_and_a_batch_is_whole(policy, options, noises, start):
     controller = Controller(policy, start, min_batch=50, max_batch=400, **options)
     sizes = [controller.decision.batch_size]
-    sizes += [controller.next(noise).batch_size for noise in noises]
+    sizes += [controller.next(*step).batch_size for step in told(noises)]
     assert all(isinstance(size, int) and 50 <= size <= 400 for size in sizes)
     most = options.get("max_change", math.inf)
     assert all(
@@ -651,17 +660,17 @@ def test_bounds_hold_always_and_a_batch_is_whole(policy, options, noises, start)
 @given(noises=steps_seen, data=st.data())
 @property_test(20)
 def test_a_resumed_controller_decides_as_if_never_stopped(policy, options, noises, data):
-    stop = data.draw(st.integers(0, len(noises)))
+    stop, steps = data.draw(st.integers(0, len(noises))), [*told(noises)]
     unbroken, before, after = (Controller(policy, 128, **options) for _ in range(3))
-    expected = [unbroken.next(noise) for noise in noises][stop:]
-    for noise in noises[:stop]:
-        before.next(noise)
+    expected = [unbroken.next(*step) for step in steps][stop:]
+    for step in steps[:stop]:
+        before.next(*step)
     file = io.BytesIO()
     torch.save(before.state_dict(), file)
     file.seek(0)
     after.load_state_dict(torch.load(file, weights_only=True))
     assert repr(before.facts()) == repr(after.facts())
-    assert expected == [after.next(noise) for noise in noises[stop:]]
+    assert expected == [after.next(*step) for step in steps[stop:]]
     assert repr(unbroken.facts()) == repr(after.facts())
 
 

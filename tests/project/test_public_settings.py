@@ -80,10 +80,6 @@ share, positive = number(0, 1), number(0, math.inf, open_low=True)
 not_negative = number(0, math.inf)
 factor = number(1, 1e9, open_low=True, open_high=False)
 rate = either(not_negative, lambda value: torch.is_tensor(value) and value.numel() == 1)
-moment = either(
-    lambda value: value is not None and amount("step|sample|epoch")(value),
-    number(0, 1, open_low=True),
-)
 bounds = {"min_batch": is_count, "max_batch": count}
 VR = {
     "gamma": number(0, 1, open_low=True, open_high=False),
@@ -127,11 +123,11 @@ PUBLIC = {
         {"tokens_per_sample": positive},
     ),
     "Shadow": (bb.Shadow, {"policy": bb.Fixed(8)}, {"policy": lambda value: False}),
-    "Seesaw": (bb.Seesaw, {}, {"max_batch": count, "schedule": is_none, "cap": is_none}),
+    "Seesaw": (bb.Seesaw, {}, {"max_batch": count, "cap": is_none}),
     "LateSwitch": (
         bb.LateSwitch,
-        {"at": "2 epochs", "policy": bb.Fixed(8)},
-        {"at": moment, "policy": lambda value: False},
+        {"at": 0.5, "policy": bb.Fixed(8)},
+        {"at": number(0, 1, open_low=True), "policy": lambda value: False},
     ),
     "ema_decay": (
         bb.ema_decay,

@@ -243,9 +243,7 @@ def test_a_control_takes_the_rate_of_the_best_point_and_the_run_of_its_own_seed(
         SweepPoint(point.name, point.values, [0], [])
         for point in COMPARISON.points(ARMS, COMPARISON.recipe_settings(""))
     ]
-    results = SweepResults(
-        Path("/sweep"), [], points, ("lr", "gamma", "r_max"), (1000,), True, None
-    )
+    results = SweepResults(Path("/sweep"), [], points, ("lr", "gamma", "r_max"), (1000,), True)
     made = COMPARISON.controls(results)
     assert [mean_rate_of("sgd", 4096)] + [
         mean_rate_of("momentum", batch) for batch in BATCHES["momentum"]
