@@ -632,7 +632,7 @@ def over_policies_and_options(test):
     return pytest.mark.late(pytest.mark.filterwarnings("ignore:.* goes by one step")(test))
 
 
-def told(noises):
+def with_states(noises):
     """Each step with the state of a training whose learning rate falls."""
     samples = 0
     for steps, noise in enumerate(noises, start=1):
@@ -647,7 +647,7 @@ def told(noises):
 def test_bounds_hold_always_and_a_batch_is_whole(policy, options, noises, start):
     controller = Controller(policy, start, min_batch=50, max_batch=400, **options)
     sizes = [controller.decision.batch_size]
-    sizes += [controller.next(*step).batch_size for step in told(noises)]
+    sizes += [controller.next(*step).batch_size for step in with_states(noises)]
     assert all(isinstance(size, int) and 50 <= size <= 400 for size in sizes)
     most = options.get("max_change", math.inf)
     assert all(
@@ -660,7 +660,7 @@ def test_bounds_hold_always_and_a_batch_is_whole(policy, options, noises, start)
 @given(noises=steps_seen, data=st.data())
 @property_test(20)
 def test_a_resumed_controller_decides_as_if_never_stopped(policy, options, noises, data):
-    stop, steps = data.draw(st.integers(0, len(noises))), [*told(noises)]
+    stop, steps = data.draw(st.integers(0, len(noises))), [*with_states(noises)]
     unbroken, before, after = (Controller(policy, 128, **options) for _ in range(3))
     expected = [unbroken.next(*step) for step in steps][stop:]
     for step in steps[:stop]:
