@@ -365,7 +365,7 @@ def test_the_command_shows_every_policy_in_one_table(bigbatch, run):
 def test_a_log_with_nearly_one_batch_size_says_what_its_time_is_worth(bigbatch, logged, batches):
     history = logged(log(batches), "even")
     _, out, _ = bigbatch("replay", history.path, *POLICIES)
-    assert "nearly equal: all time counts as per sample" in " ".join(out.split())
+    assert "differ too little: all time counts as per sample" in " ".join(out.split())
 
 
 def test_skipped_steps_are_no_part_of_a_replay(logged):

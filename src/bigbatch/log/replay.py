@@ -96,7 +96,7 @@ def time_steps(rows: list[Row]) -> tuple[TimedSize, ...]:
 
 
 def fit_time(rows: list[Row], times: tuple[TimedSize, ...]) -> StepTime:
-    """The time of a step; all of it counts as per sample if the batch sizes are nearly equal."""
+    """The time of a step; all of it counts as per sample if batch sizes differ too little."""
     if (time := StepTime.fit(times)) is not None:
         return time
     samples = rows[-1]["samples"]
@@ -250,7 +250,7 @@ def table_of_replay(replay: Replay) -> Table:
 def time_in_words(replay: Replay) -> str:
     """The fitted time of a step, and the time that the run took."""
     fixed, per_sample = 1000 * replay.time.fixed, 1000 * replay.time.per_sample
-    note = ", whose batch sizes are nearly equal: all time counts as per sample"
+    note = ", where batch sizes of 5 steps differ too little: all time counts as per sample"
     sizes_vary = replay.time.largest > replay.time.smallest
     return (
         f"a step takes {fixed:.3g} ms + {per_sample:.3g} ms a sample, fitted on the log"
