@@ -694,6 +694,13 @@ def test_settings_that_changed_are_named_once_and_the_new_ones_hold():
     assert 154 == controller.next(low(128)).batch_size  # decide_every=1
 
 
+def test_a_saved_setting_that_is_gone_is_named_unless_it_was_none():
+    state = Controller(SimiGrad(), 128).state_dict()
+    state["settings"] |= {"confidence": "0.9", "veto": "None"}
+    with pytest.warns(UserWarning, match="^confidence was 0.9, is None: the new one is used$"):
+        Controller(SimiGrad(), 128).load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

@@ -91,6 +91,11 @@ def test_a_late_switch_needs_what_its_policy_needs():
     assert replace(Seesaw().needs, lr_scaling="any") == Shadow(Seesaw()).needs
 
 
+def test_a_schedule_is_not_taken_for_a_cap():
+    with pytest.raises(TypeError, match="positional"):
+        Seesaw(Schedule("64, x2 at 9 steps"))
+
+
 @pytest.mark.parametrize("policy", [Seesaw(), LateSwitch(0.3, Fixed(8))], ids=str)
 def test_without_a_scheduled_rate_the_remedy_is_named(policy):
     with pytest.raises(SettingError, match=r"lr_decay is None.*TrainingState\(lr_decay=\)"):
