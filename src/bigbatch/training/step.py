@@ -210,7 +210,7 @@ class Step:
             self._complete()
 
     def _is_lost(self, weight: float) -> bool:
-        """Whether no label of the step counts: the loss is nan, as in any loop, and skips the step.
+        """Whether no label of the step counts: its loss is nan, as in any loop, and it is skipped.
 
         On several ranks the others may have labels; see `_total_weight`.
         """
@@ -430,7 +430,7 @@ class Step:
                 statistics = _in_samples(statistics, round(samples))
         if vanishes and not has_grad:
             raise GradientError(NO_GRADIENT)
-        if not weight:  # no label counts on any rank
+        if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
             finite, vanishes = False, True
         elif not finite:  # a square may overflow by itself
             rows = self._update.collectives.all_gather(self._source.guard.is_finite())
