@@ -110,9 +110,8 @@ def _is_equal(one: Any, other: Any) -> bool:
             one, other = one.view(torch.uint8), other.view(torch.uint8)
         if one.shape != other.shape or torch.equal(one, other):
             return one.shape == other.shape
-        return one.is_floating_point() and bool(
-            ((one == other) | (one.isnan() & other.isnan())).all()
-        )
+        has_nan = one.is_floating_point()
+        return has_nan and bool(((one == other) | (one.isnan() & other.isnan())).all())
     if isinstance(one, numpy.ndarray) and isinstance(other, numpy.ndarray):
         return one.dtype == object or one.tobytes() == other.tobytes()
     return bool(one == other)

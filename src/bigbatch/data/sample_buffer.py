@@ -58,9 +58,9 @@ class SampleBuffer:
         self._split = split or slice_samples
         self._count = count or count_samples
         self.concatenates = split is None
-        self._memory = BatchMemory(
-            map_leaves if split is None else partial(tree_map_only, torch.Tensor)
-        )
+        of_tensors = partial(tree_map_only, torch.Tensor)  # in a batch that only `split` can cut
+        self._memory = BatchMemory(map_leaves if self.concatenates else of_tensors)
+        self._memory.examined = not self.concatenates
 
     @property
     def open(self) -> bool:
@@ -89,7 +89,7 @@ class SampleBuffer:
 
     def examine(self, samples: int) -> None:
         """Fetches a second batch if the first is to be cut; two show which leaves are constant."""
-        known = self._memory.examined or self.loader.gives_new_memory or not self.concatenates
+        known = self._memory.examined or self.loader.gives_new_memory
         if not known and self._chunks and self._chunks[0].samples > samples:
             self._fetch()
 

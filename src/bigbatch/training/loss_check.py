@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.gradients.groups.backward_graph import saved_tensor
-from bigbatch.training.label_weights import (
+from bigbatch.training.loss_weights import (
     MEAN,
     SUM,
     label_counts,

@@ -22,7 +22,7 @@ from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
 from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.label_weights import label_weights
+from bigbatch.training.loss_weights import label_weights, weighted_loss
 from bigbatch.training.optimizer_checks import ensure_step_hooks, trained_parameters
 from bigbatch.training.update import StepStatistics, Update
 
@@ -175,7 +175,8 @@ class Step:
             weighted = weight is not None
             self._update.loss_check.examine(loss, samples, accumulation, weighted=weighted)
         weighting: Weighting = "samples" if weight is None else "given"
-        if weight is None and (weight := label_weights(loss, samples)) is not None:
+        root = loss if root is None else root
+        if weight is None and (weight := label_weights(root, samples)) is not None:
             weighting = "labels"
         if self._weighting not in (None, weighting):
             raise LoopError(_MIXED)
@@ -187,7 +188,7 @@ class Step:
         if self._is_lost(weight):
             weight, sample_weights = samples, None
         if weight:
-            self._prepare_groups(loss if root is None else root, samples, sample_weights)
+            self._prepare_groups(root, samples, sample_weights)
         self._backwards += 1
         self._samples += samples
         if not self._expected_weight:
@@ -471,11 +472,6 @@ def _as_number(weight: float | Tensor, samples: int) -> float:
     if not bool(((weight >= 0) & (weight < math.inf)).all()):
         raise SettingError(f"weight={weight!r} must be numbers in [0, inf)")
     return math.fsum(weight.tolist())
-
-
-def weighted_loss(loss: Tensor, factor: float) -> Tensor:
-    """A micro-batch's part of the mean loss; zeros that have its graph for a factor of 0."""
-    return loss * factor if factor else loss.nan_to_num(0.0, 0.0, 0.0) * 0
 
 
 def _in_samples(statistics: GradientStatistics, samples: int) -> GradientStatistics:

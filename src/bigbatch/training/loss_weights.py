@@ -1,4 +1,4 @@
-"""The weights that a mean over labels gives to the samples, read from the graph of the loss."""
+"""How much a micro-batch counts in the mean loss of a step: what its own mean is over."""
 
 from typing import Any
 
@@ -49,6 +49,11 @@ def label_counts(node: Node) -> Tensor:
         return counts
     classes = saved_tensor(node, "weight").to(widest_float(target.device))
     return classes[target.where(counts, 0)].where(counts, 0)
+
+
+def weighted_loss(loss: Tensor, factor: float) -> Tensor:
+    """A micro-batch's part of the mean loss; zeros that have its graph for a factor of 0."""
+    return loss * factor if factor else loss.nan_to_num(0.0, 0.0, 0.0) * 0
 
 
 def mean_over_labels(loss: Tensor) -> Node | None:

@@ -12,7 +12,7 @@ from torch.optim import SGD
 import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim import VRSGD
-from bigbatch.training.label_weights import label_weights
+from bigbatch.training.loss_weights import label_weights
 
 torch.set_num_threads(1)
 CLASSES, SAMPLES, LENGTH = 5, 24, 7
@@ -213,3 +213,30 @@ def test_a_step_without_labels_on_any_rank_is_skipped_on_all(ranks):
     for record, found in ranks(2)(step_on_ranks, "everywhere"):
         assert record.skipped
         assert not any(gradient.any() for gradient in found)
+
+
+def branches(micro_batch):
+    model = network()
+    x, y = batch_of(400)
+    loader = [*zip(x.split(8), y.split(8), strict=True)]
+    settings = {"policy": bb.Fixed(8), "micro_batch": micro_batch, "every": 1}
+    train = bb.AdaptiveBatch(model, SGD(model.parameters(), lr=0.1), loader, **settings)
+    next(iter(train))
+    torch.manual_seed(3)
+    with warnings.catch_warnings(action="ignore"):
+        result = train.branch_test(
+            lambda batch: F.cross_entropy(model(batch[0]), batch[1], weight=RARE + 1),
+            [8, 16],
+            samples=64,
+            held_aside=2,  # at once: evaluation, which has no graph, weighs its parts by samples
+        )
+    return [loss for of_branch in result.losses for loss in of_branch]
+
+
+def test_branches_train_on_the_mean_over_the_labels_of_a_step():
+    assert pytest.approx(branches(16), rel=1e-10) == branches(2)
+
+
+def test_check_groups_knows_the_weights_of_the_labels():
+    (x, y), loss_of = LOSSES["class weights"]
+    assert bb.check_groups(network(), loss_of, x, y, groups=8).ok
