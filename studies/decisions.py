@@ -75,17 +75,18 @@ _BEDS: tuple[tuple[Noise, str, Optimizer, float, float, float, float], ...] = (
     ("isotropic", "1/i", "sgd", 1000, 0.1, 0.4, 3.2),
     ("isotropic", "1/i", "sgd", 10_000, 0.1, 0.4, 3.2),
     ("isotropic", "1/i", "momentum", 1000, 0.1, 0.4, 6.4),
-    ("isotropic", "1/i", "preconditioned", 1000, 0.003, 4, 16),
+    ("isotropic", "1/i", "preconditioned", 1000, 0.001, 0.1, 0.4),
     ("isotropic", "two-scale", "sgd", 1000, 0.03, 10, 80),
     ("isotropic", "two-scale", "momentum", 1000, 0.03, 10, 80),
-    ("isotropic", "two-scale", "preconditioned", 1000, 0.02, 100, 400),
+    ("isotropic", "two-scale", "preconditioned", 1000, 0.003, 1, 4),
 )
 
 
 def beds(rate: Rate, noise: Noise) -> list[Bed]:
     """Each spectrum and optimizer at an overhead of 1,000 samples, the first also at others.
 
-    Noise and target make a training of a hundred to a few hundred steps at the best fixed batch.
+    Noise and target make a training of a hundred to a few hundred steps at the best fixed batch;
+    preconditioned ones with isotropic noise have 20 to 100.
     """
     return [
         Bed(

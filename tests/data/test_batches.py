@@ -379,6 +379,51 @@ def test_a_loader_that_can_be_read_only_once_is_refused():
         Batches(batch for batch in ragged([4, 4]))
 
 
+def test_a_function_is_drawn_from_without_end_and_one_batch_ahead():
+    drawn = []
+
+    def draw() -> Tensor:
+        drawn.append(len(drawn))
+        return torch.arange(4) + 4 * drawn[-1]
+
+    batches = Batches(draw)
+    batches.start(0)
+    taken = []
+    for plan in [
+        BatchPlan(1, 4, 2),
+        BatchPlan(1, 3, 3),
+        BatchPlan(1, 10, 2),
+        BatchPlan(1, 4, 1),
+    ] * 9:
+        step = batches.step(plan, min_batch=4)
+        micro_batches = []
+        for micro_batch in step:
+            micro_batches += micro_batch.batch.tolist()
+            assert len(drawn) == micro_batches[-1] // 4 + (2 if micro_batches[-1] % 4 == 3 else 1)
+        assert plan.batch_size == len(micro_batches)
+        taken += micro_batches
+    assert list(range(len(taken))) == taken
+    assert batches.samples is None
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (iter([torch.ones(4)]).__next__, "ended with StopIteration, and a function has no end"),
+        (
+            lambda: iter([torch.ones(4)]),
+            "gave a list_iterator, and each call has to give one batch",
+        ),
+        (lambda: None, "a batch holds a NoneType"),
+    ],
+)
+def test_a_function_that_does_not_give_one_batch_after_another_is_refused(draw, message):
+    batches = Batches(draw)
+    batches.start(0)
+    with pytest.raises(BatchError, match=message):
+        list(batches.step(BatchPlan(1, 4, 2), min_batch=1))
+
+
 def test_an_unknown_remainder_is_refused_with_its_value():
     with pytest.raises(SettingError, match=r"remainder='keep'.*\"share\""):
         Batches(ragged([4]), remainder="keep")

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from bigbatch.data.collate import REMEDY, Batch
+from bigbatch.data.drawn_batches import DrawnBatches
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import BatchError, SettingError, StateError
@@ -18,23 +19,27 @@ class ResumableLoader:
 
     A pass resumes in one of three ways: an `ElasticDistributedSampler` begins at a position; a
     loader with a state of its own (StatefulDataLoader) loads it; any other is replayed from the
-    random state that the pass began with.
+    random state that the pass began with. A function, which draws batches without end, has none.
     """
 
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        if isinstance(batches, Iterator):
-            raise SettingError("the loader is used up after one pass; give one that starts again")
-        self.batches = batches
+    def __init__(self, loader: Any) -> None:
+        if isinstance(loader, Iterator):
+            raise SettingError(
+                "the loader is used up after one pass; give one that starts again, or the function "
+                "that draws its batches"
+            )
+        self.endless = callable(loader) and not isinstance(loader, Iterable)
+        self.batches: Any = DrawnBatches(loader) if self.endless else loader
         self._started_from: dict[str, Any] = {}  # random states at the pass's start
         # whether its workers, with random states of their own, live from pass to pass
-        self.keeps_workers = isinstance(batches, DataLoader) and batches.persistent_workers
+        self.keeps_workers = isinstance(loader, DataLoader) and loader.persistent_workers
         self._had_workers = False  # when the pass started
-        sampler = getattr(batches, "sampler", None)
-        self._batch_sampler = getattr(batches, "batch_sampler", None)
+        sampler = getattr(loader, "sampler", None)
+        self._batch_sampler = getattr(loader, "batch_sampler", None)
         if self._batch_sampler is None and hasattr(sampler, "sampler"):  # with batch_size=None
             self._batch_sampler = sampler
         self._sampler = getattr(self._batch_sampler, "sampler", sampler)
-        self._parts = batches, self._batch_sampler, self._sampler
+        self._parts = loader, self._batch_sampler, self._sampler
 
     # read at each use, since the user may change the loader
 
@@ -119,7 +124,7 @@ class ResumableLoader:
     def loader_state(self) -> dict[str, Any] | None:
         """The loader's own state, if it has one (StatefulDataLoader)."""
         load = getattr(self.batches, "load_state_dict", None)
-        return self.batches.state_dict() if callable(load) else None  # type: ignore[attr-defined]
+        return self.batches.state_dict() if callable(load) else None
 
     def state_dict(self) -> dict[str, Any]:
         """The states that determine the order of the present pass and of later ones."""
@@ -160,7 +165,7 @@ class ResumableLoader:
         if self.elastic_sampler is not None and position is not None:
             return self._begin(epoch, position * self.elastic_sampler.num_replicas), True
         if loader_state is not None:
-            self.batches.load_state_dict(loader_state)  # type: ignore[attr-defined]
+            self.batches.load_state_dict(loader_state)
         return self._begin(epoch), loader_state is not None
 
     def restore_generators(self, states: list[torch.Tensor]) -> None:
@@ -211,12 +216,12 @@ class ResumableLoader:
     @property
     def _has_workers(self) -> bool:
         """Whether persistent workers run since an earlier pass; their start draws a seed."""
-        return self.keeps_workers and self.batches._iterator is not None  # type: ignore[attr-defined]
+        return self.keeps_workers and self.batches._iterator is not None
 
     def _set_workers(self, running: bool) -> None:
         """Starts or drops the workers, so that the next pass draws as many random numbers."""
         if self.keeps_workers and running != self._has_workers:
-            self.batches._iterator = iter(self.batches) if running else None  # type: ignore[attr-defined]
+            self.batches._iterator = iter(self.batches) if running else None
 
     def _generators(self) -> list[torch.Generator]:
         generators = [getattr(part, "generator", None) for part in self._parts]

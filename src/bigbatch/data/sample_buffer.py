@@ -196,7 +196,7 @@ class SampleBuffer:
     def skip(self, epoch: int, position: int, samples: int) -> None:
         """Resumes after so many of this rank's samples, at a position of the order of all ranks."""
         self._start(self.loader.begin(epoch, position))
-        if self.loader.elastic_sampler is not None:
+        if self.loader.elastic_sampler is not None or self.loader.endless:
             self.counted, self._skipped = samples, True
         else:
             self._discard(samples)

@@ -2,13 +2,14 @@
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
@@ -174,6 +175,12 @@ class Update:
         """The part of the factor that follows from the batch size."""
         scale: float = self._scaling(batch_size, self.clock.base_batch, statistics)
         return scale
+
+    def set_scheduler(self, scheduler: LRScheduler | Callable[[int], float] | None) -> None:
+        """Sets what `BaseBatchScheduler.scheduler` allows; the rate that it sets is its own."""
+        self.clock.scheduler = scheduler
+        if self.record is not None:
+            self._lr_changes.note()
 
     def factors_of(self, batch_sizes: Sequence[int]) -> tuple[float, ...]:
         """The factor that a step of each size would have, not measured; keeps the rule's state."""
@@ -343,8 +350,7 @@ class Update:
         """Checks that all is as the last step left it."""
         if self._half_done:
             raise LoopError("update() failed half way; load an earlier checkpoint")
-        if self.clock.scheduler is None:
-            self._lr_changes.examine(self.epoch)
+        self._lr_changes.examine(self.epoch, self.clock.scheduler)
 
     def _zero_grad(self) -> None:
         """Zeroes the gradients and forgets the micro-batches of an unfinished step."""
