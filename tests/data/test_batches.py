@@ -1,5 +1,6 @@
 """Re-cutting a loader: each sample once, in order, whatever the plans and restarts."""
 
+import itertools
 import random
 import warnings
 from collections import UserDict
@@ -404,6 +405,21 @@ def test_a_function_is_drawn_from_without_end_and_one_batch_ahead():
         taken += micro_batches
     assert list(range(len(taken))) == taken
     assert batches.samples is None
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_function_that_draws_no_numbers_is_named_when_a_pass_continues(draws):
+    def make() -> Callable[[], Tensor]:
+        numbers = itertools.count()
+        return lambda: torch.rand(4) if draws else torch.full((4,), float(next(numbers)))
+
+    first, second = Batches(make()), Batches(make())
+    first.start(0)
+    for _ in range(2):
+        list(first.step(BatchPlan(1, 3, 1), min_batch=1))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        second.load_state_dict(through_a_file(first.state_dict()), epoch=0)
+    assert [True] * (not draws) == ["no position of it" in str(note.message) for note in caught]
 
 
 @pytest.mark.parametrize(

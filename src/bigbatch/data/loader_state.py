@@ -1,14 +1,13 @@
 """Sizes and order of a loader, as far as it states them, and how a pass over it is resumed."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from bigbatch.data.collate import REMEDY, Batch
-from bigbatch.data.drawn_batches import DrawnBatches
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import BatchError, SettingError, StateError
@@ -28,8 +27,8 @@ class ResumableLoader:
                 "the loader is used up after one pass; give one that starts again, or the function "
                 "that draws its batches"
             )
+        self.batches = loader
         self.endless = callable(loader) and not isinstance(loader, Iterable)
-        self.batches: Any = DrawnBatches(loader) if self.endless else loader
         self._started_from: dict[str, Any] = {}  # random states at the pass's start
         # whether its workers, with random states of their own, live from pass to pass
         self.keeps_workers = isinstance(loader, DataLoader) and loader.persistent_workers
@@ -122,9 +121,9 @@ class ResumableLoader:
         return self._begin(epoch, position)
 
     def loader_state(self) -> dict[str, Any] | None:
-        """The loader's own state, if it has one (StatefulDataLoader)."""
+        """The loader's own state, if it has one (StatefulDataLoader); an empty one if endless."""
         load = getattr(self.batches, "load_state_dict", None)
-        return self.batches.state_dict() if callable(load) else None
+        return self.batches.state_dict() if callable(load) else {} if self.endless else None
 
     def state_dict(self) -> dict[str, Any]:
         """The states that determine the order of the present pass and of later ones."""
@@ -164,7 +163,7 @@ class ResumableLoader:
         self.restore_generators(self._started_from["generators"])
         if self.elastic_sampler is not None and position is not None:
             return self._begin(epoch, position * self.elastic_sampler.num_replicas), True
-        if loader_state is not None:
+        if loader_state:
             self.batches.load_state_dict(loader_state)
         return self._begin(epoch), loader_state is not None
 
@@ -195,6 +194,15 @@ class ResumableLoader:
                 stacklevel=6,
             )
 
+    def warn_of_position(self) -> None:
+        """Warns that the state does not say where a function continues that draws no numbers."""
+        warnings.warn(
+            "the function that draws the batches uses no global generator of torch, NumPy or "
+            "Python, so the state has no position of it: restore what it reads or draws from "
+            "yourself, or the run reads other data than the interrupted one",
+            stacklevel=7,
+        )
+
     def generator_states(self) -> list[torch.Tensor]:
         """The states of the loader's own generators."""
         return [generator.get_state() for generator in self._generators()]
@@ -210,7 +218,7 @@ class ResumableLoader:
         self.set_epoch(epoch)
         if self.elastic_sampler is not None:
             self.elastic_sampler.start_at(position)
-        iterator = iter(self.batches)
+        iterator = _drawn(self.batches) if self.endless else iter(self.batches)
         return _ExclusivePass(iterator) if self._has_workers else iterator
 
     @property
@@ -226,6 +234,24 @@ class ResumableLoader:
     def _generators(self) -> list[torch.Generator]:
         generators = [getattr(part, "generator", None) for part in self._parts]
         return list(dict.fromkeys(g for g in generators if isinstance(g, torch.Generator)))
+
+
+def _drawn(draw: Callable[[], Batch]) -> Iterator[Batch]:
+    """Batches that a function draws, without end."""
+    while True:
+        try:
+            batch = draw()
+        except StopIteration:
+            raise BatchError(
+                "the function that draws the batches ended with StopIteration, and a function "
+                "has no end: pass what it iterates over, such as the DataLoader, as the loader"
+            ) from None
+        if isinstance(batch, Iterator):
+            raise BatchError(
+                f"the function that draws the batches gave a {type(batch).__name__}, and each "
+                "call has to give one batch; pass an object whose __iter__ gives the batches"
+            )
+        yield batch
 
 
 class _ExclusivePass(Iterator[Batch]):
