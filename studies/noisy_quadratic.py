@@ -87,8 +87,9 @@ class Bed:
         overhead: samples that take as long as the fixed part of a step.
         target: relative loss at the end.
         noise: c_i over its shape.
-        noise_shape: a name in `NOISES`: "proportional" to h, as assumed where B_simple is taken
-            for the critical batch; or "isotropic", the same in every coordinate.
+        noise_shape: a name in `NOISES`: "proportional" to h, where B_simple is at most 3.3 times
+            the critical batch tr(H Sigma) / (G'HG) of the start; or "isotropic", the same in every
+            coordinate, where it is 32 to 98 times that.
     Source:
         Zhang et al. 2019 (arXiv 1907.04164), section 3.
     """

@@ -136,6 +136,25 @@ def test_noise_is_proportional_to_curvature_or_the_same_in_every_coordinate():
     )
 
 
+@pytest.mark.parametrize(
+    ("noise", "spectrum", "factor"),
+    [
+        ("proportional", "flat", 1),
+        ("proportional", "1/i", 3.3),
+        ("isotropic", "1/i", 98),
+        ("isotropic", "two-scale", 32),
+    ],
+)
+def test_b_simple_is_so_many_times_the_critical_batch_of_the_start(noise, spectrum, factor):
+    one = bed(spectrum, noise_shape=noise)
+    h, moments = one.curvatures, one.start(1)
+    # McCandlish et al. 2018 (1812.06162), 2.2: tr(H Sigma) / (G'HG) with G = h
+    critical = (one.counts @ (h * one.variances)) / (one.counts @ h**3)
+    assert (
+        pytest.approx(factor, rel=0.02) == one.grad_variance / one.grad_sqnorm(moments) / critical
+    )
+
+
 def test_with_isotropic_noise_policies_of_the_noise_scale_lose_to_a_fixed_batch():
     one = decisions.beds("greedy", "isotropic")[1]  # 1/i, SGD
     times = {found.arm: max(found.times) for found in decisions.compare(one, seeds=1)}
