@@ -425,11 +425,11 @@ def test_a_function_that_draws_no_numbers_is_named_when_a_pass_continues(draws):
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
-        (iter([torch.ones(4)]).__next__, "ended with StopIteration, and a function has no end"),
         (
-            lambda: iter([torch.ones(4)]),
-            "gave a list_iterator, and each call has to give one batch",
+            iter([torch.ones(4)]).__next__,
+            "ended with StopIteration, and each call has to give one batch, without end",
         ),
+        (lambda: iter([torch.ones(4)]), "gave an iterator, and each call has to give one batch"),
         (lambda: None, "a batch holds a NoneType"),
     ],
 )

@@ -8,7 +8,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from bigbatch.data.collate import REMEDY, Batch
-from bigbatch.data.rng_state import random_state, restore_random_state
+from bigbatch.data.rng_state import (
+    RandomState,
+    random_state,
+    restore_random_state,
+    same_random_state,
+)
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import BatchError, SettingError, StateError
 
@@ -194,14 +199,15 @@ class ResumableLoader:
                 stacklevel=6,
             )
 
-    def warn_of_position(self) -> None:
-        """Warns that the state does not say where a function continues that draws no numbers."""
-        warnings.warn(
-            "the function that draws the batches uses no global generator of torch, NumPy or "
-            "Python, so the state has no position of it: restore what it reads or draws from "
-            "yourself, or the run reads other data than the interrupted one",
-            stacklevel=7,
-        )
+    def warn_of_position(self, drawn_from: RandomState) -> None:
+        """Warns that no state says where a function continues whose batch took no random number."""
+        if self.endless and same_random_state(drawn_from, random_state()):
+            warnings.warn(
+                "the function that draws the batches uses no global generator of torch, NumPy or "
+                "Python, so the state has no position of it: restore what it reads or draws from "
+                "yourself, or the run reads other data than the interrupted one",
+                stacklevel=6,
+            )
 
     def generator_states(self) -> list[torch.Tensor]:
         """The states of the loader's own generators."""
@@ -240,16 +246,13 @@ def _drawn(draw: Callable[[], Batch]) -> Iterator[Batch]:
     """Batches that a function draws, without end."""
     while True:
         try:
-            batch = draw()
+            batch, fault = draw(), "gave an iterator"
         except StopIteration:
-            raise BatchError(
-                "the function that draws the batches ended with StopIteration, and a function "
-                "has no end: pass what it iterates over, such as the DataLoader, as the loader"
-            ) from None
+            batch, fault = iter(()), "ended with StopIteration"
         if isinstance(batch, Iterator):
             raise BatchError(
-                f"the function that draws the batches gave a {type(batch).__name__}, and each "
-                "call has to give one batch; pass an object whose __iter__ gives the batches"
+                f"the function that draws the batches {fault}, and each call has to give one "
+                "batch, without end; pass what it iterates over, such as the DataLoader"
             )
         yield batch
 

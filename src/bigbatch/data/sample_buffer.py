@@ -16,14 +16,7 @@ from bigbatch.data.collate import (
     slice_samples,
 )
 from bigbatch.data.loader_state import ResumableLoader
-from bigbatch.data.rng_state import (
-    RandomReader,
-    RandomState,
-    random_state,
-    restorable,
-    restore_random_state,
-    same_random_state,
-)
+from bigbatch.data.rng_state import RandomReader, RandomState, restorable, restore_random_state
 from bigbatch.errors import StateError
 
 
@@ -194,11 +187,10 @@ class SampleBuffer:
             self.waiting -= self._chunks.pop().samples
         if not torch.equal(rng_state, torch.get_rng_state()):
             self.loader.warn_of_draws()
-        for saved in state["fetched_from"]:
-            restore_random_state(saved)
+        for random_state in state["fetched_from"]:
+            restore_random_state(random_state)
             self._refetch(needed)
-            if self.loader.endless and same_random_state(saved, random_state()):
-                self.loader.warn_of_position()
+            self.loader.warn_of_position(random_state)
         self._discard(state["given_out"])
         self.ended = state["ended"]
 
@@ -238,7 +230,7 @@ class SampleBuffer:
     def _fetch(self) -> bool:
         """Takes one batch from the loader; False if it has none."""
         assert self._iterator is not None
-        random_before, loader_state = self._random.read(), self.loader.loader_state()
+        random_state, loader_state = self._random.read(), self.loader.loader_state()
         try:
             batch = next(self._iterator)
         except StopIteration:
@@ -250,7 +242,7 @@ class SampleBuffer:
             self.loader.require_samples(samples, self.counted)
         if stated not in (None, samples):
             self.has_stated_sizes = False
-        self._chunks.append(_Chunk(batch, samples, 0, self._fetched, random_before, loader_state))
+        self._chunks.append(_Chunk(batch, samples, 0, self._fetched, random_state, loader_state))
         self._fetched += 1
         self.counted += samples
         self.waiting += samples

@@ -99,7 +99,8 @@ class AdaptiveBatch:
         every: n, instead of a budget; the same in every run and on every machine.
         log: folder, or a `RunLog` with options of its own, that gets a row per step for `bigbatch
             report`, `compare` and `replay`. See docs/logs.md.
-        scheduler: a scheduler that counts steps, advanced once per base batch of samples.
+        scheduler: a scheduler that counts steps, advanced once per base batch of samples; or a
+            function of the iteration number that gives the learning rate.
         scaler: a GradScaler, if float16 needs one.
         meter: a GradientMeter of your own.
         options: batch_size to every above, as declared by `LoopOptions`.
@@ -232,7 +233,8 @@ class AdaptiveBatch:
 
     @scheduler.setter
     def scheduler(self, scheduler: LRScheduler | Callable[[int], float] | None) -> None:
-        self._update.set_scheduler(scheduler)
+        self._update.clock.scheduler = scheduler
+        self._update.lr_changes.note()  # the rates that it has set
 
     @property
     def scheduler_batch(self) -> float:

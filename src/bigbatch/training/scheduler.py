@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -26,8 +25,8 @@ _NO_SCHEDULER = (
     "and no scheduler is known: a schedule that counts updates ends in the wrong place, since "
     "their number follows the batch size. Pass AdaptiveBatch(scheduler=scheduler) (to a trainer, "
     "as its own), which advances it once per base batch of samples, and leave scheduler.step() "
-    "out; or a function of the iteration number that gives the rate, AdaptiveBatch(scheduler="
-    "get_lr), and leave out the lines that set it. A single change by hand stays as you make it"
+    "out. If you set the rate by a function of the iteration number, pass that, scheduler=get_lr, "
+    "and leave out the lines that set it. A single change by hand stays as you make it"
 )
 _TWO_SCHEDULES = (
     "and the scheduler that was passed sets it too, from the samples: leave out the lines that set "
@@ -62,9 +61,9 @@ class BaseBatchScheduler:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler that is advanced, if any; None drops a loaded one too.
+        """The scheduler that is advanced, if any; a function becomes a `RateFunction`.
 
-        A function becomes a `RateFunction`.
+        None drops a loaded one too.
 
         Raises:
             SettingError: it cannot be advanced in base batches.
@@ -73,8 +72,8 @@ class BaseBatchScheduler:
         return self._scheduler
 
     @scheduler.setter
-    def scheduler(self, scheduler: LRScheduler | Callable[[int], float] | None) -> None:
-        if callable(scheduler):
+    def scheduler(self, scheduler: Any) -> None:
+        if callable(scheduler) and not isinstance(scheduler, type):
             scheduler = RateFunction(self._optimizer, scheduler)
         if scheduler is None:
             self._pending_state = None
@@ -300,7 +299,9 @@ class LRChanges:
         self._epoch = 0  # of the last update
 
     def note(self, epoch: int | None = None) -> None:
-        """Notes the rates at the end of an update in a pass; None for that of the last one."""
+        """Notes the rates at the end of an update in a pass; None for one before, if any."""
+        if epoch is None and not self._rates:
+            return
         groups = self._optimizer.param_groups
         self._rates = [(group, group.get("lr"), times_written(group.get("lr"))) for group in groups]
         self._epoch = self._epoch if epoch is None else epoch

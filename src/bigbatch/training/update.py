@@ -2,14 +2,13 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
@@ -124,7 +123,7 @@ class Update:
         meter.at_step(0, due=interval.due)
         policy = type(controller.policy).__name__
         follower = policy if controller.needs.lr_decay else ""
-        self._lr_changes = LRChanges(optimizer, warns=warns, follower=follower)
+        self.lr_changes = LRChanges(optimizer, warns=warns, follower=follower)
         if controller.needs.statistics:
             interval.require_statistics(f"policy={policy}")
         if lr_scaling == "adascale":
@@ -176,12 +175,6 @@ class Update:
         scale: float = self._scaling(batch_size, self.clock.base_batch, statistics)
         return scale
 
-    def set_scheduler(self, scheduler: LRScheduler | Callable[[int], float] | None) -> None:
-        """Sets what `BaseBatchScheduler.scheduler` allows; the rate that it sets is its own."""
-        self.clock.scheduler = scheduler
-        if self.record is not None:
-            self._lr_changes.note()
-
     def factors_of(self, batch_sizes: Sequence[int]) -> tuple[float, ...]:
         """The factor that a step of each size would have, not measured; keeps the rule's state."""
         scaling = self._scaling if has_state(self._scaling) else None
@@ -211,8 +204,7 @@ class Update:
             yield
         finally:
             self._step_started += time.perf_counter() - started
-            if self.record is not None:
-                self._lr_changes.note()
+            self.lr_changes.note()
 
     def rank_message(self) -> tuple[float, float]:
         """A rank's elapsed seconds and a checksum of its state; [Note: Agreement of ranks]."""
@@ -292,7 +284,7 @@ class Update:
         if step.statistics is not None:
             self.last_measured = self.record
             self.noise_average.add(step.statistics)
-        self._lr_changes.note(self.epoch)
+        self.lr_changes.note(self.epoch)
         self.loss_check.compare(step.samples / step.micro_batches, step.loss)
         self.weight_per_sample = step.weight_per_sample
         self._zero_grad()
@@ -350,7 +342,7 @@ class Update:
         """Checks that all is as the last step left it."""
         if self._half_done:
             raise LoopError("update() failed half way; load an earlier checkpoint")
-        self._lr_changes.examine(self.epoch, self.clock.scheduler)
+        self.lr_changes.examine(self.epoch, self.clock.scheduler)
 
     def _zero_grad(self) -> None:
         """Zeroes the gradients and forgets the micro-batches of an unfinished step."""
