@@ -8,12 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from bigbatch.data.collate import REMEDY, Batch
-from bigbatch.data.rng_state import (
-    RandomState,
-    random_state,
-    restore_random_state,
-    same_random_state,
-)
+from bigbatch.data.rng_state import random_state, restore_random_state, same_random_state
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import BatchError, SettingError, StateError
 
@@ -199,7 +194,7 @@ class ResumableLoader:
                 stacklevel=6,
             )
 
-    def warn_of_position(self, drawn_from: RandomState) -> None:
+    def warn_of_position(self, drawn_from: dict[str, Any]) -> None:
         """Warns that no state says where a function continues whose batch took no random number."""
         if self.endless and same_random_state(drawn_from, random_state()):
             warnings.warn(

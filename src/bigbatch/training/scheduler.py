@@ -61,9 +61,7 @@ class BaseBatchScheduler:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler that is advanced, if any; a function becomes a `RateFunction`.
-
-        None drops a loaded one too.
+        """The scheduler that is advanced; from a function, one is made; None drops a loaded one.
 
         Raises:
             SettingError: it cannot be advanced in base batches.
