@@ -1,12 +1,13 @@
 """How much longer each policy takes than the best schedule, on noisy quadratics.
 
-python -m studies.decisions --rates greedy --beds 2
+python -m studies.decisions --rates greedy --noises proportional --beds 2
 """
 
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -32,10 +33,12 @@ from bigbatch.policies.step_time import StepTimes
 from studies.markdown_tables import Row, show
 from studies.noisy_quadratic import (
     BASE_BATCH,
+    NOISES,
     RATES,
     Array,
     Bed,
     Moment,
+    Noise,
     Optimizer,
     Rate,
     Rule,
@@ -56,29 +59,41 @@ _TUNING = 1000  # what a tuning seed is larger
 _TRIED = ((1.0, 1.0), (1.0, 1.5), (0.7, 1.0), (0.7, 1.5), (0.5, 1.5), (0.5, 2.5))  # of rate, length
 _TIME_SCATTER, _PAUSES, _PAUSE = 0.05, 0.02, 5.0  # of step times: sd, and rare long steps
 _SHOWN = 1.0, 1000.0  # regrets in the figure, %
-_BEDS: tuple[tuple[str, Optimizer, float, float, float, float], ...] = (
-    # spectrum, optimizer, overhead, target, noise with a greedy rate, with another one
-    ("1/i", "sgd", 10, 0.1, 4, 4),
-    ("1/i", "sgd", 1000, 0.1, 40, 320),
-    ("1/i", "sgd", 10_000, 0.1, 40, 320),
-    ("1/i", "momentum", 1000, 0.1, 40, 640),
-    ("1/i", "preconditioned", 1000, 0.03, 1000, 4000),
-    ("flat", "sgd", 1000, 0.03, 1e5, 8e5),  # preconditioned it is the same
-    ("flat", "momentum", 1000, 0.03, 1e5, 1.6e6),
-    ("two-scale", "sgd", 1000, 0.03, 100, 800),
-    ("two-scale", "momentum", 1000, 0.03, 300, 2400),
-    ("two-scale", "preconditioned", 1000, 0.02, 4000, 16_000),
+_BEDS: tuple[tuple[Noise, str, Optimizer, float, float, float, float], ...] = (
+    # noise, spectrum, optimizer, overhead, target, level of noise: greedy rate, another one
+    ("proportional", "1/i", "sgd", 10, 0.1, 4, 4),
+    ("proportional", "1/i", "sgd", 1000, 0.1, 40, 320),
+    ("proportional", "1/i", "sgd", 10_000, 0.1, 40, 320),
+    ("proportional", "1/i", "momentum", 1000, 0.1, 40, 640),
+    ("proportional", "1/i", "preconditioned", 1000, 0.03, 1000, 4000),
+    ("proportional", "flat", "sgd", 1000, 0.03, 1e5, 8e5),  # preconditioned it is the same
+    ("proportional", "flat", "momentum", 1000, 0.03, 1e5, 1.6e6),  # and so it is with any noise
+    ("proportional", "two-scale", "sgd", 1000, 0.03, 100, 800),
+    ("proportional", "two-scale", "momentum", 1000, 0.03, 300, 2400),
+    ("proportional", "two-scale", "preconditioned", 1000, 0.02, 4000, 16_000),
+    ("isotropic", "1/i", "sgd", 10, 0.1, 0.04, 0.04),
+    ("isotropic", "1/i", "sgd", 1000, 0.1, 0.4, 3.2),
+    ("isotropic", "1/i", "sgd", 10_000, 0.1, 0.4, 3.2),
+    ("isotropic", "1/i", "momentum", 1000, 0.1, 0.4, 6.4),
+    ("isotropic", "1/i", "preconditioned", 1000, 0.001, 0.1, 0.4),
+    ("isotropic", "two-scale", "sgd", 1000, 0.03, 10, 80),
+    ("isotropic", "two-scale", "momentum", 1000, 0.03, 10, 80),
+    ("isotropic", "two-scale", "preconditioned", 1000, 0.003, 1, 4),
 )
 
 
-def beds(rate: Rate) -> list[Bed]:
-    """Ten beds: each spectrum and optimizer at an overhead of 1,000 samples, the first also others.
+def beds(rate: Rate, noise: Noise) -> list[Bed]:
+    """Each spectrum and optimizer at an overhead of 1,000 samples, the first also at others.
 
-    Noise and target make a training of a hundred to a few hundred steps at the best fixed batch.
+    Noise and target make a training of a hundred to a few hundred steps at the best fixed batch;
+    preconditioned ones with isotropic noise have 20 to 100.
     """
     return [
-        Bed(spectrum, optimizer, rate, overhead, target, greedy if rate == "greedy" else other)
-        for spectrum, optimizer, overhead, target, greedy, other in _BEDS
+        Bed(
+            spectrum, optimizer, rate, overhead, target, greedy if rate == "greedy" else other, kind
+        )
+        for kind, spectrum, optimizer, overhead, target, greedy, other in _BEDS
+        if kind == noise
     ]
 
 
@@ -187,6 +202,7 @@ class Regret:
         """The row of the table."""
         return {
             "rate": self.bed.rate,
+            "noise": self.bed.noise_shape,
             "bed": str(self.bed),
             "policy": self.arm,
             "time": _percent(median(self.times)),
@@ -198,11 +214,15 @@ class Regret:
 
 
 def run(
-    rates: Sequence[Rate] = RATES, seed: int = 0, seeds: int = _SEEDS, number: int | None = None
+    rates: Sequence[Rate],
+    noises: Sequence[Noise],
+    seed: int = 0,
+    seeds: int = _SEEDS,
+    number: int | None = None,
 ) -> Iterator[Regret]:
-    """Every policy on every bed; `number` limits the beds of each rate."""
-    for rate in rates:
-        for bed in beds(rate)[:number]:
+    """Every policy on every bed; `number` limits the beds of each rate and noise."""
+    for rate, noise in product(rates, noises):
+        for bed in beds(rate, noise)[:number]:
             yield from compare(bed, seed, seeds)
 
 
@@ -364,14 +384,24 @@ def _at_knots(bed: Bed, candidate: Candidate, start: int, outcome: Outcome) -> A
     return np.interp(-knots(bed), np.maximum.accumulate(log_losses), log_sizes)
 
 
+def _by_kind(regrets: Sequence[Regret]) -> Iterator[tuple[Rate, Noise, dict[str, list[Regret]]]]:
+    """The regrets of each rate and noise, by policy."""
+    for rate, noise in dict.fromkeys((one.bed.rate, one.bed.noise_shape) for one in regrets):
+        arms: dict[str, list[Regret]] = {}
+        for one in regrets:
+            if (one.bed.rate, one.bed.noise_shape) == (rate, noise):
+                arms.setdefault(one.arm, []).append(one)
+        yield rate, noise, arms
+
+
 def summary(regrets: Sequence[Regret]) -> Iterator[Row]:
-    """One row for each rate and policy."""
-    for rate in dict.fromkeys(one.bed.rate for one in regrets):
-        for arm in dict.fromkeys(one.arm for one in regrets if one.bed.rate == rate):
-            chosen = [one for one in regrets if one.bed.rate == rate and one.arm == arm]
+    """One row for each rate, noise and policy."""
+    for rate, noise, arms in _by_kind(regrets):
+        for arm, chosen in arms.items():
             times = [median(one.times) for one in chosen]
             yield {
                 "rate": rate,
+                "noise": noise,
                 "policy": arm,
                 "median regret": _percent(median(times)),
                 "largest": _percent(max(times)),
@@ -383,23 +413,24 @@ def summary(regrets: Sequence[Regret]) -> Iterator[Row]:
 
 
 def figure(regrets: Sequence[Regret]) -> list[Panel]:
-    """A panel for each rate, with a point for each policy and bed, and their medians."""
+    """A panel for each rate and noise, with a point for each policy and bed, and their medians."""
     arms = list(dict.fromkeys(one.arm for one in regrets))
     panels = []
-    for rate in dict.fromkeys(one.bed.rate for one in regrets):
-        beds: dict[str, list[float]] = {arm: [] for arm in arms}
-        for one in regrets:
-            if one.bed.rate == rate:
-                percent = 100 * median(one.times)
-                beds[one.arm].append(min(max(percent, _SHOWN[0]), _SHOWN[1]))
-        points = [(x, place) for place, arm in enumerate(arms) for x in beds[arm]]
-        medians = [(median(xs), arms.index(arm)) for arm, xs in beds.items() if xs]
+    for rate, noise, chosen in _by_kind(regrets):
+        shown = {
+            arms.index(arm): [
+                min(max(100 * median(one.times), _SHOWN[0]), _SHOWN[1]) for one in found
+            ]
+            for arm, found in chosen.items()
+        }
+        points = [(x, place) for place, xs in shown.items() for x in xs]
+        medians = [(median(xs), place) for place, xs in shown.items()]
         named = {"a bed": points, "median of the beds": medians}
         series = [
             Series(name, [x for x, _ in found], [y for _, y in found], kind="points", style=style)
             for style, (name, found) in enumerate(named.items())
         ]
-        title = f"{rate} rate: more time than the best schedule, %"
+        title = f"{rate} rate, {noise} noise: more time than the best schedule, %"
         panels.append(
             Panel(
                 title,
@@ -428,7 +459,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table of all beds, and one of their medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rates", nargs="+", choices=RATES, default=RATES)
-    parser.add_argument("--beds", type=int, help="beds of each rate [10]")
+    parser.add_argument("--noises", nargs="+", choices=NOISES, default=list(NOISES))
+    parser.add_argument("--beds", type=int, help="beds of each rate and noise [all]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=_SEEDS, help="trainings of each policy")
     parser.add_argument("--figure", type=Path, help="SVG of all regrets")
@@ -436,7 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.tiny:
         given.rates, given.beds, given.seeds = ("greedy",), 1, 1
-    regrets = list(run(given.rates, given.seed, given.seeds, given.beds))
+    regrets = list(run(given.rates, given.noises, given.seed, given.seeds, given.beds))
     title = f"over the best schedule; median of {given.seeds} seeds"
     show(title, (one.row() for one in regrets))
     show(f"{title}, and over beds", summary(regrets))

@@ -19,8 +19,13 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 Array = NDArray[np.float64]
 Optimizer = Literal["sgd", "momentum", "preconditioned"]
 Rate = Literal["greedy", "decaying", "constant"]
+Noise = Literal["proportional", "isotropic"]
 OPTIMIZERS: tuple[Optimizer, ...] = ("sgd", "momentum", "preconditioned")
 RATES: tuple[Rate, ...] = ("greedy", "decaying", "constant")
+NOISES: dict[Noise, Callable[[Array], Array]] = {  # c / noise, of h
+    "proportional": np.copy,
+    "isotropic": np.ones_like,
+}
 BASE_BATCH = 64  # at which a rate that is scaled by the square root is as it is set
 
 _MOMENTUM = 0.9
@@ -81,7 +86,10 @@ class Bed:
             times sqrt(B / 64).
         overhead: samples that take as long as the fixed part of a step.
         target: relative loss at the end.
-        noise: c_i / h_i.
+        noise: c_i over its shape.
+        noise_shape: a name in `NOISES`: "proportional" to h, where B_simple is at most 3.3 times
+            the critical batch tr(H Sigma) / (G'HG) of the start; or "isotropic", the same in every
+            coordinate, where it is 32 to 98 times that.
     Source:
         Zhang et al. 2019 (arXiv 1907.04164), section 3.
     """
@@ -92,6 +100,7 @@ class Bed:
     overhead: float
     target: float
     noise: float
+    noise_shape: Noise = "proportional"
 
     def __str__(self) -> str:
         return f"{self.spectrum}, {self.optimizer}, overhead {self.overhead:,.0f}"
@@ -114,7 +123,7 @@ class Bed:
     @cached_property
     def variances(self) -> Array:
         """c."""
-        return self.noise * self.curvatures
+        return self.noise * NOISES[self.noise_shape](self.curvatures)
 
     @cached_property
     def preconditioner(self) -> Array:

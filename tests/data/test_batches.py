@@ -1,5 +1,6 @@
 """Re-cutting a loader: each sample once, in order, whatever the plans and restarts."""
 
+import itertools
 import random
 import warnings
 from collections import UserDict
@@ -377,6 +378,66 @@ def test_a_data_set_smaller_than_a_batch_is_no_wrong_axis():
 def test_a_loader_that_can_be_read_only_once_is_refused():
     with pytest.raises(SettingError, match="used up after one pass"):
         Batches(batch for batch in ragged([4, 4]))
+
+
+def test_a_function_is_drawn_from_without_end_and_one_batch_ahead():
+    drawn = []
+
+    def draw() -> Tensor:
+        drawn.append(len(drawn))
+        return torch.arange(4) + 4 * drawn[-1]
+
+    batches = Batches(draw)
+    batches.start(0)
+    taken = []
+    for plan in [
+        BatchPlan(1, 4, 2),
+        BatchPlan(1, 3, 3),
+        BatchPlan(1, 10, 2),
+        BatchPlan(1, 4, 1),
+    ] * 9:
+        step = batches.step(plan, min_batch=4)
+        micro_batches = []
+        for micro_batch in step:
+            micro_batches += micro_batch.batch.tolist()
+            assert len(drawn) == micro_batches[-1] // 4 + (2 if micro_batches[-1] % 4 == 3 else 1)
+        assert plan.batch_size == len(micro_batches)
+        taken += micro_batches
+    assert list(range(len(taken))) == taken
+    assert batches.samples is None
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_function_that_draws_no_numbers_is_named_when_a_pass_continues(draws):
+    def make() -> Callable[[], Tensor]:
+        numbers = itertools.count()
+        return lambda: torch.rand(4) if draws else torch.full((4,), float(next(numbers)))
+
+    first, second = Batches(make()), Batches(make())
+    first.start(0)
+    for _ in range(2):
+        list(first.step(BatchPlan(1, 3, 1), min_batch=1))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        second.load_state_dict(through_a_file(first.state_dict()), epoch=0)
+    assert [True] * (not draws) == ["no position of it" in str(note.message) for note in caught]
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (
+            iter([torch.ones(4)]).__next__,
+            "ended with StopIteration, and each call has to give one batch, without end",
+        ),
+        (lambda: iter([torch.ones(4)]), "gave an iterator, and each call has to give one batch"),
+        (lambda: None, "a batch holds a NoneType"),
+    ],
+)
+def test_a_function_that_does_not_give_one_batch_after_another_is_refused(draw, message):
+    batches = Batches(draw)
+    batches.start(0)
+    with pytest.raises(BatchError, match=message):
+        list(batches.step(BatchPlan(1, 4, 2), min_batch=1))
 
 
 def test_an_unknown_remainder_is_refused_with_its_value():

@@ -109,6 +109,17 @@ def test_a_prepared_training_is_the_plain_one():
     assert same(model, other)
 
 
+def test_a_function_of_the_iteration_gives_the_rate_by_base_batches():
+    model, optimizer, loader, _ = parts()
+    train, _ = prepared(Accelerator(cpu=True), model, optimizer, loader, lambda it: 0.1 / (1 + it))
+    records = [record for _, record in trained(train)]
+    base = train.controller.base_batch
+    for record in records:
+        rate = 0.1 / (1 + (record.samples - record.batch_size) // base)
+        assert pytest.approx(rate * (record.batch_size / base) ** 0.5) == record.lr[0]
+    assert len({record.batch_size for record in records}) > 3
+
+
 def test_a_float16_scaler_of_accelerate_scales_and_steps():
     model, optimizer, loader, scheduler = parts()
     plain = bb.AdaptiveBatch(

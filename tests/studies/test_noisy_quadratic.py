@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from studies import decisions
-from studies.noisy_quadratic import OPTIMIZERS, RATES, SPECTRA, Bed
+from studies.noisy_quadratic import NOISES, OPTIMIZERS, RATES, SPECTRA, Bed
 from studies.optimal_schedule import optimal_schedule, with_best_rate
 
 
@@ -117,19 +117,55 @@ def test_the_optimal_schedule_is_no_slower_than_what_it_began_with(rate):
     assert best.time < 0.99 * start.time
 
 
-def test_ten_beds_a_rate_have_every_spectrum_and_optimizer():
-    for rate in RATES:
-        beds = decisions.beds(rate)
-        assert 10 == len(set(map(str, beds)))
+def test_beds_of_a_rate_and_noise_have_every_spectrum_and_optimizer():
+    for rate, noise in itertools.product(RATES, NOISES):
+        beds = decisions.beds(rate, noise)
         kinds = {(one.spectrum, one.optimizer) for one in beds}
-        expected = set(itertools.product(SPECTRA, OPTIMIZERS)) - {("flat", "preconditioned")}
-        assert expected == kinds
+        flat = {("flat", name) for name in OPTIMIZERS}  # its noise has one shape
+        left_out = {("flat", "preconditioned")} if noise == "proportional" else flat
+        assert set(itertools.product(SPECTRA, OPTIMIZERS)) - left_out == kinds
         assert {10, 1000, 10_000} == {one.overhead for one in beds}
+        assert len(kinds) + 2 == len(set(map(str, beds)))
+
+
+def test_noise_is_proportional_to_curvature_or_the_same_in_every_coordinate():
+    h = SPECTRA["1/i"].curvatures
+    np.testing.assert_array_equal(10 * h, bed("1/i").variances)
+    np.testing.assert_array_equal(
+        10 * np.ones_like(h), bed("1/i", noise_shape="isotropic").variances
+    )
+
+
+@pytest.mark.parametrize(
+    ("noise", "spectrum", "factor"),
+    [
+        ("proportional", "flat", 1),
+        ("proportional", "1/i", 3.3),
+        ("isotropic", "1/i", 98),
+        ("isotropic", "two-scale", 32),
+    ],
+)
+def test_b_simple_is_so_many_times_the_critical_batch_of_the_start(noise, spectrum, factor):
+    one = bed(spectrum, noise_shape=noise)
+    h, moments = one.curvatures, one.start(1)
+    # McCandlish et al. 2018 (1812.06162), 2.2: tr(H Sigma) / (G'HG) with G = h
+    critical = (one.counts @ (h * one.variances)) / (one.counts @ h**3)
+    assert (
+        pytest.approx(factor, rel=0.02) == one.grad_variance / one.grad_sqnorm(moments) / critical
+    )
+
+
+def test_with_isotropic_noise_policies_of_the_noise_scale_lose_to_a_fixed_batch():
+    one = decisions.beds("greedy", "isotropic")[1]  # 1/i, SGD
+    times = {found.arm: max(found.times) for found in decisions.compare(one, seeds=1)}
+    assert times[decisions.FIXED.name] < 0.1
+    assert times["Goodput, overhead given"] > 0.8
+    assert times["SimiGrad(0.2)"] > 4
 
 
 @pytest.fixture(scope="module")
 def regrets():
-    small = replace(decisions.beds("greedy")[7], noise=30.0)  # two-scale, SGD
+    small = replace(decisions.beds("greedy", "proportional")[7], noise=30.0)  # two-scale, SGD
     return decisions.compare(small, seed=0, seeds=2)
 
 
@@ -158,7 +194,7 @@ def test_a_simulation_is_the_same_again(regrets):
 
 
 def test_policies_that_follow_the_decay_are_on_beds_with_one(regrets):
-    small = replace(decisions.beds("decaying")[7], noise=30.0)
+    small = replace(decisions.beds("decaying", "proportional")[7], noise=30.0)
     decaying = decisions.compare(small, seed=0, seeds=1)
     times = {one.arm: one.times for one in decaying}
     assert times.keys() == {arm.name for arm in (decisions.FIXED, *decisions.ARMS)}

@@ -54,6 +54,36 @@ def test_the_run_is_the_same_on_one_two_and_four_ranks(ranks, engine, count, vir
         torch.testing.assert_close(alone[2], weights, rtol=1e-8, atol=1e-10)
 
 
+def drawn(rank, ranks, updates, state=None):
+    """Batches that a function draws on each rank: sizes, the draws, and the state at the end."""
+    data, draws = Numbered(), []
+
+    def draw():
+        draws.append(torch.randint(SAMPLES, (16,)))
+        return data.x[draws[-1]], data.y[draws[-1]], draws[-1]
+
+    train = build(rank, ranks, "plain" if ranks == 1 else "ddp", 4, loader=draw)
+    torch.manual_seed(100 + rank)
+    if state is not None:
+        train.load_state_dict(state)
+    done = steps_of(train, 1, updates)
+    return [record.batch_size for _, record in done], torch.stack(draws), train.state_dict()
+
+
+def test_ranks_draw_their_own_batches_no_further_than_one_ahead_and_resume_on_fewer(ranks):
+    answers = ranks(2)(drawn, 30)
+    (sizes, first, state), (other_sizes, second, _) = answers
+    assert sizes == other_sizes
+    assert len(set(sizes)) > 5
+    assert not torch.equal(first, second)
+    for draws in (first, second):  # each has half of the samples
+        assert 0 < 16 * len(draws) - sum(sizes) / 2 <= 16 + 4
+    with pytest.warns(UserWarning, match="random states are not those of these 1 ranks"):
+        _, alone, after = drawn(0, 1, 35, state)
+    assert sum(sizes) < after["shared"]["counts"][1]
+    assert 16 * len(alone) <= after["shared"]["counts"][1] - sum(sizes) + 16  # none drawn again
+
+
 # the gradient
 
 

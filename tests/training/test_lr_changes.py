@@ -79,7 +79,7 @@ def test_both_rates_are_in_the_warning_and_by_hand_nothing_else_happens():
 
     (message,) = one_pass(train, by_hand)
     assert "from 0.1 to 0.05" in message
-    assert "set the rate by hand, it stays as you set it" in message
+    assert "A single change by hand stays as you make it" in message
     assert (0.05,) == train.record.lr
 
 
@@ -106,6 +106,27 @@ def test_a_scheduler_that_the_loop_was_given_is_not_said():
     assert [] == one_pass(train) + one_pass(train)
     train.scheduler = None
     assert [] == one_pass(train)
+    train.scheduler = SCHEDULES["steps"](train.optimizer)
+    assert [] == one_pass(train)
+    train.scheduler = lambda tick: 0.5 - 0.01 * tick
+    assert [] == one_pass(train)
+
+
+def test_a_rate_by_hand_over_that_of_a_scheduler_is_said_once():
+    """As in nanoGPT's loop with `scheduler=get_lr` where the lines that set the rate are left."""
+
+    def by_hand(number):
+        train.optimizer.param_groups[0]["lr"] = rate(number + 1)
+
+    def rate(number):
+        return 0.5 / (1 + number)
+
+    train = loop(scheduler=lambda _: rate)
+    assert [] == one_pass(train, by_hand)  # a fixed batch is the base batch: both are the same
+    train = loop(scheduler=lambda _: rate, base_batch=4, lr_scaling=None)
+    (message,) = one_pass(train, by_hand)
+    assert "from 0.1 to 0.25 between two updates" in message
+    assert "leave out the lines that set it from a count of updates" in message
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,45 @@ def test_batches_kept_in_a_list_resume():
     assert_resumes(3, loader=loader, scheduled=False, batch_size=12, micro_batch=8)
 
 
+def test_batches_that_a_function_draws_resume_and_are_not_drawn_again():
+    x, y = fixed_data().tensors
+    draws = [0]
+
+    def draw() -> tuple[Tensor, Tensor]:
+        draws[0] += 1
+        rows = torch.randint(90, (12,))
+        return x[rows] + 0.1 * random.random() + 0.1 * numpy.random.rand(), y[rows]  # noqa: NPY002
+
+    def thirty_steps(run: Run) -> tuple[list[bb.StepRecord], list[bytes]]:
+        records, files = [], []
+        for step in run.train:
+            for inputs, labels in step:
+                step.backward(cross_entropy(run.model(inputs), labels))
+            records.append(replace(step.update(), elapsed_seconds=0.0))
+            files.append(run.save())
+            if run.train.steps == 30:
+                return records, files
+        raise AssertionError
+
+    def new() -> Run:
+        sizes = {"batch_size": 12, "micro_batch": 8, "scheduler": lambda tick: 0.1 / (9 + tick)}
+        return built(loader=lambda: draw, scheduled=False, **sizes)
+
+    seed_all(SEED)
+    uninterrupted = new()
+    expected, files = thirty_steps(uninterrupted)
+    assert len({record.batch_size for record in expected}) > 3
+    for file in files[4:29:5]:
+        seed_all(OTHER_SEED)
+        resumed = new()
+        draws[0] = 0
+        resumed.load(file)
+        assert draws[0] <= 1  # the samples that wait
+        assert expected[resumed.train.steps :] == thirty_steps(resumed)[0]
+        for name, weight in uninterrupted.model.state_dict().items():
+            assert torch.equal(weight, resumed.model.state_dict()[name])
+
+
 def test_a_run_with_a_scaler_and_a_skipped_step_resumes():
     def loader() -> DataLoader:
         x, y = fixed_data().tensors

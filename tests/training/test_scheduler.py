@@ -1,6 +1,7 @@
 """Schedulers that count base batches of samples: every one of torch's, its curve, its end."""
 
 import io
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -117,6 +118,47 @@ def test_every_scheduler_of_torch_is_classified_here():
     known = {getattr(lr_scheduler, name) for name in lr_scheduler.__all__} | {SWALR}
     built = {type(build(optimizer())) for build in SCHEDULES.values()}
     assert known - {LRScheduler, ReduceLROnPlateau} == built
+
+
+# a function of the iteration number: a schedule by hand
+
+
+def by_hand(tick: int) -> float:
+    return 0.3 / (1 + tick)
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1, dtype=torch.float64)])
+def test_a_function_gives_the_rate_of_every_group_at_each_tick(lr):
+    opt = optimizer(lr)
+    clock = BaseBatchScheduler(BASE, opt)
+    clock.scheduler = by_hand
+    for samples in range(0, 40 * BASE, 3 * BASE):
+        assert [by_hand(samples // BASE)] * 2 == rates(opt)
+        opt.step()
+        clock.advance(3 * BASE)
+    assert lr is opt.param_groups[0]["lr"] or not isinstance(lr, Tensor)
+    again = BaseBatchScheduler(BASE, optimizer())
+    again.load_state_dict(clock.state_dict())
+    again.scheduler = by_hand
+    assert clock.scheduler.last_epoch == again.scheduler.last_epoch
+    assert rates(opt) == rates(again.scheduler.optimizer)
+
+
+@pytest.mark.parametrize("rate", [None, math.nan, math.inf, -0.1, "0.1", torch.tensor(0.1)])
+def test_a_function_that_gives_no_rate_is_refused(rate):
+    clock = BaseBatchScheduler(BASE, optimizer())
+    with pytest.raises(SettingError, match=r"what scheduler= gives for 0=.* must be a number"):
+        clock.scheduler = lambda _: rate
+
+
+def test_the_rate_and_the_base_step_of_a_loop_follow_the_samples_of_its_batches():
+    train = adaptive(scheduler=by_hand, base_batch=BASE, lr_scaling=None)
+    base_steps = []
+    for record in records(train, 2):
+        base_steps.append((record.samples - record.batch_size) // BASE)
+        assert (by_hand(base_steps[-1]),) == record.lr
+        assert record.samples // BASE == train.base_step
+    assert any(later - step not in (0, 1) for step, later in itertools.pairwise(base_steps))
 
 
 # ticks

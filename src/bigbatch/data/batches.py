@@ -35,7 +35,8 @@ class Batches:
     groups that are compared are the same on any number of ranks that divides v.
 
     Args:
-        loader: any iterable of batches that can be iterated once per epoch.
+        loader: any iterable of batches that can be iterated once per epoch; or a function that
+            draws one batch, without end, from the global generators of torch, NumPy or Python.
         remainder: what happens to the last samples of an epoch if they are too few for a step.
             "share": they join the last step, or are shared by the last two, so that the steps keep
             their bounds if any cut can. "step": they are a step by themselves. In both, fewer
@@ -60,7 +61,7 @@ class Batches:
     @checked
     def __init__(
         self,
-        loader: Iterable[Batch],
+        loader: Iterable[Batch] | Callable[[], Batch],
         *,
         remainder: Remainder = "share",
         virtual_ranks: Count | None = None,
@@ -167,7 +168,7 @@ class Batches:
             min_rows: fewest rows (one sample of every virtual rank) of a last step that
                 remainder="step" makes.
         """
-        if self._collectives.ranks > 1 and self._total is None:
+        if self._collectives.ranks > 1 and self._total is None and not self._loader.endless:
             ahead = plan.batch_size + max(min_batch, self.virtual_ranks)
             self._unread = self._pass.agree_on_end(ahead) or self._unread
         fewest = plan.batch_size if self.remainder == "drop" else self.virtual_ranks
@@ -321,7 +322,8 @@ class Batches:
     def _skip(self, position: dict[str, Any], epoch: int) -> None:
         """Resumes a pass that other ranks began."""
         rank, ranks = self._collectives.rank, self._collectives.ranks
-        if not self._loader.ordered or self.order != position["order"]:
+        is_ordered = self._loader.ordered and self.order == position["order"]
+        if not is_ordered and not self._loader.endless:
             warnings.warn(
                 f"the order of this pass was {position['order']} and is {self.order}: on "
                 "another number of ranks some of its samples come twice and others never; an "

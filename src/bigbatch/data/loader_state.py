@@ -1,7 +1,7 @@
 """Sizes and order of a loader, as far as it states them, and how a pass over it is resumed."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.data import (
 )
 
 from bigbatch.data.collate import REMEDY, Batch
-from bigbatch.data.rng_state import random_state, restore_random_state
+from bigbatch.data.rng_state import random_state, restore_random_state, same_random_state
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import BatchError, SettingError, StateError
 
@@ -24,23 +24,27 @@ class ResumableLoader:
 
     A pass resumes in one of three ways: an `ElasticDistributedSampler` begins at a position; a
     loader with a state of its own (StatefulDataLoader) loads it; any other is replayed from the
-    random state that the pass began with.
+    random state that the pass began with. A function, which draws batches without end, has none.
     """
 
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        if isinstance(batches, Iterator):
-            raise SettingError("the loader is used up after one pass; give one that starts again")
-        self.batches = batches
+    def __init__(self, loader: Any) -> None:
+        if isinstance(loader, Iterator):
+            raise SettingError(
+                "the loader is used up after one pass; give one that starts again, or the function "
+                "that draws its batches"
+            )
+        self.batches = loader
+        self.endless = callable(loader) and not isinstance(loader, Iterable)
         self._started_from: dict[str, Any] = {}  # random states at the pass's start
         # whether its workers, with random states of their own, live from pass to pass
-        self.keeps_workers = isinstance(batches, DataLoader) and batches.persistent_workers
+        self.keeps_workers = isinstance(loader, DataLoader) and loader.persistent_workers
         self._had_workers = False  # when the pass started
-        sampler = getattr(batches, "sampler", None)
-        self._batch_sampler = getattr(batches, "batch_sampler", None)
+        sampler = getattr(loader, "sampler", None)
+        self._batch_sampler = getattr(loader, "batch_sampler", None)
         if self._batch_sampler is None and hasattr(sampler, "sampler"):  # with batch_size=None
             self._batch_sampler = sampler
         self._sampler = getattr(self._batch_sampler, "sampler", sampler)
-        self._parts = batches, self._batch_sampler, self._sampler
+        self._parts = loader, self._batch_sampler, self._sampler
 
     # read at each use, since the user may change the loader
 
@@ -128,9 +132,9 @@ class ResumableLoader:
         return self._begin(epoch, position)
 
     def loader_state(self) -> dict[str, Any] | None:
-        """The loader's own state, if it has one (StatefulDataLoader)."""
+        """The loader's own state, if it has one (StatefulDataLoader); an empty one if endless."""
         load = getattr(self.batches, "load_state_dict", None)
-        return self.batches.state_dict() if callable(load) else None  # type: ignore[attr-defined]
+        return self.batches.state_dict() if callable(load) else {} if self.endless else None
 
     def state_dict(self) -> dict[str, Any]:
         """The states that determine the order of the present pass and of later ones."""
@@ -170,8 +174,8 @@ class ResumableLoader:
         self.restore_generators(self._started_from["generators"])
         if self.elastic_sampler is not None and position is not None:
             return self._begin(epoch, position * self.elastic_sampler.num_replicas), True
-        if loader_state is not None:
-            self.batches.load_state_dict(loader_state)  # type: ignore[attr-defined]
+        if loader_state:
+            self.batches.load_state_dict(loader_state)
         return self._begin(epoch), loader_state is not None
 
     def restore_generators(self, states: list[torch.Tensor]) -> None:
@@ -201,6 +205,16 @@ class ResumableLoader:
                 stacklevel=6,
             )
 
+    def warn_of_position(self, drawn_from: dict[str, Any]) -> None:
+        """Warns that no state says where a function continues whose batch took no random number."""
+        if self.endless and same_random_state(drawn_from, random_state()):
+            warnings.warn(
+                "the function that draws the batches uses no global generator of torch, NumPy or "
+                "Python, so the state has no position of it: restore what it reads or draws from "
+                "yourself, or the run reads other data than the interrupted one",
+                stacklevel=6,
+            )
+
     def generator_states(self) -> list[torch.Tensor]:
         """The states of the loader's own generators."""
         return [generator.get_state() for generator in self._generators()]
@@ -216,22 +230,37 @@ class ResumableLoader:
         self.set_epoch(epoch)
         if self.elastic_sampler is not None:
             self.elastic_sampler.start_at(position)
-        iterator = iter(self.batches)
+        iterator = _drawn(self.batches) if self.endless else iter(self.batches)
         return _ExclusivePass(iterator) if self._has_workers else iterator
 
     @property
     def _has_workers(self) -> bool:
         """Whether persistent workers run since an earlier pass; their start draws a seed."""
-        return self.keeps_workers and self.batches._iterator is not None  # type: ignore[attr-defined]
+        return self.keeps_workers and self.batches._iterator is not None
 
     def _set_workers(self, running: bool) -> None:
         """Starts or drops the workers, so that the next pass draws as many random numbers."""
         if self.keeps_workers and running != self._has_workers:
-            self.batches._iterator = iter(self.batches) if running else None  # type: ignore[attr-defined]
+            self.batches._iterator = iter(self.batches) if running else None
 
     def _generators(self) -> list[torch.Generator]:
         generators = [getattr(part, "generator", None) for part in self._parts]
         return list(dict.fromkeys(g for g in generators if isinstance(g, torch.Generator)))
+
+
+def _drawn(draw: Callable[[], Batch]) -> Iterator[Batch]:
+    """Batches that a function draws, without end."""
+    while True:
+        try:
+            batch, fault = draw(), "gave an iterator"
+        except StopIteration:
+            batch, fault = iter(()), "ended with StopIteration"
+        if isinstance(batch, Iterator):
+            raise BatchError(
+                f"the function that draws the batches {fault}, and each call has to give one "
+                "batch, without end; pass what it iterates over, such as the DataLoader"
+            )
+        yield batch
 
 
 class _ExclusivePass(Iterator[Batch]):

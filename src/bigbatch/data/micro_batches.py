@@ -36,6 +36,9 @@ class SamplePass:
 
     def remaining(self, ahead: int) -> int | None:
         """Samples still to come; None if their number is unknown and at least `ahead`."""
+        if self.buffer.loader.endless:
+            self.buffer.read_until(1)  # one batch ahead, as a loop by hand draws them
+            return None
         if self.collectives.ranks == 1:
             self.buffer.read_until(ahead if self.end is None else 1)
             if self.buffer.ended:

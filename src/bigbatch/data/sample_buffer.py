@@ -211,13 +211,14 @@ class SampleBuffer:
         for random_state in state["fetched_from"]:
             restore_random_state(random_state)
             self._refetch(needed)
+            self.loader.warn_of_position(random_state)
         self._discard(state["given_out"])
         self.ended = state["ended"]
 
     def skip(self, epoch: int, position: int, samples: int) -> None:
         """Resumes after so many of this rank's samples, at a position of the order of all ranks."""
         self._start(self.loader.begin(epoch, position))
-        if self.loader.elastic_sampler is not None:
+        if self.loader.elastic_sampler is not None or self.loader.endless:
             self.counted, self._skipped = samples, True
         else:
             self._discard(samples)

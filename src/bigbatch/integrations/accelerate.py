@@ -71,18 +71,19 @@ def adaptive_batch(
         optimizer: the prepared optimizer.
         loader: the prepared loader, or `batches(accelerator, loader, ...)` with options.
         policy: as for `AdaptiveBatch`.
-        scheduler: the prepared scheduler, or None.
+        scheduler: the prepared scheduler, a function as for `AdaptiveBatch`, or None.
         meter: as for `AdaptiveBatch`.
         options: as for `AdaptiveBatch`.
     Raises:
         SettingError: a setting of accelerate is not supported; the message has the remedy.
     """
     require_supported(accelerator)
-    for name, value, kind in (
-        ("optimizer", optimizer, AcceleratedOptimizer),
-        ("scheduler", scheduler, AcceleratedScheduler),
+    is_prepared = isinstance(scheduler, AcceleratedScheduler)
+    for name, value, is_right in (
+        ("optimizer", optimizer, isinstance(optimizer, AcceleratedOptimizer)),
+        ("scheduler", scheduler, is_prepared or scheduler is None or callable(scheduler)),
     ):
-        if not isinstance(value, kind) and (value is not None or name == "optimizer"):
+        if not is_right:
             raise SettingError(
                 f"{name}= is a {type(value).__name__} that accelerate did not prepare; pass what "
                 "accelerator.prepare returns for it"
@@ -92,12 +93,13 @@ def adaptive_batch(
         optimizer.optimizer,
         loader if isinstance(loader, Batches) else batches(accelerator, loader),
         policy=policy,
-        scheduler=None if scheduler is None else scheduler.scheduler,
+        scheduler=scheduler.scheduler if is_prepared else scheduler,
         scaler=accelerator.scaler,
         meter=meter,
         **options,
     )
-    train.scheduler_batch = _scheduler_batch(accelerator, train)
+    if is_prepared:
+        train.scheduler_batch = _scheduler_batch(accelerator, train)
     return train
 
 

@@ -3,7 +3,7 @@
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, NoReturn, Unpack
 
 from torch import Tensor, nn
@@ -74,8 +74,8 @@ class AdaptiveBatch:
         optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement, and is
             attached to DDP if it was not: then call `optimizer.attached.consolidate()` on every
             rank before its `state_dict()`.
-        loader: any iterable of batches, or `Batches` with options of its own; `ExternalBatches` if
-            another loop gives the micro-batches.
+        loader: any iterable of batches, or a function that draws one; `Batches` for options of its
+            own; `ExternalBatches` if another loop gives the micro-batches.
         policy: decides the batch size after every step; or a `Controller` with options of its own,
             which then has the initial size and the base batch.
         batch_size: initial size, in samples; default: that of a `Fixed` policy, or the loader's
@@ -99,7 +99,8 @@ class AdaptiveBatch:
         every: n, instead of a budget; the same in every run and on every machine.
         log: folder, or a `RunLog` with options of its own, that gets a row per step for `bigbatch
             report`, `compare` and `replay`. See docs/logs.md.
-        scheduler: a scheduler that counts steps, advanced once per base batch of samples.
+        scheduler: a scheduler that counts steps, advanced once per base batch of samples; or a
+            function of the iteration number that gives the learning rate.
         scaler: a GradScaler, if float16 needs one.
         meter: a GradientMeter of your own.
         options: batch_size to every above, as declared by `LoopOptions`.
@@ -115,10 +116,10 @@ class AdaptiveBatch:
         self,
         model: nn.Module,
         optimizer: Annotated[Optimizer, CHECKED_ELSEWHERE],
-        loader: Iterable[Batch] | Batches | ExternalBatches,
+        loader: Iterable[Batch] | Callable[[], Batch] | Batches | ExternalBatches,
         *,
         policy: Policy | Controller,
-        scheduler: LRScheduler | None = None,
+        scheduler: LRScheduler | Callable[[int], float] | None = None,
         scaler: GradScaler | None = None,
         meter: GradientMeter | None = None,
         **options: Unpack[LoopOptions],
@@ -231,8 +232,9 @@ class AdaptiveBatch:
         return self._update.clock.scheduler
 
     @scheduler.setter
-    def scheduler(self, scheduler: LRScheduler | None) -> None:
+    def scheduler(self, scheduler: LRScheduler | Callable[[int], float] | None) -> None:
         self._update.clock.scheduler = scheduler
+        self._update.lr_changes.note()  # the rates that it has set
 
     @property
     def scheduler_batch(self) -> float:
@@ -251,6 +253,15 @@ class AdaptiveBatch:
     def elapsed_seconds(self) -> float:
         """Time spent training, over all resumptions."""
         return self._update.elapsed_seconds
+
+    @property
+    def base_step(self) -> int:
+        """Base batches of samples consumed, floor(samples / `scheduler_batch`).
+
+        The iteration number for whatever a loop computes from one: its length, or settings other
+        than the learning rate, which `scheduler=` takes. A count of steps follows the batch size.
+        """
+        return int(self.samples // self.scheduler_batch)
 
     def base_steps(self, epochs: float) -> int:
         """Advances of the scheduler in so many epochs: samples / base batch, rounded up.

@@ -18,8 +18,20 @@ from torch.optim.lr_scheduler import (
 )
 
 from bigbatch.errors import LoopError, SettingError, StateError
+from bigbatch.setting_types import NotNegative, check_setting
 from bigbatch.training.scaled_lr import times_written
 
+_NO_SCHEDULER = (
+    "and no scheduler is known: a schedule that counts updates ends in the wrong place, since "
+    "their number follows the batch size. Pass AdaptiveBatch(scheduler=scheduler) (to a trainer, "
+    "as its own), which advances it once per base batch of samples, and leave scheduler.step() "
+    "out. If you set the rate by a function of the iteration number, pass that, scheduler=get_lr, "
+    "and leave out the lines that set it. A single change by hand stays as you make it"
+)
+_TWO_SCHEDULES = (
+    "and the scheduler that was passed sets it too, from the samples: leave out the lines that set "
+    "it from a count of updates, which ends in the wrong place"
+)
 _SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the groups
 
 
@@ -49,7 +61,7 @@ class BaseBatchScheduler:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler that is advanced, if any; None drops a loaded one too.
+        """The scheduler that is advanced; from a function, one is made; None drops a loaded one.
 
         Raises:
             SettingError: it cannot be advanced in base batches.
@@ -58,7 +70,9 @@ class BaseBatchScheduler:
         return self._scheduler
 
     @scheduler.setter
-    def scheduler(self, scheduler: LRScheduler | None) -> None:
+    def scheduler(self, scheduler: Any) -> None:
+        if callable(scheduler) and not isinstance(scheduler, type):
+            scheduler = RateFunction(self._optimizer, scheduler)
         if scheduler is None:
             self._pending_state = None
             self._rate = self._peak_rate = 0.0
@@ -198,6 +212,16 @@ class BaseBatchScheduler:
         self._pending_state = None
 
 
+class RateFunction(LambdaLR):
+    """A schedule by hand: the learning rate itself, of all groups, as a function of the tick."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rates at the present tick, where those of `LambdaLR` are factors."""
+        tick, function = self.last_epoch, self.lr_lambdas[0]
+        rate = check_setting(f"what scheduler= gives for {tick}", function(tick), NotNegative)
+        return [rate] * len(self.lr_lambdas)
+
+
 def _require_advanceable(scheduler: object, optimizer: Optimizer) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise SettingError(
@@ -262,9 +286,9 @@ def _count(scheduler: LRScheduler) -> int:
 class LRChanges:
     """Warns once that a schedule of the user's own counts updates, whose number is unknown.
 
-    And once that a policy, the `follower`, follows the rates of a scheduler where none is known.
-    Rates may change between two passes (a schedule of epochs, a plateau after validation), and with
-    a loaded state, which has new groups.
+    It may also set rates that the known scheduler sets. And once that a policy, the `follower`,
+    follows the rates of a scheduler where none is known. Rates may change between two passes (a
+    schedule of epochs, a plateau after validation), and with a loaded state, which has new groups.
     """
 
     def __init__(self, optimizer: Optimizer, *, warns: bool, follower: str) -> None:
@@ -273,16 +297,18 @@ class LRChanges:
         self._epoch = 0  # of the last update
 
     def note(self, epoch: int | None = None) -> None:
-        """Notes the rates at the end of an update in a pass; None for that of the last one."""
+        """Notes the rates at the end of an update in a pass; None for one before, if any."""
+        if epoch is None and not self._rates:
+            return
         groups = self._optimizer.param_groups
         self._rates = [(group, group.get("lr"), times_written(group.get("lr"))) for group in groups]
         self._epoch = self._epoch if epoch is None else epoch
 
-    def examine(self, epoch: int) -> None:
-        """Compares the rates before another update that has no scheduler."""
+    def examine(self, epoch: int, scheduler: LRScheduler | None) -> None:
+        """Compares the rates before another update."""
         if not self._warns:
             return
-        if self._follower:
+        if self._follower and scheduler is None:
             warnings.warn(
                 f"{self._follower} follows the scheduled learning rate, and no scheduler is known: "
                 "the batch changes only where you change the rate yourself; pass "
@@ -304,11 +330,7 @@ class LRChanges:
                 change = "" if is_tensor else f" from {rate:.6g} to {present:.6g}"
                 warnings.warn(
                     f"the learning rate of parameter group {number} was changed{change} between "
-                    "two updates, and no scheduler is known: a schedule that counts updates ends "
-                    "in the wrong place, since their number follows the batch size. Pass "
-                    "AdaptiveBatch(scheduler=scheduler) (to a trainer, as its own), which advances "
-                    "it once per base batch of samples, and leave scheduler.step() out. If you set "
-                    "the rate by hand, it stays as you set it",
+                    "two updates, " + (_NO_SCHEDULER if scheduler is None else _TWO_SCHEDULES),
                     stacklevel=5,
                 )
                 return

@@ -123,7 +123,7 @@ class Update:
         meter.at_step(0, due=interval.due)
         policy = type(controller.policy).__name__
         follower = policy if controller.needs.lr_decay else ""
-        self._lr_changes = LRChanges(optimizer, warns=warns, follower=follower)
+        self.lr_changes = LRChanges(optimizer, warns=warns, follower=follower)
         if controller.needs.statistics:
             interval.require_statistics(f"policy={policy}")
         if lr_scaling == "adascale":
@@ -204,8 +204,7 @@ class Update:
             yield
         finally:
             self._step_started += time.perf_counter() - started
-            if self.record is not None:
-                self._lr_changes.note()
+            self.lr_changes.note()
 
     def rank_message(self) -> tuple[float, float]:
         """A rank's elapsed seconds and a checksum of its state; [Note: Agreement of ranks]."""
@@ -284,7 +283,7 @@ class Update:
         if step.statistics is not None:
             self.last_measured = self.record
             self.noise_average.add(step.statistics)
-        self._lr_changes.note(self.epoch)
+        self.lr_changes.note(self.epoch)
         self.loss_check.compare(step.samples / step.micro_batches, step.loss)
         self.weight_per_sample = step.weight_per_sample
         self._zero_grad()
@@ -342,8 +341,7 @@ class Update:
         """Checks that all is as the last step left it."""
         if self._half_done:
             raise LoopError("update() failed half way; load an earlier checkpoint")
-        if self.clock.scheduler is None:
-            self._lr_changes.examine(self.epoch)
+        self.lr_changes.examine(self.epoch, self.clock.scheduler)
 
     def _zero_grad(self) -> None:
         """Zeroes the gradients and forgets the micro-batches of an unfinished step."""
