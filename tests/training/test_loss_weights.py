@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.optim import SGD
 
@@ -13,6 +14,7 @@ import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim import VRSGD
 from bigbatch.training.loss_weights import label_weights
+from numbered_samples import whole
 
 torch.set_num_threads(1)
 CLASSES, SAMPLES, LENGTH = 5, 24, 7
@@ -61,6 +63,10 @@ LOSSES = {  # name: batch, loss of logits and labels
         lambda z, y: torch.utils.checkpoint.checkpoint(flat, z, y, use_reentrant=False),
     ),
 }
+
+
+def plain_vr(parameters, lr):
+    return VRSGD(parameters, lr=lr, gamma=1.0)  # r = 1
 
 
 def uncut(batch, loss_of):
@@ -118,8 +124,7 @@ def test_groups_of_one_backward_have_the_weights_of_their_labels(name):
 
 
 def test_variance_reduced_optimizers_read_the_mean_over_labels():
-    options = {"optimizer": lambda p, lr: VRSGD(p, lr=lr, gamma=1.0)}  # r = 1: plain SGD
-    _, found = cut(*LOSSES["class weights"], micro_batch=3, **options)
+    _, found = cut(*LOSSES["class weights"], micro_batch=3, optimizer=plain_vr)
     assert distance(found, uncut(*LOSSES["class weights"])[1]) < CLOSE
 
 
@@ -175,36 +180,39 @@ def test_weights_that_are_read_in_some_micro_batches_only_are_refused():
         cut(PLAIN, lambda z, y: next(kinds)(z, y))
 
 
-def step_on_ranks(rank, ranks, ignored):
+def step_on_ranks(rank, ranks, ignored, engine="ddp", optimizer=SGD):
     batch, loss_of = LOSSES["padding"]
     x, y = (part[rank::ranks] for part in batch)
     if ignored == "everywhere" or (ignored == "here" and rank):
         y = torch.full_like(y, -100)
-    model = nn.parallel.DistributedDataParallel(network())
+    model = network()
+    model = nn.parallel.DistributedDataParallel(model) if engine == "ddp" else fully_shard(model)
+    before = [whole(p).clone() for p in model.parameters()]
     train = bb.AdaptiveBatch(
         model,
-        SGD(model.parameters(), lr=1.0),
+        optimizer(model.parameters(), lr=1.0),
         [(x, y)],
         policy=bb.Fixed(SAMPLES),
         micro_batch=3,
         every=1,
     )
-    before = copy.deepcopy(list(model.parameters()))
     for step in train:
         for x, y in step:
             step.backward(loss_of(model(x), y))
         record = step.update()
-    return record, [a.data - b.data for a, b in zip(before, model.parameters(), strict=True)]
+    return record, [a - whole(b) for a, b in zip(before, model.parameters(), strict=True)]
 
 
+@pytest.mark.parametrize("optimizer", [SGD, plain_vr])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("ignored", ["some", "here"])
-def test_ranks_train_on_the_mean_over_the_labels_of_all(ranks, ignored):
+def test_ranks_train_on_the_mean_over_the_labels_of_all(ranks, ignored, engine, optimizer):
     (x, y), loss_of = LOSSES["padding"]
     if ignored == "here":
         y = y.clone()
         y[1::2] = -100
     loss, gradients = uncut((x, y), loss_of)
-    for record, found in ranks(2)(step_on_ranks, ignored):
+    for record, found in ranks(2)(step_on_ranks, ignored, engine, optimizer):
         assert pytest.approx(loss, rel=CLOSE) == record.loss
         assert distance(found, gradients) < CLOSE
 
