@@ -54,6 +54,12 @@ LOSSES = {  # name: batch, loss of logits and labels
     "smoothed": (PLAIN, lambda z, y: F.cross_entropy(z, y, weight=RARE, label_smoothing=0.1)),
     "nll": (PLAIN, lambda z, y: F.nll_loss(z.log_softmax(1), y, weight=RARE)),
     "times a number": (PLAIN, lambda z, y: -(F.cross_entropy(z, y, weight=RARE) * -0.5) / 3),
+    "summed alone": (PLAIN, lambda z, y: sum([F.cross_entropy(z, y, weight=RARE)])),
+    "averaged alone": (PLAIN, lambda z, y: F.cross_entropy(z, y, weight=RARE)[None].mean()),
+    "stacked alone": (
+        PLAIN,
+        lambda z, y: torch.stack([F.cross_entropy(z, y, weight=RARE)]).clone()[0].view(1),
+    ),
     "padding": (PADDED, flat),
     "padding of classes with weights": (PADDED, lambda z, y: flat(z, y, weight=RARE)),
     "sequences": (PADDED, channels_first),
@@ -180,13 +186,31 @@ def test_weights_that_are_read_in_some_micro_batches_only_are_refused():
         cut(PLAIN, lambda z, y: next(kinds)(z, y))
 
 
+class Scored(nn.Module):
+    """Returns its loss, as the models of transformers do."""
+
+    def __init__(self, loss_of):
+        super().__init__()
+        self.body, self.loss_of = network(), loss_of
+
+    def forward(self, x, y):
+        z = self.body(x)
+        return {"logits": z, "loss": self.loss_of(z, y)}
+
+
 def step_on_ranks(rank, ranks, ignored, engine="ddp", optimizer=SGD):
     batch, loss_of = LOSSES["padding"]
     x, y = (part[rank::ranks] for part in batch)
     if ignored == "everywhere" or (ignored == "here" and rank):
         y = torch.full_like(y, -100)
     model = network()
-    model = nn.parallel.DistributedDataParallel(model) if engine == "ddp" else fully_shard(model)
+    if engine == "ddp, its own loss":  # torch puts a node of DDP's between loss and backward
+        scored = Scored(loss_of)
+        model = nn.parallel.DistributedDataParallel(scored, find_unused_parameters=True)
+    else:
+        model = (
+            nn.parallel.DistributedDataParallel(model) if engine == "ddp" else fully_shard(model)
+        )
     before = [whole(p).clone() for p in model.parameters()]
     train = bb.AdaptiveBatch(
         model,
@@ -198,13 +222,14 @@ def step_on_ranks(rank, ranks, ignored, engine="ddp", optimizer=SGD):
     )
     for step in train:
         for x, y in step:
-            step.backward(loss_of(model(x), y))
+            has_loss = engine.endswith("loss")
+            step.backward(model(x, y)["loss"] if has_loss else loss_of(model(x), y))
         record = step.update()
     return record, [a - whole(b) for a, b in zip(before, model.parameters(), strict=True)]
 
 
 @pytest.mark.parametrize("optimizer", [SGD, plain_vr])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", "ddp, its own loss", "fsdp2"])
 @pytest.mark.parametrize("ignored", ["some", "here"])
 def test_ranks_train_on_the_mean_over_the_labels_of_all(ranks, ignored, engine, optimizer):
     (x, y), loss_of = LOSSES["padding"]

@@ -123,12 +123,12 @@ class LossCheck:
 
 def _first_nodes(loss: Tensor) -> Iterator[Any]:
     """The node of the loss and those of its first arguments, without casts and views."""
-    node = without_casts(loss.grad_fn)
+    node = without_casts((loss.grad_fn, loss.output_nr))
     for _ in range(_DEPTH):
         if node is None:
             return
         yield node
-        node = without_casts(node.next_functions[0][0]) if node.next_functions else None
+        node = without_casts(node.next_functions[0]) if node.next_functions else None
 
 
 def _factor(node: Any, name: str) -> Tensor | None:

@@ -5,14 +5,17 @@ from typing import Any
 from torch import Tensor
 
 from bigbatch.gradients.dtypes import widest_float
-from bigbatch.gradients.groups.backward_graph import Node, saved_tensor
+from bigbatch.gradients.groups.backward_graph import Node, node_names, saved_tensor, shape_of
 
 MEAN, SUM = 1, 2  # `reduction` of torch's loss functions, in their nodes
 
 _MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
-_CASTS = ("ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBackward0")
-_SUMS = ("AddBackward0", "SubBackward0", "StackBackward0", "SumBackward0", "MeanBackward0")
-_FACTORS = ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1", "NegBackward0")
+_CASTS = node_names("Alias Clone ReshapeAlias Squeeze ToCopy UnsafeView Unsqueeze View")
+_OF_ONE = node_names("Mean Select Stack Sum")  # which are no more where there is one number
+_SINK = "_DDPSinkBackward"  # DDP's, of all outputs that its model returns
+_TERMS = node_names("Add Sub")
+_SUMS = _TERMS | node_names("Mean Stack Sum")
+_FACTORS = node_names("Mul Div Neg") | {"MulBackward1", "DivBackward1"}
 _BY_TORCH = "MulBackward1"  # a factor inside cross_entropy, for label smoothing; no one else's
 
 
@@ -58,42 +61,49 @@ def weighted_loss(loss: Tensor, factor: float) -> Tensor:
 
 def mean_over_labels(loss: Tensor) -> Node | None:
     """The node of the mean over labels that the loss is; None if it is something else."""
-    node = _without_factors(loss.grad_fn)
+    node = _without_factors((loss.grad_fn, loss.output_nr))
     if node is not None and node.name() == "AddBackward0":  # label smoothing?
-        terms = [following for following, _ in node.next_functions]
-        if any(term is None or term.name() != _BY_TORCH for term in terms):
+        if any(term.name() != _BY_TORCH for term, _ in node.next_functions):
             return None
-        node = _without_factors(terms[0])
+        node = _without_factors(node.next_functions[0])
     is_mean = node is not None and node.name() in _MEANS and node._saved_reduction == MEAN
     return node if is_mean else None
 
 
 def label_terms(loss: Tensor) -> list[Node]:
     """The means over labels among the terms of a sum."""
-    terms, found = [loss.grad_fn], []
+    terms, found = [(loss.grad_fn, loss.output_nr)], []
     while terms:
         node = without_casts(terms.pop())
         if node is None:
             continue
         if node.name() in _MEANS and node._saved_reduction == MEAN:
             found.append(node)
-        elif node.name() in (*_SUMS, *_FACTORS):
-            terms += [following for following, _ in node.next_functions]
+        elif node.name() in _SUMS | _FACTORS:
+            terms += node.next_functions
     return found
 
 
-def without_casts(node: Any) -> Node | None:
-    """The first node that computes something."""
-    while node is not None and node.name() in _CASTS:
-        node = node.next_functions[0][0]
+def without_casts(edge: tuple[Any, int]) -> Node | None:
+    """The first node from an edge on that computes something."""
+    node, output = edge
+    while node is not None:
+        name = node.name()
+        is_one = len(operands := node.next_functions) == 1 and operands[0][0] is not None
+        if name == _SINK:
+            node, output = operands[output]
+        elif name in _CASTS or (name in _OF_ONE and is_one and shape_of(*operands[0]).numel() == 1):
+            node, output = operands[0]
+        else:
+            break
     return node
 
 
-def _without_factors(node: Any) -> Node | None:
-    """The first node that is neither a cast nor a product with a constant."""
-    while (node := without_casts(node)) is not None and node.name() in _FACTORS:
-        operands = [following for following, _ in node.next_functions if following is not None]
+def _without_factors(edge: tuple[Any, int]) -> Node | None:
+    """The first node that is neither a cast, nor a product with a constant or a sum with one."""
+    while (node := without_casts(edge)) is not None and node.name() in _FACTORS | _TERMS:
+        operands = [following for following in node.next_functions if following[0] is not None]
         if len(operands) != 1:
-            return None
-        node = operands[0]
+            break
+        edge = operands[0]
     return node
