@@ -18,6 +18,7 @@ from bigbatch.log.history import (
     group_seeds,
     history_of,
     measured_rows,
+    missing_text,
     seeds_of,
     table_of,
 )
@@ -150,7 +151,8 @@ def replay(arguments: Sequence[str]) -> None:
             _print(f"{history.path.name}: nothing is measured yet; left out")
     replays = [replay_policies(one, policies, **given) for one in measured or histories]
     for one in replays:
-        _show(table_of_replay(one), f"{one.history.label}: {one.trace.samples:,} samples")
+        samples = f"{one.trace.samples:,} samples{missing_text([one.history])}"
+        _show(table_of_replay(one), f"{one.history.label}: {samples}")
         _print(f"{time_in_words(one)}\n")
     if options.out is not None:
         write_text(options.out, chart_of_replays(replays))

@@ -252,12 +252,7 @@ class RunLog:
 
     def flush(self) -> bool:
         """Writes rows that could not be written before, to the disk itself; returns whether."""
-        if self._unlock is None:
-            return True
-        written = self._write_rows()
-        with suppress(OSError), self.metrics.open("ab") as file:
-            os.fsync(file.fileno())
-        return written
+        return self._unlock is None or self._write_rows(to_disk=True)
 
     def warn_not_written(self, name: str, message: str, error: Exception) -> None:
         """Warns once that a file could not be written."""
@@ -304,20 +299,22 @@ class RunLog:
         os.truncate(self.metrics, length)
         return length
 
-    def _write_rows(self) -> bool:
+    def _write_rows(self, *, to_disk: bool = False) -> bool:
         """Writes the rows that are not in the file yet; returns whether that succeeded."""
-        if not self._unwritten:
-            return True
         try:
             with self.metrics.open("ab") as file:
-                if file.tell() > self._length:
+                if file.tell() > self._length and self._unwritten:
                     raise RunError(
                         f"{self.metrics} has rows of another writer too; give each its own log"
                     )
+                if file.tell() < self._length and self.metrics.is_file():
+                    self._lose_rows(file.tell())
                 while self._unwritten:
                     file.write(self._unwritten[0])
                     file.flush()
                     self._length += len(self._unwritten.popleft())
+                if to_disk:
+                    os.fsync(file.fileno())
         except OSError as error:
             with suppress(OSError):
                 os.truncate(self.metrics, self._length)  # removes an incomplete line
@@ -325,6 +322,20 @@ class RunLog:
         else:
             self.write_errors.pop("metrics", None)
         return not self._unwritten
+
+    def _lose_rows(self, size: int) -> None:
+        """Continues after the whole rows in a file that has become shorter; warns."""
+        written = self._length
+        with self.metrics.open("rb") as file:
+            self._length = file.read(size).rfind(b"\n") + 1
+        if self._length < size:
+            os.truncate(self.metrics, self._length)
+        warnings.warn(
+            f"{self.metrics} has {size:,} of the {written:,} bytes that were written: another "
+            f"program deleted or truncated it, and rows up to step {self._step} are lost; restore "
+            "them from a copy after the training, which continues",
+            stacklevel=5,
+        )
 
     def _add_events(self, row: Row) -> None:
         """Adds a row to the TensorBoard events; any error gives one warning, and ends them."""
