@@ -23,6 +23,7 @@ LEVELS = {
         (
             "errors interrupts kernels",
             "digest optional_packages setting_types",
+            "state_checks",
             "gradients",
             "statistics",
             "policies",

@@ -1,7 +1,7 @@
 """Re-cuts any loader's batches into the plan's micro-batches: no sample lost, none twice."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from bigbatch.data.sample_buffer import SampleBuffer
 from bigbatch.errors import SettingError, StateError
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.setting_types import Count, checked
+from bigbatch.state_checks import loads_state
 
 
 class Batches:
@@ -243,6 +244,7 @@ class Batches:
         }
         return {"pass": position, "stream": self._buffer.state_dict()}
 
+    @loads_state(**{"pass": Mapping, "stream": Mapping})
     def load_state_dict(self, state: dict[str, Any], epoch: int, *, same_rank: bool = True) -> None:
         """Resumes in the middle of a pass. Collective.
 

@@ -298,7 +298,7 @@ def steps_text(steps: Sequence[int], skipped: Sequence[int]) -> str:
 def missing_text(runs: Sequence[History]) -> str:
     """Of how many steps the logs have rows, in words; "" where of all."""
     logged = sum(len(run.rows) for run in runs)
-    steps = sum(run.rows[-1]["step"] for run in runs if run.rows)
+    steps: int = sum(run.rows[-1]["step"] for run in runs if run.rows)
     return f" (rows of {logged:,} of {steps:,} steps)" * (logged < steps)
 
 

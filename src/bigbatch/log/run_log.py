@@ -46,6 +46,7 @@ from bigbatch.log.row_schema import (
 from bigbatch.log.step_record import StepRecord
 from bigbatch.optional_packages import import_optional
 from bigbatch.setting_types import Count, Whole, checked
+from bigbatch.state_checks import loads_state
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 Value = float | Tensor
@@ -373,11 +374,12 @@ class RunLog:
             "elapsed_seconds": self._elapsed_seconds,
         }
 
+    @loads_state(step=Whole, samples=Whole)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the step of a saved state; the next row removes rows of later steps."""
         self._unwritten.clear()
         self.close()
-        self._step, self._samples = int(state["step"]), int(state["samples"])
+        self._step, self._samples = state["step"], state["samples"]
         self._sizes = state.get("sizes")
         self._earlier_seconds = state.get("elapsed_seconds", 0.0)
         self._started = time.perf_counter()

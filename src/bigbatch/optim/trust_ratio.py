@@ -18,6 +18,7 @@ from bigbatch.optim.gsnr_options import Betas, Rate, require_kinds, require_uniq
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import TwoPass, require_kernels
 from bigbatch.setting_types import NotNegative, Positive, Share, checked
+from bigbatch.state_checks import loads_state
 
 
 class ParameterShard(NamedTuple):
@@ -101,6 +102,7 @@ class TrustRatioOptimizer(Optimizer):
                         passes.run(fused=fused, all_reduce=all_reduce if adapts else None)
         return loss
 
+    @loads_state()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state like torch, but keeps its float32 type for parameters of a half type."""
         super().load_state_dict(state_dict)

@@ -22,6 +22,7 @@ from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
 from bigbatch.setting_types import Share, checked
+from bigbatch.state_checks import loads_state
 
 
 class VarianceReduced(Optimizer):
@@ -316,6 +317,7 @@ class VarianceReduced(Optimizer):
             packed = post_hook(self, packed) or packed
         return packed
 
+    @loads_state()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of `state_dict()`, or the state dict of a bare base optimizer.
 

@@ -10,6 +10,7 @@ from bigbatch.optim.gsnr_options import Betas, Rate, VROptions
 from bigbatch.optim.trust_ratio import LAMB, LARS
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.setting_types import NotNegative, Number, Positive, Share, checked
+from bigbatch.state_checks import loads_state
 
 
 class _Fusing(VarianceReduced):
@@ -17,6 +18,7 @@ class _Fusing(VarianceReduced):
 
     _chooses_fused = True
 
+    @loads_state()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads all but `fused`, which depends on this machine, and not on the file."""
         choices = [group["fused"] for group in self.param_groups]

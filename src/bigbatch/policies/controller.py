@@ -20,7 +20,8 @@ from bigbatch.policies.policy import (
     layers_of,
     needs_of,
 )
-from bigbatch.setting_types import Count, Growth, checked
+from bigbatch.setting_types import Count, Growth, NotNegative, Positive, Whole, checked
+from bigbatch.state_checks import loads_state
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -214,6 +215,13 @@ class Controller:
             "settings": dict(self.settings),
         }
 
+    @loads_state(
+        target_batch_size=Count,
+        lr_factor=Positive,
+        first_batch_size=Count,
+        samples=NotNegative,
+        steps=Whole,
+    )
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state, with the policy, options and bounds of the constructor.
 
@@ -330,7 +338,7 @@ def warn_of_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> Non
     present = {name: current.get(name, "None") for name in saved}
     changes = [f"{n} was {x}, is {present[n]}" for n, x in saved.items() if present[n] != x]
     if changes:
-        warnings.warn(f"{'; '.join(changes)}: the new one is used", stacklevel=3)
+        warnings.warn(f"{'; '.join(changes)}: the new one is used", stacklevel=4)
 
 
 def _stateful(policy: Policy, dead_band: float) -> Any:

@@ -1,10 +1,12 @@
 """Bias-corrected running averages of gradient statistics, over a window that is set or chosen."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from bigbatch.setting_types import Coverage, Positive, checked
+from bigbatch.setting_types import Coverage, Positive, Whole, checked
+from bigbatch.state_checks import loads_state
 from bigbatch.statistics.confidence import Scatter
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -119,6 +121,7 @@ class NoiseAverage:
             "scatter": self.scatter.state(),
         }
 
+    @loads_state(grad_sqnorm=float, grad_variance=float, weight=float, filling=float)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state."""
         self._grad_sqnorm, self._grad_variance = state["grad_sqnorm"], state["grad_variance"]
@@ -183,6 +186,7 @@ class AdaptiveAverage:
             "chosen": self._chosen,
         }
 
+    @loads_state(averages=list[Mapping[str, Any]], chosen=Whole)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state."""
         for average, saved in zip(self._averages, state["averages"], strict=True):

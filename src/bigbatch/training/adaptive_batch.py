@@ -26,7 +26,17 @@ from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.policies.controller import Controller, controller_of, warn_of_changes
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Policy, SimiGrad, needs_of
-from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
+from bigbatch.setting_types import (
+    CHECKED_ELSEWHERE,
+    Count,
+    Kind,
+    NotNegative,
+    Positive,
+    Whole,
+    check_setting,
+    checked,
+)
+from bigbatch.state_checks import loads_state, require_values
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.branch_plan import DEFAULT_REPEATS, BranchRequest, Repeats
 from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test
@@ -37,6 +47,12 @@ from bigbatch.training.step import Step
 from bigbatch.training.update import Update
 
 _STATE_VERSION = 5
+_OWN_STATE = {
+    "rank": Kind(Whole),
+    "ranks": Kind(Count),
+    "elapsed_seconds": Kind(NotNegative),
+    "step_seconds": Kind(NotNegative),
+}
 
 _NOT_ENDED = (
     "step.update() was not called for the last step; call it at the end of each step, and after an "
@@ -383,6 +399,7 @@ class AdaptiveBatch:
             },
         }
 
+    @loads_state(version=int)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes where `state` was saved, in the middle of an epoch too. Collective.
 
@@ -395,17 +412,13 @@ class AdaptiveBatch:
         Raises:
             StateError: the state is of another version, or of other data.
         """
-        if "version" not in state:
-            raise StateError(
-                f"a state with {sorted(map(str, state))[:5]} is not one of AdaptiveBatch; pass "
-                "what train.state_dict() gave"
-            )
         if state["version"] != _STATE_VERSION:
             raise StateError(
                 f"state version {state['version']} is not {_STATE_VERSION}, which this release "
                 "reads; resume with the release that wrote it"
             )
         shared, own = state["shared"], state["own"]  # the order: see [Note: Resuming]
+        require_values(self, own, _OWN_STATE)
         warn_of_changes(shared["settings"], self._update.settings)
         self._update.load_state_dict(shared, own)
         if self.run_log is not None:
@@ -423,7 +436,7 @@ class AdaptiveBatch:
             warnings.warn(
                 f"the state is that of rank {own['rank']} of {own['ranks']}: its random states are "
                 f"not those of these {ranks} ranks, so dropout and augmentation draw other numbers",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     # construction

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from bigbatch.errors import LoopError, SettingError, StateError
+from bigbatch.state_checks import loads_state
 from bigbatch.training.scaled_lr import times_written
 
 _SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the groups
@@ -146,6 +147,7 @@ class BaseBatchScheduler:
             "scheduler": scheduler,
         }
 
+    @loads_state(samples=float, peak_rate=float)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state; the scheduler may be set later.
 

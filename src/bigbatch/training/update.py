@@ -23,6 +23,8 @@ from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state
 from bigbatch.policies.step_time import StepTimes
+from bigbatch.setting_types import Whole
+from bigbatch.state_checks import loads_state
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -405,6 +407,7 @@ class Update:
             "noise": self.noise_average.state_dict(),
         }
 
+    @loads_state(counts=tuple[Whole, Whole, Whole, Whole], weight_per_sample=float | None)
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Continues from a saved state; the state of another scaling rule is left out.
 
