@@ -44,6 +44,7 @@ from bigbatch.log.row_schema import (
     statistics_of,
 )
 from bigbatch.log.step_record import StepRecord
+from bigbatch.optim.gsnr_options import rates_of
 from bigbatch.optional_packages import import_optional
 from bigbatch.setting_types import Count, Whole, checked
 from bigbatch.state_checks import loads_state
@@ -170,7 +171,7 @@ class RunLog:
             "batch_size": size,
             "micro_batches": min(micro_batches, size),
             "loss": None if loss is None else float(loss),
-            "lr": [float(group["lr"]) for group in optimizer.param_groups],
+            "lr": rates_of(optimizer),
             **statistics_of(statistics),
             "skipped": skipped,
             "metrics": None,

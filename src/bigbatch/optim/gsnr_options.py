@@ -1,6 +1,8 @@
 """The options of variance-reduced optimizers, and the values and base optimizers they refuse."""
 
+import math
 from collections.abc import Iterable
+from reprlib import repr as shortened
 from typing import Annotated, Any, TypedDict
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.setting_types import In, NotNegative, Share, argument_kinds, check_setting
+from bigbatch.setting_types import Coefficient, In, Kind, Share, argument_kinds, check_setting
 
 Gamma = Annotated[float, In("(0, 1]", "the least factor of a step")]
 RMax = Annotated[float, In("[1, inf)", "1.0 or 1 / gamma are usual")]
@@ -24,7 +26,8 @@ class _OneElement:
         return "of one number"
 
 
-Rate = NotNegative | Annotated[Tensor, _OneElement()]
+RATE = Kind(Coefficient)
+Rate = Coefficient | Annotated[Tensor, _OneElement()]
 Betas = tuple[Share, Share]
 
 
@@ -35,6 +38,29 @@ class VROptions(TypedDict, total=False):
     r_max: RMax
     beta3: Share | None
     watch: bool
+
+
+def rates_of(optimizer: Optimizer) -> list[float]:
+    """The learning rate of each parameter group; nan for a group that was built without one.
+
+    Raises:
+        SettingError: a rate was set to anything but such a number.
+    """
+    rates: list[float] = []
+    for number, group in enumerate(optimizer.param_groups):
+        rate = lr = group.get("lr")
+        if isinstance(lr, Tensor) and lr.numel() == 1:
+            rate = lr.item()
+        if "lr" not in group or (lr is None and optimizer.defaults.get("lr") is None):
+            rates.append(math.nan)
+        elif rate in RATE:
+            rates.append(float(rate))
+        else:
+            raise SettingError(
+                f"the learning rate of parameter group {number} was set to {shortened(lr)}; set "
+                f"{RATE}"
+            )
+    return rates
 
 
 def require_base(base: Optimizer, names: Iterable[str]) -> None:

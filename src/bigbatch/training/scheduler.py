@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from bigbatch.errors import LoopError, SettingError, StateError
+from bigbatch.optim.gsnr_options import rates_of
 from bigbatch.state_checks import loads_state
 from bigbatch.training.scaled_lr import times_written
 
@@ -301,6 +302,7 @@ class LRChanges:
             # without a wait for the device: of a tensor, the writes are compared
             same = rate is present if is_tensor else rate == present
             if id(group) in numbers and not (same and times_written(present) == writes):
+                rates_of(self._optimizer)  # raises an error for what is no rate
                 self._warns = False
                 number = numbers[id(group)]
                 change = "" if is_tensor else f" from {rate:.6g} to {present:.6g}"
