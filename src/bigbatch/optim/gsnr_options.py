@@ -48,7 +48,8 @@ def rates_of(optimizer: Optimizer) -> list[float]:
     """
     rates: list[float] = []
     for number, group in enumerate(optimizer.param_groups):
-        rate = lr = group.get("lr")
+        rate: Any = group.get("lr")
+        lr = rate
         if isinstance(lr, Tensor) and lr.numel() == 1:
             rate = lr.item()
         if "lr" not in group or (lr is None and optimizer.defaults.get("lr") is None):
@@ -77,6 +78,11 @@ def require_base(base: Optimizer, names: Iterable[str]) -> None:
             f"{name} has {', '.join(shared_names)} of its own in its parameter groups, where "
             "VarianceReduced keeps a setting of the same name; wrap another base optimizer"
         )
+    if not hasattr(base, "_optimizer_step_post_hooks"):
+        raise SettingError(
+            f"{name} is a wrapper that calls no hooks, and may step by other gradients than those "
+            "that r scales; wrap another base optimizer"
+        )
     try:
         keys = base.state_dict().keys()
     except RuntimeError:  # the state is scattered over ranks, which have to gather it first
@@ -84,7 +90,7 @@ def require_base(base: Optimizer, names: Iterable[str]) -> None:
     if not {"state", "param_groups"} <= keys:
         raise SettingError(
             f"{name} saves {sorted(map(str, keys))}, and p is saved under 'state', next to "
-            "'param_groups', as torch's optimizers have them; pass the optimizer inside it"
+            "'param_groups', as torch's optimizers have them; wrap another base optimizer"
         )
 
 
