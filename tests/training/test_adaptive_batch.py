@@ -1210,6 +1210,40 @@ def test_an_error_for_lack_of_memory_ends_with_the_size_to_set(where):
     assert "bb.largest_micro_batch(" in note
 
 
+@pytest.mark.parametrize(("every", "optimizer"), [(1, SGD), (50, SGD), (1, VRSGD)])
+def test_a_layer_added_within_a_step_is_an_error_that_says_so(every, optimizer):
+    train = adaptive(every=every, optimizer=optimizer, micro_batch=4)
+    next(records(train))
+    step = first_step(train)
+    step.backward(loss_of(train, next(iter(step))))
+    train.model.append(nn.Linear(3, 3).double())
+    train.optimizer.add_param_group({"params": train.model[3].parameters()})
+    before = weights(train)
+    with pytest.raises(
+        GradientError, match=r"parameters were added to the opt|add parameters, out"
+    ):
+        one_step(train, step)
+    assert same(before, weights(train))
+
+
+@pytest.mark.parametrize("every", [1, 50])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_an_optimizer_that_steps_inside_the_backward_is_named(every, to_none):
+    train = adaptive(every=every, micro_batch=4)
+    for parameter in train.model.parameters():
+        inside = SGD([parameter], lr=0.1)
+
+        def take(_, inside=inside):
+            inside.step()
+            inside.zero_grad(set_to_none=to_none)
+
+        parameter.register_post_accumulate_grad_hook(take)
+    with pytest.raises(
+        GradientError, match=r"an optimizer that steps there|step no optimizer insi"
+    ):
+        list(records(train))
+
+
 # what a state says
 
 
