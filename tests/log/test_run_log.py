@@ -541,6 +541,19 @@ def test_events_that_cannot_be_written_are_said_once_and_training_continues(tmp_
     assert ["events"] == list(log.write_errors)
 
 
+@NEEDS_FULL
+def test_events_on_a_full_disk_are_one_warning_and_no_traceback_of_a_thread(tmp_path, capfd):
+    pytest.importorskip("tensorboard")
+    log = log_of(tmp_path / "run", 1, tensorboard=True)
+    (file,) = (tmp_path / "run" / "events").iterdir()
+    file.unlink()
+    file.symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match="TensorBoard events are not being written .*No space"):
+        log.step(MEASURED, optimizer=optimizer())
+    log.close()
+    assert ("", "") == capfd.readouterr()
+
+
 # ranks
 
 

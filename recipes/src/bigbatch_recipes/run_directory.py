@@ -39,7 +39,7 @@ def create_directory_atomically(path: Path) -> Iterator[Path]:
         RunError: there is something at `path` already.
     """
     require_free(path)
-    directory = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
+    directory = path.with_name(f".{uuid4().hex}")  # short, as the name itself may be long
     directory.mkdir(parents=True)
     try:
         yield directory

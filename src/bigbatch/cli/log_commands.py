@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from bigbatch.cli import COMMANDS
-from bigbatch.errors import SettingError
-from bigbatch.log.atomic_files import require_own_file
+from bigbatch.errors import SettingError, printable
+from bigbatch.log.atomic_files import expanded_path, require_own_file
 from bigbatch.log.history import (
     History,
     Table,
@@ -79,9 +79,15 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", type=Path, help="folder of a log, or of such folders")
+    add(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        type=expanded_path,
+        help="folder of a log, or of such folders",
+    )
     if name in _OUT:
-        add("-o", "--out", type=Path, help=f"{_OUT[name]}; replaces only bigbatch's own")
+        add("-o", "--out", type=expanded_path, help=f"{_OUT[name]}; replaces only bigbatch's own")
     if name == "replay":
         policies = f"a policy, may be repeated: {', '.join(POLICIES)}"
         form = "NAME:KEY=VALUE,..."
@@ -176,4 +182,4 @@ def _show(table: Table, title: str) -> None:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{printable(text)}\n")

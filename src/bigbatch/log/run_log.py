@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from bigbatch import __version__
 from bigbatch.errors import LoopError, RunError, SettingError
-from bigbatch.log.atomic_files import lock_folder, write_atomically
+from bigbatch.log.atomic_files import expanded_path, lock_folder, write_atomically
 from bigbatch.log.row_schema import (
     METRICS,
     SCHEMA,
@@ -52,7 +52,6 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 
 Value = float | Tensor
 
-_FLUSH = 2  # seconds; after an interrupt, TensorBoard's thread may sleep for as long
 _SCALARS = ("loss", "batch_size", "similarity", "noise_scale")  # of TensorBoard, with lr and scores
 
 
@@ -89,7 +88,7 @@ class RunLog:
         higher_is_better: bool = True,
         tensorboard: bool = False,
     ) -> None:
-        self.path = Path(path)
+        self.path = expanded_path(path)
         self.metrics = self.path / METRICS  # the file of the rows
         if self.path.exists() and not self.path.is_dir():
             raise SettingError(f"log={str(path)!r} is a file; name a folder")
@@ -104,8 +103,7 @@ class RunLog:
         self.rank: int | None = None  # None to ask torch.distributed
         self.write_errors: dict[str, Exception] = {}  # by file or folder; missing after a success
         self._tensorboard = tensorboard
-        self._events: Any = None  # TensorBoard's SummaryWriter
-        self._close_events: Callable[[], object] = list
+        self._events: Path | None = None  # TensorBoard's file
         self._unlock: Callable[[], object] | None = None  # while the folder is open
         self._unwritten: deque[bytes] = deque()
         self._length = 0  # bytes of the rows in the file
@@ -244,7 +242,6 @@ class RunLog:
             self.flush()
             self._release()
             self._continues = True
-        self._close_events()
         self._events = None
 
     def _release(self) -> None:
@@ -340,25 +337,42 @@ class RunLog:
         )
 
     def _add_events(self, row: Row) -> None:
-        """Adds a row to the TensorBoard events; any error gives one warning, and ends them."""
+        """Adds a row to the TensorBoard events; any error gives one warning, and ends them.
+
+        They are written at once: TensorBoard's own writers have a thread, which prints its errors.
+        """
         if not self._tensorboard:
             return
+        values = {name: row.get(name) for name in _SCALARS} | (row["metrics"] or {})
+        values["lr"] = row["lr"][0] if "lr" in row else None
+        step = row["step"]
         try:
+            events = import_optional("tensorboard.compat.proto.event_pb2", "tensorboard")
+            summary = import_optional("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+            scalars = [
+                summary.Value(tag=name, simple_value=value)
+                for name, value in values.items()
+                if value is not None
+            ]
             if self._events is None:
-                from torch.utils.tensorboard.writer import SummaryWriter
-
+                stamp = f"{time.time():017.6f}.{platform.node()}.{os.getpid()}"
+                self._events = self.path / "events" / f"events.out.tfevents.{stamp}"
+                self._events.parent.mkdir(exist_ok=True)
+                self._add_event(events.Event(file_version="brain.Event:2"))
                 # hides events of an earlier training from this step on
-                options: dict[str, Any] = {"purge_step": row["step"], "flush_secs": _FLUSH}
-                self._events = SummaryWriter(str(self.path / "events"), **options)
-                self._close_events = weakref.finalize(self, self._events.close)
-            values = {name: row.get(name) for name in _SCALARS} | (row["metrics"] or {})
-            values["lr"] = row["lr"][0] if "lr" in row else None
-            for name, value in values.items():
-                if value is not None:
-                    self._events.add_scalar(name, value, row["step"])
+                start = events.SessionLog(status=events.SessionLog.START)
+                self._add_event(events.Event(step=step, session_log=start))
+            self._add_event(events.Event(step=step, summary=summary(value=scalars)))
         except Exception as error:
             self._tensorboard = False
             self.warn_not_written("events", "TensorBoard events are not being written", error)
+
+    def _add_event(self, event: Any) -> None:
+        writer = import_optional("tensorboard.summary.writer.record_writer", "tensorboard")
+        event.wall_time = time.time()
+        assert self._events is not None
+        with self._events.open("ab") as file:
+            writer.RecordWriter(file).write(event.SerializeToString())
 
     # resumption
 
