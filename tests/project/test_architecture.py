@@ -22,8 +22,7 @@ LEVELS = {
     for level, folders in enumerate(
         (
             "errors interrupts kernels",
-            "digest optional_packages setting_types",
-            "state_checks",
+            "digest optional_packages setting_types state_checks",
             "gradients",
             "statistics",
             "policies",

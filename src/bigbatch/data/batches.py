@@ -1,7 +1,7 @@
 """Re-cuts any loader's batches into the plan's micro-batches: no sample lost, none twice."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -244,7 +244,7 @@ class Batches:
         }
         return {"pass": position, "stream": self._buffer.state_dict()}
 
-    @loads_state(**{"pass": Mapping, "stream": Mapping})
+    @loads_state
     def load_state_dict(self, state: dict[str, Any], epoch: int, *, same_rank: bool = True) -> None:
         """Resumes in the middle of a pass. Collective.
 

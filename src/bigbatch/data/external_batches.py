@@ -1,6 +1,6 @@
 """Micro-batches of another loop, a trainer's for example: announced by it, not cut here."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from bigbatch.data.micro_batches import MicroBatch
@@ -93,7 +93,7 @@ class ExternalBatches:
         """Whether a pass has begun; the other loop knows its position."""
         return {"pass": {"order": _ORDER, "open": self.open}, "stream": None}
 
-    @loads_state(**{"pass": Mapping})
+    @loads_state
     def load_state_dict(self, state: dict[str, Any], epoch: int, *, same_rank: bool = True) -> None:
         """Continues with a new step."""
         if state["pass"]["order"] != _ORDER:

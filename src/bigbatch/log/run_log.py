@@ -389,14 +389,14 @@ class RunLog:
             "elapsed_seconds": self._elapsed_seconds,
         }
 
-    @loads_state(step=Whole, samples=Whole)
+    @loads_state
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the step of a saved state; the next row removes rows of later steps."""
         self._unwritten.clear()
         self.close()
-        self._step, self._samples = state["step"], state["samples"]
+        self._step, self._samples = int(state["step"]), int(state["samples"])
         self._sizes = state.get("sizes")
-        self._earlier_seconds = state.get("elapsed_seconds", 0.0)
+        self._earlier_seconds = float(state.get("elapsed_seconds", 0.0))
         self._started = time.perf_counter()
         self._continues = True
 

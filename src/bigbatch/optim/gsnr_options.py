@@ -48,19 +48,14 @@ def rates_of(optimizer: Optimizer) -> list[float]:
     """
     rates: list[float] = []
     for number, group in enumerate(optimizer.param_groups):
-        rate: Any = group.get("lr")
-        lr = rate
-        if isinstance(lr, Tensor) and lr.numel() == 1:
-            rate = lr.item()
+        lr: Any = group.get("lr")
+        rate = lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr
         if "lr" not in group or (lr is None and optimizer.defaults.get("lr") is None):
-            rates.append(math.nan)
-        elif rate in RATE:
-            rates.append(float(rate))
-        else:
-            raise SettingError(
-                f"the learning rate of parameter group {number} was set to {shortened(lr)}; set "
-                f"{RATE}"
-            )
+            rate = math.nan
+        elif rate not in RATE:
+            name = f"the learning rate of parameter group {number}"
+            raise SettingError(f"{name} was set to {shortened(lr)}; set {RATE}")
+        rates.append(float(rate))
     return rates
 
 

@@ -103,7 +103,7 @@ class TrustRatioOptimizer(Optimizer):
                         passes.run(fused=fused, all_reduce=all_reduce if adapts else None)
         return loss
 
-    @loads_state()
+    @loads_state
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state like torch, but keeps its float32 type for parameters of a half type."""
         super().load_state_dict(state_dict)

@@ -317,7 +317,7 @@ class VarianceReduced(Optimizer):
             packed = post_hook(self, packed) or packed
         return packed
 
-    @loads_state()
+    @loads_state
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of `state_dict()`, or the state dict of a bare base optimizer.
 

@@ -18,7 +18,7 @@ class _Fusing(VarianceReduced):
 
     _chooses_fused = True
 
-    @loads_state()
+    @loads_state
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads all but `fused`, which depends on this machine, and not on the file."""
         choices = [group["fused"] for group in self.param_groups]

@@ -20,7 +20,7 @@ from bigbatch.policies.policy import (
     layers_of,
     needs_of,
 )
-from bigbatch.setting_types import Count, Growth, NotNegative, Positive, Whole, checked
+from bigbatch.setting_types import Count, Growth, checked
 from bigbatch.state_checks import loads_state
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -215,23 +215,16 @@ class Controller:
             "settings": dict(self.settings),
         }
 
-    @loads_state(
-        target_batch_size=Count,
-        lr_factor=Positive,
-        first_batch_size=Count,
-        samples=NotNegative,
-        steps=Whole,
-    )
+    @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state, with the policy, options and bounds of the constructor.
 
         One warning names the settings that had other values when the state was saved.
         """
-        self.decision = self._within_bounds(
-            Decision(state["target_batch_size"], "resumed", state["lr_factor"])
-        )
-        self.first_batch_size = state["first_batch_size"]
-        self._samples, self._steps = state["samples"], state["steps"]
+        size, lr_factor = int(state["target_batch_size"]), float(state["lr_factor"])
+        self.decision = self._within_bounds(Decision(size, "resumed", lr_factor))
+        self.first_batch_size = int(state["first_batch_size"])
+        self._samples, self._steps = float(state["samples"]), int(state["steps"])
         saved = state["average"] or {}
         present = {} if self._average is None else self._average.state_dict()
         same_kind = saved.keys() == present.keys() and saved.get("unit") == present.get("unit")

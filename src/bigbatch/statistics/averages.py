@@ -1,11 +1,10 @@
 """Bias-corrected running averages of gradient statistics, over a window that is set or chosen."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from bigbatch.setting_types import Coverage, Positive, Whole, checked
+from bigbatch.setting_types import Coverage, Positive, checked
 from bigbatch.state_checks import loads_state
 from bigbatch.statistics.confidence import Scatter
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -121,11 +120,12 @@ class NoiseAverage:
             "scatter": self.scatter.state(),
         }
 
-    @loads_state(grad_sqnorm=float, grad_variance=float, weight=float, filling=float)
+    @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state."""
-        self._grad_sqnorm, self._grad_variance = state["grad_sqnorm"], state["grad_variance"]
-        self._weight, self._filling = state["weight"], state["filling"]
+        numbers = map(float, (state[n] for n in ("grad_sqnorm", "grad_variance", "weight")))
+        self._grad_sqnorm, self._grad_variance, self._weight = numbers
+        self._filling = float(state["filling"])
         self.scatter.load(state["scatter"])
 
 
@@ -186,12 +186,12 @@ class AdaptiveAverage:
             "chosen": self._chosen,
         }
 
-    @loads_state(averages=list[Mapping[str, Any]], chosen=Whole)
+    @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state."""
         for average, saved in zip(self._averages, state["averages"], strict=True):
             average.load_state_dict(saved)
-        self._chosen = state["chosen"]
+        self._chosen = int(state["chosen"])
 
     def _longest(self) -> int:
         """Index of the longest window that agrees with all shorter ones."""

@@ -26,17 +26,8 @@ from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.policies.controller import Controller, controller_of, warn_of_changes
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Policy, SimiGrad, needs_of
-from bigbatch.setting_types import (
-    CHECKED_ELSEWHERE,
-    Count,
-    Kind,
-    NotNegative,
-    Positive,
-    Whole,
-    check_setting,
-    checked,
-)
-from bigbatch.state_checks import loads_state, require_values
+from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
+from bigbatch.state_checks import loads_state
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.branch_plan import DEFAULT_REPEATS, BranchRequest, Repeats
 from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test
@@ -47,12 +38,6 @@ from bigbatch.training.step import Step
 from bigbatch.training.update import Update
 
 _STATE_VERSION = 5
-_OWN_STATE = {
-    "rank": Kind(Whole),
-    "ranks": Kind(Count),
-    "elapsed_seconds": Kind(NotNegative),
-    "step_seconds": Kind(NotNegative),
-}
 
 _NOT_ENDED = (
     "step.update() was not called for the last step; call it at the end of each step, and after an "
@@ -399,7 +384,7 @@ class AdaptiveBatch:
             },
         }
 
-    @loads_state(version=int)
+    @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes where `state` was saved, in the middle of an epoch too. Collective.
 
@@ -418,7 +403,6 @@ class AdaptiveBatch:
                 "reads; resume with the release that wrote it"
             )
         shared, own = state["shared"], state["own"]  # the order: see [Note: Resuming]
-        require_values(self, own, _OWN_STATE)
         warn_of_changes(shared["settings"], self._update.settings)
         self._update.load_state_dict(shared, own)
         if self.run_log is not None:
@@ -426,7 +410,7 @@ class AdaptiveBatch:
             self.run_log.load_state_dict({"step": step, "samples": self.samples})
         self._step = None
         rank, ranks = self._collectives.rank, self._collectives.ranks
-        same_rank = (own["rank"], own["ranks"]) == (rank, ranks)
+        same_rank = (int(own["rank"]), int(own["ranks"])) == (rank, ranks)
         position = {"pass": shared["pass"], "stream": own["stream"]}
         self.batches.load_state_dict(position, self.epoch, same_rank=same_rank)
         self._update.limit_batch()

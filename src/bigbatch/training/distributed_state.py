@@ -45,14 +45,14 @@ class DistributedState:
         state = torch.frombuffer(_pack(self._train.state_dict()), dtype=torch.uint8)
         return {_KEY: bytes(_pack(self._collectives.all_gather_bytes(state)))}
 
-    @loads_state(**{_KEY: bytes})
+    @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes where the states were saved. Collective.
 
         Raises:
             StateError: they are damaged, not from this class, of another version, or of other data.
         """
-        states = _unpack(state[_KEY])
+        states = _unpack(memoryview(state[_KEY]))
         rank, ranks = self._collectives.rank, self._collectives.ranks
         data = states[rank if len(states) == ranks else 0]
         self._train.load_state_dict(_unpack(data.numpy()))

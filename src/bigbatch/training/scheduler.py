@@ -148,7 +148,7 @@ class BaseBatchScheduler:
             "scheduler": scheduler,
         }
 
-    @loads_state(samples=float, peak_rate=float)
+    @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state; the scheduler may be set later.
 
@@ -166,7 +166,7 @@ class BaseBatchScheduler:
                 f"the saved schedule has counted base batches of {saved} samples, these are of "
                 f"{self.scheduler_batch}; {remedy}"
             )
-        self._samples, self._peak_rate = state["samples"], state["peak_rate"]
+        self._samples, self._peak_rate = float(state["samples"]), float(state["peak_rate"])
         self._pending_state = state["scheduler"]
         self._resume()
 

@@ -269,7 +269,7 @@ class AdaptiveBatchCallback(Callback):
         """The state of the AdaptiveBatch, without a begun step, whose gradients are not saved."""
         return self.train.state_dict() if self.train is not None else self._checkpoint or {}
 
-    @loads_state()
+    @loads_state
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until there is an optimizer; restores random states before the loader."""
         if not self._trains:
