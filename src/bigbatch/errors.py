@@ -18,12 +18,7 @@ _STEERING = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""The text, with escapes for characters that steer a terminal or that no file may have.
-
-    Example:
-        >>> printable("a name in \x1b[31mred")
-        'a name in \\x1b[31mred'
-    """
+    """The text, with escapes for characters that steer a terminal or that no file may have."""
     return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 

@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib import import_module
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -345,34 +346,24 @@ class RunLog:
             return
         values = {name: row.get(name) for name in _SCALARS} | (row["metrics"] or {})
         values["lr"] = row["lr"][0] if "lr" in row else None
-        step = row["step"]
+        scalars = [{"tag": n, "simple_value": x} for n, x in values.items() if x is not None]
+        entries: list[dict[str, Any]] = [{"step": row["step"], "summary": {"value": scalars}}]
         try:
-            events = import_optional("tensorboard.compat.proto.event_pb2", "tensorboard")
-            summary = import_optional("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
-            scalars = [
-                summary.Value(tag=name, simple_value=value)
-                for name, value in values.items()
-                if value is not None
-            ]
+            event = import_module("tensorboard.compat.proto.event_pb2").Event
+            writer = import_module("tensorboard.summary.writer.record_writer").RecordWriter
             if self._events is None:
                 stamp = f"{time.time():017.6f}.{platform.node()}.{os.getpid()}"
                 self._events = self.path / "events" / f"events.out.tfevents.{stamp}"
                 self._events.parent.mkdir(exist_ok=True)
-                self._add_event(events.Event(file_version="brain.Event:2"))
                 # hides events of an earlier training from this step on
-                start = events.SessionLog(status=events.SessionLog.START)
-                self._add_event(events.Event(step=step, session_log=start))
-            self._add_event(events.Event(step=step, summary=summary(value=scalars)))
+                start = {"step": row["step"], "session_log": {"status": "START"}}
+                entries = [{"file_version": "brain.Event:2"}, start, *entries]
+            with self._events.open("ab") as file:
+                for entry in entries:
+                    writer(file).write(event(wall_time=time.time(), **entry).SerializeToString())
         except Exception as error:
             self._tensorboard = False
             self.warn_not_written("events", "TensorBoard events are not being written", error)
-
-    def _add_event(self, event: Any) -> None:
-        writer = import_optional("tensorboard.summary.writer.record_writer", "tensorboard")
-        event.wall_time = time.time()
-        assert self._events is not None
-        with self._events.open("ab") as file:
-            writer.RecordWriter(file).write(event.SerializeToString())
 
     # resumption
 
