@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import bigbatch as bb
 from bigbatch.errors import LoopError, RankError, RunError, SettingError
 from bigbatch.log.history import find_runs, history_of, table_of
-from bigbatch.log.time_to_score import ScoreTargets
 from log_rows import row, write_log
 from made_records import made_record
 
@@ -451,9 +450,7 @@ def test_rows_that_another_program_deletes_are_said_and_counted_and_the_others_s
     log.close()
     history = history_of(tmp_path / "run")
     assert [*rest, 8, 9, 10, 11] == [row["step"] for row in history.rows]
-    name = f"run (rows of {len(rest) + 4} of 11 steps)"
-    tables = table_of([history]), ScoreTargets([0.5]).table([history])
-    assert [name, name] == [table.rows[0][0] for table in tables]
+    assert f"run (rows of {len(rest) + 4} of 11 steps)" == table_of([history]).rows[0][0]
 
 
 def test_rows_that_are_missing_before_a_resumption_are_said(tmp_path):

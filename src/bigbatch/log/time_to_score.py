@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bigbatch.log.history import History, Table, group_seeds, missing_text
+from bigbatch.log.history import History, Table, group_seeds
 from bigbatch.setting_types import Number, checked
 
 _NEVER = "never"
@@ -84,7 +84,6 @@ class ScoreTargets:
         for name, runs in group_seeds(histories).items():
             unfinished = sum(not run.finished for run in runs)
             name += f" ({unfinished} of {len(runs)} unfinished)" * bool(unfinished)
-            name += missing_text(runs)
             rows += [(name, *_cells(runs, target)) for target in self.targets]
         return Table(("run", "target", "reached", "steps", "samples", "seconds"), rows)
 
