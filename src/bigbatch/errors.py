@@ -9,6 +9,18 @@
 A message says what broke, with the value, then what is allowed or what to do.
 """
 
+import re
+
+# control characters but tab and newline, those that turn the direction of text, surrogates
+_STEERING = re.compile(
+    r"[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """The text, with escapes for characters that steer a terminal or that no file may have."""
+    return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
 
 class BigbatchError(Exception):
     """Base of every error that the library raises on purpose."""

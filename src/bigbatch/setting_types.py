@@ -70,6 +70,8 @@ Whole = Annotated[int, In("[0, inf)")]
 Number = Annotated[float, In("(-inf, inf)")]
 NotNegative = Annotated[float, In("[0, inf)")]
 Positive = Annotated[float, In("(0, inf)")]
+Coefficient = Annotated[float, In("[0, 3.4e38]", "the range of float32")]
+PositiveCoefficient = Annotated[float, In("(0, 3.4e38]", "the range of float32")]
 Share = Annotated[float, In("[0, 1)")]
 Coverage = Annotated[float, In("(0, 1)", "the coverage of an interval, 0.9 say")]
 Cosine = Annotated[float, In("(-1, 1)", "a cosine")]
@@ -224,15 +226,9 @@ class Kind:
         raise ValueError
 
     def _remedy(self, value: Any) -> str:
-        """The attribute to pass instead of a wrapper, or the number of a tensor."""
-        types = self._types()
-        if hasattr(value, "item") and (int in types or float in types):
-            return "; pass its .item()"
-        classes = tuple(one for one in types if isinstance(one, type) and one is not NoneType)
-        for name, inside in getattr(value, "__dict__", {}).items():
-            if isinstance(inside, classes) and not name.startswith("_"):
-                return f"; pass its .{name}"
-        return ""
+        """How to pass the number of a tensor."""
+        is_number = {int, float} & {*self._types()}
+        return "; pass its .item()" if is_number and hasattr(value, "item") else ""
 
 
 def check_setting(name: str, value: Any, annotation: Any) -> Any:

@@ -45,6 +45,17 @@ def test_a_damaged_log_is_one_line(bigbatch, tmp_path, line):
         assert "line 1 is" in err
 
 
+def test_an_arm_and_a_score_that_steer_terminals_are_shown_by_escapes(bigbatch, tmp_path):
+    name = "\x1b]0;evil\a\r\u2066\nx"
+    run = write_log(tmp_path / "run", [row(1, metrics={name: 1.0})], {**SETTINGS, "arm": name})
+    for command in (("compare",), ("report",), ("replay", "--policy", "fixed:8")):
+        status, out, _ = bigbatch(*command, run)
+        assert 0 == status
+        assert all(letter.isprintable() for letter in out.replace("\n", ""))
+        assert r"\x1b]0;evil\x07\r\u2066" in out or command == ("report",)
+    assert not {"\x1b", "\u2066"} & {*(run / "report.html").read_text()}
+
+
 @pytest.fixture
 def runs(tmp_path):
     """A folder of two logs."""

@@ -363,3 +363,11 @@ def test_the_interval_of_measured_steps_is_that_of_the_options(options):
     every = options["every"] or 1
     measured = [r.step for _, r in done if r.statistics is not None]
     assert [*range(1, 6, every)] == measured
+
+
+def test_of_its_optimizer_alone_the_one_inside_is_named():
+    model, optimizer, loader, _ = Accelerator(cpu=True).prepare(*parts())
+    with pytest.raises(
+        SettingError, match=r"no hook can .*accelerate\.adaptive_batch, or pass the opt"
+    ):
+        bb.AdaptiveBatch(model, optimizer, loader, policy=bb.Fixed(16))

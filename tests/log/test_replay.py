@@ -191,6 +191,15 @@ def test_one_batch_size_is_all_time_per_sample():
     assert (0.0, pytest.approx(0.11 / 100)) == (time.fixed, time.per_sample)
 
 
+def test_steps_whose_rows_are_missing_are_no_part_of_the_time_of_the_next():
+    rows = log([10, 200, 30, 400, 50] * 12)
+    del rows[7:19]
+    assert pytest.approx((0.01, 0.001)) == (fit_time(rows).fixed, fit_time(rows).per_sample)
+    rows = log([100] * 9)
+    del rows[:7]
+    assert pytest.approx((0.11 / 100, 100)) == (fit_time(rows).per_sample, fit_time(rows).largest)
+
+
 def test_measured_steps_are_timed_only_if_there_are_no_others():
     rows = log([10, 200] * 20)
     assert pytest.approx((0.01, 0.001)) == (fit_time(rows).fixed, fit_time(rows).per_sample)

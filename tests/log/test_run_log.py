@@ -427,6 +427,32 @@ def test_two_writers_of_one_process_are_distinguished(tmp_path):
     assert [1] == steps_in(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("damage", "rest"),
+    [
+        (Path.unlink, []),
+        (lambda file: os.truncate(file, 0), []),
+        (lambda file: (file.unlink(), file.touch()), []),
+        (lambda file: os.truncate(file, file.stat().st_size // 2), [1, 2, 3]),  # within row 4
+    ],
+)
+def test_rows_that_another_program_deletes_are_said_and_counted_and_the_others_stay(
+    tmp_path, damage, rest
+):
+    log = log_of(tmp_path / "run", 7)
+    damage(log.metrics)
+    with pytest.warns(
+        UserWarning, match=r"of the [\d,]+ bytes .* deleted .* up to step 7 are lost"
+    ):
+        log.step(MEASURED, optimizer=optimizer(), loss=0.5)
+    for _ in range(3):
+        log.step(MEASURED, optimizer=optimizer(), loss=0.5)
+    log.close()
+    history = history_of(tmp_path / "run")
+    assert [*rest, 8, 9, 10, 11] == [row["step"] for row in history.rows]
+    assert f"run (rows of {len(rest) + 4} of 11 steps)" == table_of([history]).rows[0][0]
+
+
 def test_rows_that_are_missing_before_a_resumption_are_said(tmp_path):
     log_of(tmp_path / "run", 2).close()
     log = bb.RunLog(tmp_path / "run")
@@ -513,6 +539,19 @@ def test_events_that_cannot_be_written_are_said_once_and_training_continues(tmp_
         log.step(MEASURED, optimizer=optimizer())
     assert [1, 2] == steps_in(tmp_path / "run")
     assert ["events"] == list(log.write_errors)
+
+
+@NEEDS_FULL
+def test_events_on_a_full_disk_are_one_warning_and_no_traceback_of_a_thread(tmp_path, capfd):
+    pytest.importorskip("tensorboard")
+    log = log_of(tmp_path / "run", 1, tensorboard=True)
+    (file,) = (tmp_path / "run" / "events").iterdir()
+    file.unlink()
+    file.symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match="TensorBoard events are not being written .*No space"):
+        log.step(MEASURED, optimizer=optimizer())
+    log.close()
+    assert ("", "") == capfd.readouterr()
 
 
 # ranks

@@ -755,8 +755,10 @@ REFUSED = [
     ("lr", -0.1),
     ("lr", float("nan")),
     ("lr", float("inf")),
+    ("lr", 10**39),  # beyond float32: torch's own steps overflow
     ("weight_decay", -0.1),
     ("weight_decay", float("nan")),
+    ("weight_decay", 10**39),
 ]
 REFUSED_OF = {
     "LARS": [

@@ -10,7 +10,7 @@ from bigbatch import Controller, Goodput, GradientStatistics, Shadow, TrainingSt
 from bigbatch.errors import SettingError
 from bigbatch.policies.parse import parse_policy
 from bigbatch.policies.step_time import StepTimes
-from tests.helpers.property_tests import property_test
+from property_tests import property_test
 
 
 def noise(scale, samples=64):

@@ -22,7 +22,7 @@ LEVELS = {
     for level, folders in enumerate(
         (
             "errors interrupts kernels",
-            "digest optional_packages setting_types",
+            "digest optional_packages setting_types state_checks",
             "gradients",
             "statistics",
             "policies",
@@ -88,6 +88,12 @@ def test_the_library_imports_no_recipe_and_a_recipe_no_study():
             imported = {name.split(".")[0] for name in imports_of(file)} & PACKAGES.keys()
             above = [name for name in imported if PACKAGES[name] > PACKAGES[package]]
             assert not above, f"{file} imports {above}"
+
+
+def test_tests_import_helpers_without_a_package_that_another_one_may_hide():
+    """A package `tests` in site-packages comes before a folder without __init__.py."""
+    sources = {file: file.read_text() for file in (ROOT / "tests").rglob("*.py")}
+    assert [] == [file for file, text in sources.items() if re.search(r"(?m)^from tests\b", text)]
 
 
 def test_the_library_has_no_word_of_recipes():

@@ -76,7 +76,7 @@ WRONG = [
         "there is no run directory /",
     ),
     (["train", "--lr", "nan"], "lr=nan must be a number"),
-    (["train", "--lr", "-1"], "lr=-1.0 must be a number of at least 0"),
+    (["train", "--lr", "-1"], "lr=-1.0 must be a number in [0, 3.4e38]"),
     (["train", "--seed", "-1"], "seed=-1 must be a whole number in [0,"),
     (["train", "--runs-dir", "/dev/null"], "/dev/null"),
     (["train", "--target", "0.1", "--run-dir", "/dev/null/run"], "/dev/null"),
@@ -306,6 +306,49 @@ def test_plain_lines_are_printed_where_there_is_no_terminal(bigbatch, tmp_path):
     assert "256/256" in out
     quiet = bigbatch("train", *options, "--quiet", "--run-dir", tmp_path / "quiet")[1]
     assert "samples/s" not in quiet
+
+
+STEERING = "\x1b[31mred\x9b\u202eevil\nline\udcff"
+
+
+def test_names_are_long_of_the_home_and_steer_no_terminal(bigbatch, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    options = ("--policy", "fixed", "--batch-size", 64, *SHORT)
+    for name in ("n" * 250, "~/run", STEERING):
+        status, out, err = bigbatch("train", *options, "--run-dir", name)
+        assert (0, "") == (status, err)
+        assert r"\x1b[31mred\x9b\u202eevil" in out or name != STEERING
+        assert all(letter.isprintable() for letter in out.replace("\n", ""))
+    assert {"n" * 250, "home", STEERING} == {path.name for path in tmp_path.iterdir()}
+    assert "\x1b" not in (tmp_path / STEERING / "report.html").read_text()
+    assert 0 == bigbatch("report", "~/run", "-o", "o" * 250 + ".svg")[0]
+    for name, message in (("n" * 256, "File name too long; give a shorter one"), ("\x1b", r"\x1b")):
+        status, _, err = bigbatch("train", "--resume", name)
+        assert (2, 1, True) == (status, err.count("\n"), message in err)
+        assert "\x1b" not in err
+
+
+KILLING = """
+import multiprocessing, signal, os, bigbatch as bb
+class Killing:
+    def decide(self, statistics, state):
+        if state.steps == 3:
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid, signal.SIGKILL)
+        return bb.Decision(64, "fixed")
+"""
+
+
+def test_a_worker_that_is_killed_is_one_line_that_says_how_to_continue(tmp_path):
+    (tmp_path / "killing.py").write_text(KILLING)
+    policy = ("--policy", f"{tmp_path}/killing.py:Killing", "--batch-size", "64", "--every", "1")
+    options = (*policy, "--workers", "1", "--checkpoint-every", "1 steps", *QUICK)
+    command = [*COMMAND, "train", "digits", *options, "--run-dir", tmp_path / "run"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (2, 1) == (ended.returncode, ended.stderr.count("bigbatch: a worker"))
+    assert "Traceback" not in ended.stderr
+    assert f"`bigbatch train --resume {tmp_path / 'run'}` continues" in ended.stderr
 
 
 def interrupted(begun, *options):

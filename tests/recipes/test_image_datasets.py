@@ -130,13 +130,24 @@ IMAGES = np.zeros((3, 4, 5))
         (idx_of(IMAGES)[:-1], "and has 75 bytes"),
         (idx_of(IMAGES) + b"0", "and has 77 bytes"),
         (b"", "and has 0 bytes"),
+        (bytes((0, 0, 8, 3)) + b"\x80\0\0\0" * 2 + b"\0\0\0\4", "and has 16 bytes"),
+        (idx_of(IMAGES[:, :0]), "and has 16 bytes"),
         (
             gzip.compress(idx_of(IMAGES), mtime=0)[:-9],
             "cannot be read .EOFError: .*; fetch it again",
         ),
         (idx_of(np.zeros((2, 4, 5))), "has 2 images and 3 labels of train"),
     ],
-    ids=["dimensions", "one byte short", "one byte more", "empty", "cut off", "other length"],
+    ids=[
+        "dimensions",
+        "one byte short",
+        "one byte more",
+        "empty",
+        "wraps",
+        "no pixel",
+        "cut off",
+        "other length",
+    ],
 )
 def test_a_file_that_is_no_idx_is_one_error(mnist, content, said):
     for file in mnist.glob("train-images*"):

@@ -1,5 +1,7 @@
 """DLRM on click logs: the readers, the network, the scores, and a training on real rows."""
 
+import errno
+import fcntl
 import gzip
 import json
 import math
@@ -176,6 +178,16 @@ def test_rows_that_do_not_fit_into_the_cache_are_one_line(tmp_path, cache):
     copy.with_name(f".{copy.name}.new").symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"train.txt cannot be packed into .*No space left"):
         read_packed(file)
+
+
+def test_a_file_system_without_locks_is_named_with_the_remedy(tmp_path, cache, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    message = f"{cache}/.*lock cannot be locked .No locks available.; let XDG_CACHE_HOME name"
+    with pytest.raises(RunError, match=message):
+        read_packed(log_at(tmp_path / "train.txt", line()))
 
 
 def test_a_file_that_changed_is_packed_again(tmp_path, cache):

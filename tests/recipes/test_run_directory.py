@@ -169,6 +169,35 @@ def test_a_training_that_loses_a_file_at_its_end_has_status_2(bigbatch, tmp_path
         assert 0 == bigbatch("train", "--resume", run.path, "--quiet")[0]
 
 
+DELETING = """
+import os, bigbatch as bb
+class Deleting:
+    def decide(self, statistics, state):
+        if state.steps == {step}:
+            {damage}
+        return bb.Decision(64, "fixed")
+"""
+
+
+@pytest.mark.parametrize("step", [6, 20])
+@pytest.mark.parametrize("damage", ["os.remove(file)", "os.truncate(file, 999)"])
+def test_a_training_whose_rows_another_program_deletes_has_status_2(
+    bigbatch, tmp_path, damage, step
+):
+    run, policy = tmp_path / "run", tmp_path / "deleting.py"
+    damage = damage.replace("file", repr(str(run / "metrics.jsonl")))
+    policy.write_text(DELETING.format(step=step, damage=damage))
+    command = ("--epochs", 1, "--every", 1, "--batch-size", 64, "--run-dir", run, "--quiet")
+    status, _, said = bigbatch("train", "digits", "--policy", f"{policy}:Deleting", *command)
+    steps = [row["step"] for row in history_of(run).rows]
+    assert 2 == status
+    assert f"{run}/metrics.jsonl has rows of {len(steps)} of the 21 steps: another program" in said
+    assert 21 == steps[-1] > len(steps)
+    status, shown, _ = bigbatch("train", "--resume", run, "--quiet")
+    assert 0 == status
+    assert f"(rows of {len(steps)} of 21 steps)" in " ".join(shown.split())
+
+
 def test_a_second_process_is_kept_out_and_a_killed_one_lets_go(run):
     hold = (
         "import sys; from pathlib import Path\n"

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,9 +25,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
 from bigbatch.errors import GradientError, LoopError, SettingError, StateError
-from bigbatch.optim import VRSGD, VRAdam
+from bigbatch.optim import LAMB, VRSGD, VarianceReduced, VRAdam
 from property_tests import property_test
 from single_steps import by_single_steps
+from stateful_policy import Patient
 
 torch.set_num_threads(1)
 SEED = 7
@@ -1208,6 +1210,40 @@ def test_an_error_for_lack_of_memory_ends_with_the_size_to_set(where):
     assert "bb.largest_micro_batch(" in note
 
 
+@pytest.mark.parametrize(("every", "optimizer"), [(1, SGD), (50, SGD), (1, VRSGD)])
+def test_a_layer_added_within_a_step_is_an_error_that_says_so(every, optimizer):
+    train = adaptive(every=every, optimizer=optimizer, micro_batch=4)
+    next(records(train))
+    step = first_step(train)
+    step.backward(loss_of(train, next(iter(step))))
+    train.model.append(nn.Linear(3, 3).double())
+    train.optimizer.add_param_group({"params": train.model[3].parameters()})
+    before = weights(train)
+    with pytest.raises(
+        GradientError, match=r"parameters were added to the opt|add parameters, out"
+    ):
+        one_step(train, step)
+    assert same(before, weights(train))
+
+
+@pytest.mark.parametrize("every", [1, 50])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_an_optimizer_that_steps_inside_the_backward_is_named(every, to_none):
+    train = adaptive(every=every, micro_batch=4)
+    for parameter in train.model.parameters():
+        inside = SGD([parameter], lr=0.1)
+
+        def take(_, inside=inside):
+            inside.step()
+            inside.zero_grad(set_to_none=to_none)
+
+        parameter.register_post_accumulate_grad_hook(take)
+    with pytest.raises(
+        GradientError, match=r"an optimizer that steps there|step no optimizer insi"
+    ):
+        list(records(train))
+
+
 # what a state says
 
 
@@ -1230,6 +1266,47 @@ def test_a_state_that_is_none_of_ours_is_refused_by_what_is_in_it():
         train.load_state_dict(train.optimizer.state_dict())
     with pytest.raises(StateError, match="version 6 is not 5"):
         train.load_state_dict({"version": 6})
+
+
+LOADERS = {
+    "AdaptiveBatch": lambda: adaptive(policy=Patient(), lr_scaling="adascale"),
+    "DistributedState": lambda: bb.DistributedState(adaptive()),
+    "Batches": lambda: bb.Batches(DataLoader(data(96), 16)),
+    "Controller": lambda: bb.Controller(bb.SimiGrad(0.5), 32),
+    "RunLog": lambda: bb.RunLog("never"),
+    "VarianceReduced": lambda: VarianceReduced(torch.optim.Adam(classifier().parameters())),
+    "LAMB": lambda: LAMB(classifier().parameters()),
+}
+
+
+def damaged_states(state):
+    """A state without one of its values, or with another in its place; at both levels."""
+    for name, value in state.items():
+        yield {key: other for key, other in state.items() if key != name}
+        for wrong in ("text", [1, 2], {"of": "others"}):
+            yield {**state, name: wrong}
+        if isinstance(value, dict) and name in ("shared", "own", "pass", "stream"):
+            yield from ({**state, name: inner} for inner in damaged_states(value))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_what_is_no_state_is_refused_and_never_a_raw_error(name):
+    loader = LOADERS[name]()
+    more = (0,) if name == "Batches" else ()
+    for state in (None, "text", [1], 3, {}, {"of": "others"}):
+        with pytest.raises(StateError, match=f"a state .* is not one of {name} .*; pass what its"):
+            loader.load_state_dict(state, *more)
+    for state in damaged_states(loader.state_dict()):
+        with suppress(StateError):  # some may be left out, or are of another kind of policy
+            loader.load_state_dict(state, *more)
+
+
+def test_an_error_of_a_policy_that_reads_its_own_state_is_left_as_it_is():
+    train = adaptive(policy=Patient())
+    state = train.state_dict()
+    state["shared"]["controller"]["policy"] = {}
+    with pytest.raises(KeyError, match="decisions"):
+        train.load_state_dict(state)
 
 
 @pytest.mark.parametrize("virtual", [1, 4])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
+from bigbatch.optim import LAMB, LARS, VRSGD, VRAdam
 from bigbatch.policies.lr_scaling import AdaScale, resolve_scaling
 from bigbatch.training.scaled_lr import scale_lr
 from property_tests import property_test
@@ -274,11 +275,57 @@ def test_a_factor_of_one_leaves_the_rates_to_others(kind):
     assert [2.0] == rates_of(optimizer)
 
 
-def test_a_rate_that_is_not_a_number_is_nobodys_change():
-    optimizer = optimizer_with(math.nan)
-    with scale_lr(optimizer, 3.0) as used:
-        assert math.isnan(used[0])
-    assert math.isnan(optimizer.param_groups[0]["lr"])
+NO_RATES = [math.nan, math.inf, -0.1, "0.1", 1j, [0.1], None, 10**40, 10**400]
+NO_RATES += [torch.tensor(math.nan), torch.tensor(-1.0), torch.ones(2)]
+
+
+@pytest.mark.parametrize("rate", NO_RATES, ids=lambda rate: str(rate)[:42])
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_what_is_no_rate_is_refused_by_its_group_and_left_as_it_is(rate, factor):
+    optimizer = optimizer_with(0.1, 0.2)
+    optimizer.param_groups[1]["lr"] = rate
+    with pytest.raises(SettingError, match="group 1 "), scale_lr(optimizer, factor):
+        pytest.fail("the block ran")
+    assert 0.1 == optimizer.param_groups[0]["lr"]
+    assert rate is optimizer.param_groups[1]["lr"]
+
+
+@pytest.mark.parametrize("rate", NO_RATES, ids=lambda rate: str(rate)[:42])
+@pytest.mark.parametrize("lr_scaling", ["sqrt", None])
+def test_no_step_is_taken_at_what_is_no_rate_and_the_next_one_is(rate, lr_scaling):
+    model = torch.nn.Linear(4, 1)
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), [torch.randn(96, 4)]
+    sizes = {"base_batch": 8, "micro_batch": 4}
+    train = bb.AdaptiveBatch(
+        model, optimizer, data, policy=bb.Fixed(16), lr_scaling=lr_scaling, **sizes
+    )
+    for number, step in enumerate(train):
+        for x in step:
+            step.backward(model(x).square().mean())
+        if number == 1:
+            weights = [p.clone() for p in model.parameters()]
+            optimizer.param_groups[0]["lr"] = rate
+            with pytest.raises(SettingError, match="rate of parameter group 0 was set to"):
+                step.update()
+            assert all(map(torch.equal, weights, model.parameters()))
+            optimizer.param_groups[0]["lr"] = 0.1
+        step.update()
+        if number == 2:
+            break
+    assert 3 == train.steps
+
+
+@pytest.mark.parametrize("rate", NO_RATES, ids=lambda rate: str(rate)[:42])
+@pytest.mark.parametrize("optimizer", [LARS, LAMB, VRSGD, VRAdam])
+def test_an_optimizer_alone_takes_no_step_at_what_is_no_rate_either(optimizer, rate):
+    weight = torch.nn.Parameter(torch.ones(3))
+    alone = optimizer([weight], lr=0.1)
+    for _ in range(2):
+        weight.square().sum().backward()
+    alone.param_groups[0]["lr"] = rate
+    with pytest.raises(SettingError, match="rate of parameter group 0 was set to"):
+        alone.step()
+    assert [1.0, 1.0, 1.0] == weight.tolist()
 
 
 # without a rate
@@ -291,7 +338,7 @@ class Rateless(torch.optim.SGD):
         first, *others = parameters
         super().__init__([{"params": [first]}, {"params": others}], **more)
         if none:
-            self.param_groups[1]["lr"] = None
+            self.param_groups[1]["lr"] = self.defaults["lr"] = None
         else:
             del self.param_groups[1]["lr"]
 

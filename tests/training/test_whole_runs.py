@@ -1,5 +1,7 @@
 """Faults of whole runs: checkpoints of others, worlds of one, calls left out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -9,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
+from bigbatch.optim import VarianceReduced
 from numbered_samples import Shard, build, network, run, steps_of
 from tensors import same
 
@@ -122,19 +125,27 @@ def test_two_loops_over_one_optimizer_set_its_rate_one_after_the_other():
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As torchft's: an optimizer by class alone, that decides in `step` whether the step counts."""
+    """As torchft's and opacus': an optimizer by class alone, whose `step` does more."""
 
-    def __init__(self, inner):
-        self.inner = inner
-        self.param_groups = inner.param_groups
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
 
 
-def test_a_wrapper_of_an_optimizer_is_refused_by_name():
+def test_a_wrapper_of_an_optimizer_is_refused_and_no_remedy_drops_what_it_does():
     model = network()
-    with pytest.raises(SettingError, match=r"Wrapped is a wrapper .* pass the optimizer inside it"):
+    wrapped = Wrapped(torch.optim.SGD(model.parameters(), lr=0.05))
+    with pytest.raises(
+        SettingError, match=r"Wrapped is a wrapper .* than those that r scales; wrap an"
+    ):
+        VarianceReduced(wrapped)
+    no_optimizer = SimpleNamespace(optimizer=wrapped.optimizer)
+    with pytest.raises(SettingError, match=r"=<SimpleNamespace> must be an Optimizer$"):
+        VarianceReduced(no_optimizer)
+    with pytest.raises(SettingError, match=r"Wrapped is a wrapper .* would lose what it adds"):
         bb.AdaptiveBatch(
             model,
-            Wrapped(torch.optim.SGD(model.parameters(), lr=0.05)),
+            wrapped,
             [(torch.randn(16, 5).double(), torch.zeros(16).long())],
             policy=bb.Fixed(16),
             micro_batch=4,

@@ -4,6 +4,7 @@ import math
 import shutil
 import sys
 
+from bigbatch.errors import printable
 from bigbatch.log.history import Table
 from bigbatch.log.paired_differences import Differences
 from bigbatch.log.step_record import StepRecord
@@ -21,13 +22,13 @@ class LiveView:
         self._quiet = quiet
 
     def print(self, text: str) -> None:
-        """Prints a text."""
-        sys.stdout.write(f"{text}\n")
+        """Prints a text, without characters that steer a terminal."""
+        sys.stdout.write(f"{printable(text)}\n")
 
     def progress(self, text: str) -> None:
-        """Prints a text, unless the view is quiet."""
+        """Prints a line, unless the view is quiet."""
         if not self._quiet:
-            self.print(text)
+            self.print(text.replace("\n", " "))
 
     def table(self, table: Table, title: str) -> None:
         """Prints a table as wide as the terminal."""

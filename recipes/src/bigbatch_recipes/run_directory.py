@@ -23,7 +23,7 @@ from uuid import uuid4
 from bigbatch.digest import load_state, save_state
 from bigbatch.errors import RunError, StateError
 from bigbatch.log.atomic_files import open_atomically, write_atomically
-from bigbatch.log.history import read_settings
+from bigbatch.log.history import history_of, read_settings
 from bigbatch.log.run_log import RunLog, settings_json
 
 LAUNCH = "launch.txt"  # the launch of torchrun that began a run or a study
@@ -39,7 +39,7 @@ def create_directory_atomically(path: Path) -> Iterator[Path]:
         RunError: there is something at `path` already.
     """
     require_free(path)
-    directory = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
+    directory = path.with_name(f".{uuid4().hex}")  # short, as the name itself may be long
     directory.mkdir(parents=True)
     try:
         yield directory
@@ -158,10 +158,12 @@ class RunDirectory:
         """Checks at the end of a training that its files are complete.
 
         Raises:
-            RunError: metrics, the last checkpoint or events could not be written.
+            RunError: metrics, the last checkpoint or events could not be written, or rows were
+                deleted.
         """
         errors = self.log.write_errors
         if not errors:
+            self._require_all_rows()
             return
         names, reason = errors.keys(), next(iter(errors.values()))
         remedy = f", then bigbatch train --resume {self.path} repeats the steps that are missing"
@@ -169,6 +171,14 @@ class RunDirectory:
             f"{self.path} is trained to its end, but not all of its {', '.join(names)} could be "
             f"written ({reason}); make room" + remedy * (names != {"events"})
         )
+
+    def _require_all_rows(self) -> None:
+        steps, rows = self.log.state_dict()["step"], len(history_of(self.path).rows)
+        if rows < steps:
+            raise RunError(
+                f"{self.log.metrics} has rows of {rows:,} of the {steps:,} steps: another program "
+                "deleted or truncated it; restore the others from a copy, or train again elsewhere"
+            )
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The latest checkpoint, None before the first; the log continues after its step."""

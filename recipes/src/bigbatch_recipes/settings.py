@@ -17,11 +17,11 @@ from bigbatch.policies.parse import POLICIES, arguments_of, is_own
 from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import NoiseScale, Shrinkage, SimiGrad
 from bigbatch.setting_types import (
+    Coefficient,
     Cosine,
     Count,
     Growth,
     In,
-    NotNegative,
     Number,
     Positive,
     Share,
@@ -160,13 +160,13 @@ class Settings:
     per_layer: bool = False
     optimizer: str = field(default="momentum", metadata={"section": "Optimizer"})
     momentum: Share = 0.9
-    weight_decay: NotNegative = 0.0
+    weight_decay: Coefficient = 0.0
     decay_all: bool = True
-    clip: NotNegative = 0.0
+    clip: Coefficient = 0.0
     gamma: Gamma = field(default=0.1, metadata={"section": "GSNR of a vr- optimizer"})
     r_max: RMax = 1.0
     beta3: Share | None = None
-    lr: NotNegative = field(metadata={"section": "Learning rate"})
+    lr: Coefficient = field(metadata={"section": "Learning rate"})
     lr_schedule: str = "constant"
     lr_scaling: Literal["sqrt", "linear", "adascale", "none"] = "sqrt"
     lr_control_from: str = ""

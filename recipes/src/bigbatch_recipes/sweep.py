@@ -14,6 +14,7 @@ from bigbatch_recipes.validate import require_packages, require_trainable, unuse
 _NOT_SWEEPABLE = {"recipe": "it is the command's first argument", "seed": "give --seeds instead"}
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.+_]+")
 _MAX_LENGTH = 40  # of a value in a file name, which may have 255 bytes
+_MAX_NAME = 230  # of a point's, before its seed
 
 
 def sweep_of(
@@ -151,6 +152,7 @@ def _name_points(
     for combination, settings in combinations:
         values = {key: combination[key] for key in varied if key in combination}
         name = ",".join(f"{key}={_file_name(key, value)}" for key, value in values.items()) or "all"
+        name = name[:_MAX_NAME]
         equal = sum(point.name.partition("~")[0] == name for point in points)
         points.append(Point(f"{name}~{equal + 1}" if equal else name, values, settings))
     return points

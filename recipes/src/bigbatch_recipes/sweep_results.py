@@ -16,6 +16,7 @@ from bigbatch.log.history import (
     Table,
     history_of,
     mean_text,
+    missing_text,
     scores_text,
     steps_text,
 )
@@ -37,6 +38,7 @@ class SweepRun:
     skipped: int
     elapsed_seconds: float  # seconds of training
     diverged: bool  # whether the run diverged
+    lost_rows: bool  # whether its log lacks rows
 
 
 @dataclass(frozen=True)
@@ -302,6 +304,7 @@ def _sweep_run(history: History, seed: int, path: Path) -> SweepRun:
         history.skipped,
         history.rows[-1]["elapsed_seconds"],
         bool(history.divergence),
+        bool(missing_text([history])),
     )
 
 
@@ -317,7 +320,7 @@ def _result_cells(point: SweepPoint, scores: list[str]) -> tuple[str, ...]:
     runs = point.runs
     planned = len(point.seeds)
     count = f"{len(runs)} of {planned}" if len(runs) < planned else str(len(runs))
-    diverged = sum(run.diverged for run in runs)
+    diverged, incomplete = sum(run.diverged for run in runs), sum(run.lost_rows for run in runs)
     if not runs:
         return (*["nothing yet"] * (len(scores) + 3), count)
     return (
@@ -325,5 +328,7 @@ def _result_cells(point: SweepPoint, scores: list[str]) -> tuple[str, ...]:
         mean_text([run.average_batch for run in runs], 0),
         steps_text([run.steps for run in runs], [run.skipped for run in runs]),
         f"{mean_text([run.elapsed_seconds for run in runs], 1)} s",
-        count + f", {diverged} diverged" * bool(diverged),
+        count
+        + f", {diverged} diverged" * bool(diverged)
+        + f", {incomplete} without all rows" * bool(incomplete),
     )

@@ -1,6 +1,7 @@
 """Launches by torchrun: rendezvous of the ranks, errors that are printed once, and restarts."""
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -12,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from bigbatch.cli.exit_status import line_of
-from bigbatch.errors import BigbatchError, RankError
+from bigbatch.cli.exit_status import line_of, one_line
+from bigbatch.errors import BigbatchError, RankError, RunError
 from bigbatch.gradients import is_of_network
 from bigbatch.interrupts import INTERRUPTED, ignore_interrupts
 from bigbatch_recipes import process_group
@@ -22,6 +23,7 @@ from bigbatch_recipes.run_directory import has_begun, launch_of, release, requir
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # of torchrun's variables
 _NO_ID = "none"  # the id of a launch without --rdzv-id
 _DIRECTORY_KEY = "bigbatch/place"
+_WORKER_LOST = re.compile(r"DataLoader worker \(pid.*(is killed by signal|exited unexpectedly)")
 
 
 class Launch:
@@ -71,8 +73,7 @@ class Launch:
 
     def report_error(self, message: str) -> None:
         """Writes why the command ends, as one line, on the first rank that reports it."""
-        printable = message.encode(errors="backslashreplace").decode()  # invalid bytes of arguments
-        line = f"bigbatch: {' '.join(printable.split())}\n"
+        line = one_line(message)
         first = self._is_first(f"message {line}")
         self._is_first("failed")
         if first:
@@ -126,18 +127,31 @@ class Launch:
 
     @contextmanager
     def resumable(self, path: Path, command: str = "train") -> Iterator[None]:
-        """On an interrupt, reports the command that resumes the run or study at `path`.
+        """Reports the command that resumes the run or study at `path` after an interrupt or error.
 
         If nothing has begun there, the path is free again afterwards.
+
+        Raises:
+            RunError: a worker of the DataLoader was killed.
         """
+        remedy = f"`bigbatch {command} --resume {path}` continues"
         try:
             yield
         except KeyboardInterrupt:
             if not has_begun(path):
                 raise
             ignore_interrupts()  # torchrun sends it twice
-            self.report_error(f"interrupted; `bigbatch {command} --resume {path}` continues")
+            self.report_error(f"interrupted; {remedy}")
             sys.exit(INTERRUPTED)
+        except Exception as error:
+            is_lost = isinstance(error, ConnectionError) or _WORKER_LOST.search(str(error))
+            if not (is_lost and has_begun(path)):
+                raise
+            reason = str(error).strip(". ")
+            raise RunError(
+                f"a worker of the DataLoader was lost ({reason}), often for lack of memory; "
+                + remedy
+            ) from None
         finally:
             release(path)
 

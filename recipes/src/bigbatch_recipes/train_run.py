@@ -90,11 +90,13 @@ def train_run(training: "Training", run: RunDirectory, view: LiveView, label: st
 def _finish(run: RunDirectory, *, trained: bool) -> None:
     """Warns if the training diverged, and writes the report unless it is up to date."""
     report = run.path / "report.html"
-    if trained and (reason := history_of(run.path).divergence):
-        warnings.warn(f"{run.name} diverged: {reason}; lower lr", stacklevel=2)
-    if trained or not report.exists():
-        write_report([history_of(run.path)], report, run.name)
-    run.require_all_written()
+    history = history_of(run.path)
+    if trained and history.divergence:
+        warnings.warn(f"{run.name} diverged: {history.divergence}; lower lr", stacklevel=2)
+    if history.rows and (trained or not report.exists()):
+        write_report([history], report, run.name)
+    if trained:
+        run.require_all_written()
 
 
 class Training:

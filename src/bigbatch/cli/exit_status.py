@@ -1,5 +1,6 @@
 """Runs a command to its exit status; an expected error is one line on standard error."""
 
+import errno
 import signal
 import sys
 import warnings
@@ -7,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bigbatch.errors import BigbatchError
+from bigbatch.errors import BigbatchError, printable
 from bigbatch.interrupts import INTERRUPTED, handle_interrupts, ignore_interrupts
 
 Command = Callable[[list[str]], int | None]
@@ -31,16 +32,22 @@ def run_command(command: Command, arguments: list[str]) -> int:
 
 def write_line(message: str) -> None:
     """Writes one line to standard error."""
-    printable = message.encode(errors="backslashreplace").decode()  # invalid bytes of arguments
-    sys.stderr.write(f"bigbatch: {' '.join(printable.split())}\n")
+    sys.stderr.write(one_line(message))
+
+
+def one_line(message: str) -> str:
+    """A message as one line of the command's, without characters that steer a terminal."""
+    return f"bigbatch: {' '.join(printable(message).split())}\n"
 
 
 def line_of(error: Exception) -> str:
     """What an expected error says."""
     if isinstance(error, OSError) and not isinstance(error, BigbatchError):
-        if error.strerror is None:  # a damaged image, say
-            return f"{type(error).__name__}: {error}"
-        return f"{error.filename or 'a file'}: {error.strerror}; name a place that can be written"
+        if error.filename is None:  # a damaged image, or locks that a file system lacks
+            return f"{type(error).__name__}: {error.strerror or error}"
+        is_long = error.errno == errno.ENAMETOOLONG
+        remedy = "give a shorter one" if is_long else "name a place that can be written"
+        return f"{error.filename}: {error.strerror}; {remedy}"
     return str(error)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from bigbatch.cli import COMMANDS
-from bigbatch.errors import SettingError
-from bigbatch.log.atomic_files import require_own_file
+from bigbatch.errors import SettingError, printable
+from bigbatch.log.atomic_files import expanded_path, require_own_file
 from bigbatch.log.history import (
     History,
     Table,
@@ -18,6 +18,7 @@ from bigbatch.log.history import (
     group_seeds,
     history_of,
     measured_rows,
+    missing_text,
     seeds_of,
     table_of,
 )
@@ -78,9 +79,15 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", type=Path, help="folder of a log, or of such folders")
+    add(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        type=expanded_path,
+        help="folder of a log, or of such folders",
+    )
     if name in _OUT:
-        add("-o", "--out", type=Path, help=f"{_OUT[name]}; replaces only bigbatch's own")
+        add("-o", "--out", type=expanded_path, help=f"{_OUT[name]}; replaces only bigbatch's own")
     if name == "replay":
         policies = f"a policy, may be repeated: {', '.join(POLICIES)}"
         form = "NAME:KEY=VALUE,..."
@@ -150,7 +157,8 @@ def replay(arguments: Sequence[str]) -> None:
             _print(f"{history.path.name}: nothing is measured yet; left out")
     replays = [replay_policies(one, policies, **given) for one in measured or histories]
     for one in replays:
-        _show(table_of_replay(one), f"{one.history.label}: {one.trace.samples:,} samples")
+        samples = f"{one.trace.samples:,} samples{missing_text([one.history])}"
+        _show(table_of_replay(one), f"{one.history.label}: {samples}")
         _print(f"{time_in_words(one)}\n")
     if options.out is not None:
         write_text(options.out, chart_of_replays(replays))
@@ -174,4 +182,4 @@ def _show(table: Table, title: str) -> None:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{printable(text)}\n")

@@ -16,6 +16,7 @@ from bigbatch.data.sample_buffer import SampleBuffer
 from bigbatch.errors import SettingError, StateError
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.setting_types import Count, checked
+from bigbatch.state_checks import loads_state
 
 
 class Batches:
@@ -246,6 +247,7 @@ class Batches:
         }
         return {"pass": position, "stream": self._buffer.state_dict()}
 
+    @loads_state
     def load_state_dict(self, state: dict[str, Any], epoch: int, *, same_rank: bool = True) -> None:
         """Resumes in the middle of a pass. Collective.
 

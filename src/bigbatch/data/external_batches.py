@@ -8,6 +8,7 @@ from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import LoopError, StateError
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.setting_types import Count, checked
+from bigbatch.state_checks import loads_state
 
 _ORDER = "another loop's"
 
@@ -92,6 +93,7 @@ class ExternalBatches:
         """Whether a pass has begun; the other loop knows its position."""
         return {"pass": {"order": _ORDER, "open": self.open}, "stream": None}
 
+    @loads_state
     def load_state_dict(self, state: dict[str, Any], epoch: int, *, same_rank: bool = True) -> None:
         """Continues with a new step."""
         if state["pass"]["order"] != _ORDER:

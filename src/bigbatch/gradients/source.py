@@ -263,7 +263,8 @@ class GradientSource:
         if self.guard.changed():
             raise GradientError(
                 f".grad was changed between the last counted backward and {caller}; clip, zero or "
-                "edit gradients, and run backwards of your own, outside the accumulation"
+                "edit gradients, run backwards of your own, and add parameters, outside the "
+                "accumulation"
             )
 
     def _begin_step(self) -> None:
@@ -322,6 +323,8 @@ class GradientSource:
     def _close(self, stamps: list[Stamp]) -> None:
         if self.guard.restore_hidden():
             self._refuse_autograd_grad()
+        if not any(stamps) and not self.guard.grad_may_wait:
+            self.require_no_step_in_backward()
         self._in_micro_batch = self._implicit = False
         self.micro_batches += 1
         self.guard.accept(stamps)
@@ -358,10 +361,21 @@ class GradientSource:
                 "hooks were removed, after the step began; do that between steps"
             )
 
+    def require_no_step_in_backward(self) -> None:
+        """Raises GradientError where a hook of the user's may take gradients in a backward."""
+        hooks = [h for p in self.parameters for h in (p._post_accumulate_grad_hooks or {}).values()]
+        if not all(hasattr(hook, "only_watches") for hook in hooks):
+            raise GradientError(
+                ".grad is lost within a backward: an optimizer that steps there, in a hook of "
+                "register_post_accumulate_grad_hook, steps before the micro-batches are summed; "
+                "remove the hook, and step once after the last backward"
+            )
+
     def _refuse_autograd_grad(self) -> None:
         self.restart()
         if are_freed(self.parameters):
             raise GradientError(f"the parameters were freed in the backward: {MADE_LATE}")
+        self.require_no_step_in_backward()
         raise GradientError(
             "torch.autograd.grad over the parameters was seen as a micro-batch; mark the "
             "micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch; "

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,12 +15,20 @@ _GENERATED = (  # marks of our pages and figures
     f'<svg data-generator="{GENERATOR}"',
 )
 _HEAD = 4096  # bytes at the start of a file that have the mark
+_SHORT = 60  # letters of a name, in at most 240 of the 255 bytes that a name may have
+
+
+def expanded_path(text: str | Path) -> Path:
+    """The path, where `~` is the user's home."""
+    with suppress(RuntimeError):  # no such user
+        return Path(text).expanduser()
+    return Path(text)
 
 
 @contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """Opens a file that replaces `path` at the end: `path` has the old bytes or the new ones."""
-    new = path.with_name(f".{path.name}.new")
+    new = path.with_name(f".{path.name[:_SHORT]}.new")
     try:
         with new.open("wb") as file:
             yield file

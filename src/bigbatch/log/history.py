@@ -295,6 +295,13 @@ def steps_text(steps: Sequence[int], skipped: Sequence[int]) -> str:
     return mean_text(steps, 0) + f" ({fmean(skipped):,.0f} skipped)" * any(skipped)
 
 
+def missing_text(runs: Sequence[History]) -> str:
+    """Of how many steps the logs have rows, in words; "" where of all."""
+    logged = sum(len(run.rows) for run in runs)
+    steps: int = sum(run.rows[-1]["step"] for run in runs if run.rows)
+    return f" (rows of {logged:,} of {steps:,} steps)" * (logged < steps)
+
+
 class Table(NamedTuple):
     """Rows of text under columns."""
 
@@ -321,7 +328,7 @@ def _row(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str, ..
     name += f" ({f'{diverged} of {len(runs)} ' * (len(runs) > 1)}diverged)" * bool(diverged)
     last = [run.rows[-1] for run in runs]
     return (
-        name,
+        name + missing_text(runs),
         *(scores_text([run.last(score) for run in runs]) for score in scores or ("",)),
         steps_text([run.steps for run in runs], [run.skipped for run in runs]),
         mean_text([run.average_batch for run in runs], 0),

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from bigbatch.errors import RunError, SettingError
+from bigbatch.errors import RunError, SettingError, printable
 from bigbatch.log.atomic_files import write_atomically
 from bigbatch.log.chart_svg import svg, swatch
 from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, panels_of
@@ -80,7 +80,7 @@ def write_text(out: Path, text: str) -> None:
         RunError: it cannot be written.
     """
     try:
-        write_atomically(out, text.encode())
+        write_atomically(out, printable(text).encode())
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}") from None
 

@@ -16,7 +16,7 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.log.chart import Panel, Series
 from bigbatch.log.chart_svg import svg
 from bigbatch.log.curve_series import chosen_rows
-from bigbatch.log.history import History, Table, measured_rows
+from bigbatch.log.history import History, Table, measured_rows, missing_text
 from bigbatch.log.row_schema import Row
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.goodput import LossTrend
@@ -83,9 +83,13 @@ def time_steps(rows: list[Row]) -> tuple[TimedSize, ...]:
     """Times of a log's steps by batch size.
 
     The time of an evaluation is logged with the step after it, so that step is left out; so is a
-    step during which the clock went back.
+    step during which the clock went back, or before which rows are missing.
     """
-    timed = [(row, previous) for previous, row in pairwise(rows) if previous["metrics"] is None]
+    timed = [
+        (row, previous)
+        for previous, row in pairwise(rows)
+        if previous["metrics"] is None and row["step"] == previous["step"] + 1
+    ]
     kinds = [row["grad_sqnorm"] is not None for row, _ in timed]
     kind = sum(kinds) > len(kinds) / 2  # measured, or not: what most steps are
     times = StepTimes(max_age=None)
@@ -100,7 +104,7 @@ def fit_time(rows: list[Row], times: tuple[TimedSize, ...]) -> StepTime:
     if (time := StepTime.fit(times)) is not None:
         return time
     samples = rows[-1]["samples"]
-    mean = samples / len(rows)
+    mean = samples / rows[-1]["step"]
     return StepTime(0.0, rows[-1]["elapsed_seconds"] / samples, mean, mean)
 
 
@@ -160,7 +164,8 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
         if decays is None:
             raise RunError(
                 f"{history.path}: {name} follows the scheduled learning rate, which a log tells "
-                "for lr_scaling of sqrt, linear or none alone, and of bigbatch train; leave it out"
+                "for lr_scaling of sqrt, linear or none alone, of bigbatch train, and with a row "
+                "for every step; leave it out"
             )
     rows = [
         row | {"lr_decay": decay}
@@ -188,7 +193,8 @@ def lr_decays(history: History) -> list[float] | None:
     scaling = _SCALINGS.get(str(settings.get("lr_scaling")))
     base_batch: Any = settings.get("base_batch")
     factors: list[Any] = [1.0, *(row.get("next_lr_factor") for row in history.rows[:-1])]
-    if scaling is None or base_batch not in Kind(Count) or not all(factors):
+    known = scaling is not None and base_batch in Kind(Count) and all(factors)
+    if scaling is None or not known or missing_text([history]):
         return None
     rates = [
         max(row["lr"]) / (scaling(row["batch_size"], base_batch, None) * factor)

@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib import import_module
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 
 from bigbatch import __version__
 from bigbatch.errors import LoopError, RunError, SettingError
-from bigbatch.log.atomic_files import lock_folder, write_atomically
+from bigbatch.log.atomic_files import expanded_path, lock_folder, write_atomically
 from bigbatch.log.row_schema import (
     METRICS,
     SCHEMA,
@@ -44,13 +45,14 @@ from bigbatch.log.row_schema import (
     statistics_of,
 )
 from bigbatch.log.step_record import StepRecord
+from bigbatch.optim.gsnr_options import rates_of
 from bigbatch.optional_packages import import_optional
 from bigbatch.setting_types import Count, Whole, checked
+from bigbatch.state_checks import loads_state
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 Value = float | Tensor
 
-_FLUSH = 2  # seconds; after an interrupt, TensorBoard's thread may sleep for as long
 _SCALARS = ("loss", "batch_size", "similarity", "noise_scale")  # of TensorBoard, with lr and scores
 
 
@@ -87,7 +89,7 @@ class RunLog:
         higher_is_better: bool = True,
         tensorboard: bool = False,
     ) -> None:
-        self.path = Path(path)
+        self.path = expanded_path(path)
         self.metrics = self.path / METRICS  # the file of the rows
         if self.path.exists() and not self.path.is_dir():
             raise SettingError(f"log={str(path)!r} is a file; name a folder")
@@ -102,8 +104,7 @@ class RunLog:
         self.rank: int | None = None  # None to ask torch.distributed
         self.write_errors: dict[str, Exception] = {}  # by file or folder; missing after a success
         self._tensorboard = tensorboard
-        self._events: Any = None  # TensorBoard's SummaryWriter
-        self._close_events: Callable[[], object] = list
+        self._events: Path | None = None  # TensorBoard's file
         self._unlock: Callable[[], object] | None = None  # while the folder is open
         self._unwritten: deque[bytes] = deque()
         self._length = 0  # bytes of the rows in the file
@@ -169,7 +170,7 @@ class RunLog:
             "batch_size": size,
             "micro_batches": min(micro_batches, size),
             "loss": None if loss is None else float(loss),
-            "lr": [float(group["lr"]) for group in optimizer.param_groups],
+            "lr": rates_of(optimizer),
             **statistics_of(statistics),
             "skipped": skipped,
             "metrics": None,
@@ -242,7 +243,6 @@ class RunLog:
             self.flush()
             self._release()
             self._continues = True
-        self._close_events()
         self._events = None
 
     def _release(self) -> None:
@@ -252,12 +252,7 @@ class RunLog:
 
     def flush(self) -> bool:
         """Writes rows that could not be written before, to the disk itself; returns whether."""
-        if self._unlock is None:
-            return True
-        written = self._write_rows()
-        with suppress(OSError), self.metrics.open("ab") as file:
-            os.fsync(file.fileno())
-        return written
+        return self._unlock is None or self._write_rows(to_disk=True)
 
     def warn_not_written(self, name: str, message: str, error: Exception) -> None:
         """Warns once that a file could not be written."""
@@ -304,20 +299,22 @@ class RunLog:
         os.truncate(self.metrics, length)
         return length
 
-    def _write_rows(self) -> bool:
+    def _write_rows(self, *, to_disk: bool = False) -> bool:
         """Writes the rows that are not in the file yet; returns whether that succeeded."""
-        if not self._unwritten:
-            return True
         try:
             with self.metrics.open("ab") as file:
-                if file.tell() > self._length:
+                if file.tell() > self._length and self._unwritten:
                     raise RunError(
                         f"{self.metrics} has rows of another writer too; give each its own log"
                     )
+                if file.tell() < self._length and self.metrics.is_file():
+                    self._lose_rows(file.tell())
                 while self._unwritten:
                     file.write(self._unwritten[0])
                     file.flush()
                     self._length += len(self._unwritten.popleft())
+                if to_disk:
+                    os.fsync(file.fileno())
         except OSError as error:
             with suppress(OSError):
                 os.truncate(self.metrics, self._length)  # removes an incomplete line
@@ -326,23 +323,44 @@ class RunLog:
             self.write_errors.pop("metrics", None)
         return not self._unwritten
 
+    def _lose_rows(self, size: int) -> None:
+        """Continues after the whole rows in a file that has become shorter; warns."""
+        written = self._length
+        with self.metrics.open("rb") as file:
+            self._length = file.read(size).rfind(b"\n") + 1
+        if self._length < size:
+            os.truncate(self.metrics, self._length)
+        warnings.warn(
+            f"{self.metrics} has {size:,} of the {written:,} bytes that were written: another "
+            f"program deleted or truncated it, and rows up to step {self._step} are lost; restore "
+            "them from a copy after the training, which continues",
+            stacklevel=5,
+        )
+
     def _add_events(self, row: Row) -> None:
-        """Adds a row to the TensorBoard events; any error gives one warning, and ends them."""
+        """Adds a row to the TensorBoard events; any error gives one warning, and ends them.
+
+        They are written at once: TensorBoard's own writers have a thread, which prints its errors.
+        """
         if not self._tensorboard:
             return
+        values = {name: row.get(name) for name in _SCALARS} | (row["metrics"] or {})
+        values["lr"] = row["lr"][0] if "lr" in row else None
+        scalars = [{"tag": n, "simple_value": x} for n, x in values.items() if x is not None]
+        entries: list[dict[str, Any]] = [{"step": row["step"], "summary": {"value": scalars}}]
         try:
+            event = import_module("tensorboard.compat.proto.event_pb2").Event
+            writer = import_module("tensorboard.summary.writer.record_writer").RecordWriter
             if self._events is None:
-                from torch.utils.tensorboard.writer import SummaryWriter
-
+                stamp = f"{time.time():017.6f}.{platform.node()}.{os.getpid()}"
+                self._events = self.path / "events" / f"events.out.tfevents.{stamp}"
+                self._events.parent.mkdir(exist_ok=True)
                 # hides events of an earlier training from this step on
-                options: dict[str, Any] = {"purge_step": row["step"], "flush_secs": _FLUSH}
-                self._events = SummaryWriter(str(self.path / "events"), **options)
-                self._close_events = weakref.finalize(self, self._events.close)
-            values = {name: row.get(name) for name in _SCALARS} | (row["metrics"] or {})
-            values["lr"] = row["lr"][0] if "lr" in row else None
-            for name, value in values.items():
-                if value is not None:
-                    self._events.add_scalar(name, value, row["step"])
+                start = {"step": row["step"], "session_log": {"status": "START"}}
+                entries = [{"file_version": "brain.Event:2"}, start, *entries]
+            with self._events.open("ab") as file:
+                for entry in entries:
+                    writer(file).write(event(wall_time=time.time(), **entry).SerializeToString())
         except Exception as error:
             self._tensorboard = False
             self.warn_not_written("events", "TensorBoard events are not being written", error)
@@ -362,13 +380,14 @@ class RunLog:
             "elapsed_seconds": self._elapsed_seconds,
         }
 
+    @loads_state
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the step of a saved state; the next row removes rows of later steps."""
         self._unwritten.clear()
         self.close()
         self._step, self._samples = int(state["step"]), int(state["samples"])
         self._sizes = state.get("sizes")
-        self._earlier_seconds = state.get("elapsed_seconds", 0.0)
+        self._earlier_seconds = float(state.get("elapsed_seconds", 0.0))
         self._started = time.perf_counter()
         self._continues = True
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from textwrap import wrap
 
+from bigbatch.errors import printable
 from bigbatch.log.history import Table
 
 _NARROWEST = 8  # letters of a column, at least
@@ -14,15 +15,17 @@ def text_table(table: Table, title: str, width: int) -> str:
     Columns stand two blanks apart, all but the first to the right. Headers are wrapped first, then
     the cells of the widest columns.
     """
+    columns, *rows = [tuple(map(printable, row)) for row in (table.columns, *table.rows)]
     widths = [
-        max(map(len, [*name.split(), *(row[number] for row in table.rows)]))
-        for number, name in enumerate(table.columns)
+        max(map(len, [*name.split(), *(row[number] for row in rows)]))
+        for number, name in enumerate(columns)
     ]
     while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > _NARROWEST:
         widths[widths.index(max(widths))] -= 1
     rule = "  ".join("-" * one for one in widths)
-    lines = [title, "", *_lines(table.columns, widths, at_bottom=True), rule]
-    lines += (line for row in table.rows for line in _lines(row, widths))
+    title = printable(title).replace("\n", " ")
+    lines = [title, "", *_lines(columns, widths, at_bottom=True), rule]
+    lines += (line for row in rows for line in _lines(row, widths))
     return "\n".join([*lines, ""])
 
 

@@ -1,6 +1,8 @@
 """The options of variance-reduced optimizers, and the values and base optimizers they refuse."""
 
+import math
 from collections.abc import Iterable
+from reprlib import repr as shortened
 from typing import Annotated, Any, TypedDict
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.setting_types import In, NotNegative, Share, argument_kinds, check_setting
+from bigbatch.setting_types import Coefficient, In, Kind, Share, argument_kinds, check_setting
 
 Gamma = Annotated[float, In("(0, 1]", "the least factor of a step")]
 RMax = Annotated[float, In("[1, inf)", "1.0 or 1 / gamma are usual")]
@@ -24,7 +26,8 @@ class _OneElement:
         return "of one number"
 
 
-Rate = NotNegative | Annotated[Tensor, _OneElement()]
+RATE = Kind(Coefficient)
+Rate = Coefficient | Annotated[Tensor, _OneElement()]
 Betas = tuple[Share, Share]
 
 
@@ -35,6 +38,25 @@ class VROptions(TypedDict, total=False):
     r_max: RMax
     beta3: Share | None
     watch: bool
+
+
+def rates_of(optimizer: Optimizer) -> list[float]:
+    """The learning rate of each parameter group; nan for a group that was built without one.
+
+    Raises:
+        SettingError: a rate was set to anything but such a number.
+    """
+    rates: list[float] = []
+    for number, group in enumerate(optimizer.param_groups):
+        lr: Any = group.get("lr")
+        rate = lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr
+        if "lr" not in group or (lr is None and optimizer.defaults.get("lr") is None):
+            rate = math.nan
+        elif rate not in RATE:
+            name = f"the learning rate of parameter group {number}"
+            raise SettingError(f"{name} was set to {shortened(lr)}; set {RATE}")
+        rates.append(float(rate))
+    return rates
 
 
 def require_base(base: Optimizer, names: Iterable[str]) -> None:
@@ -51,6 +73,11 @@ def require_base(base: Optimizer, names: Iterable[str]) -> None:
             f"{name} has {', '.join(shared_names)} of its own in its parameter groups, where "
             "VarianceReduced keeps a setting of the same name; wrap another base optimizer"
         )
+    if not hasattr(base, "_optimizer_step_post_hooks"):
+        raise SettingError(
+            f"{name} is a wrapper that calls no hooks, and may step by other gradients than those "
+            "that r scales; wrap another base optimizer"
+        )
     try:
         keys = base.state_dict().keys()
     except RuntimeError:  # the state is scattered over ranks, which have to gather it first
@@ -58,7 +85,7 @@ def require_base(base: Optimizer, names: Iterable[str]) -> None:
     if not {"state", "param_groups"} <= keys:
         raise SettingError(
             f"{name} saves {sorted(map(str, keys))}, and p is saved under 'state', next to "
-            "'param_groups', as torch's optimizers have them; pass the optimizer inside it"
+            "'param_groups', as torch's optimizers have them; wrap another base optimizer"
         )
 
 

@@ -40,6 +40,7 @@ class LocalStep:
         """
         moments, checks = self._state.moments, self._state.warnings
         if not source.micro_batches or moments.micro_batches < 2:
+            source.require_no_step_in_backward()
             raise GradientError(
                 f"{self._state.name} saw {source.micro_batches} backward() calls since "
                 "zero_grad(), it needs at least 2 (k >= 8 is better): split the batch into "

@@ -14,10 +14,11 @@ from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.gsnr_options import Betas, Rate, require_kinds, require_unique
+from bigbatch.optim.gsnr_options import Betas, Rate, rates_of, require_kinds, require_unique
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import TwoPass, require_kernels
-from bigbatch.setting_types import NotNegative, Positive, Share, checked
+from bigbatch.setting_types import Coefficient, PositiveCoefficient, Share, checked
+from bigbatch.state_checks import loads_state
 
 
 class ParameterShard(NamedTuple):
@@ -80,6 +81,7 @@ class TrustRatioOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        rates_of(self)  # checks them
         gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
         if sparse := [g.layout for g in gradients if g.layout != torch.strided]:
             raise GradientError(
@@ -101,6 +103,7 @@ class TrustRatioOptimizer(Optimizer):
                         passes.run(fused=fused, all_reduce=all_reduce if adapts else None)
         return loss
 
+    @loads_state
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state like torch, but keeps its float32 type for parameters of a half type."""
         super().load_state_dict(state_dict)
@@ -185,9 +188,9 @@ class LARS(TrustRatioOptimizer):
         params: ParamsT,
         lr: Rate = 0.1,
         momentum: Share = 0.9,
-        weight_decay: NotNegative = 0.0,
+        weight_decay: Coefficient = 0.0,
         *,
-        trust_coefficient: Positive = 0.001,
+        trust_coefficient: PositiveCoefficient = 0.001,
         nesterov: bool = False,
         exclude_bias_and_norm: bool = True,
         maximize: bool = False,
@@ -273,8 +276,8 @@ class LAMB(TrustRatioOptimizer):
         params: ParamsT,
         lr: Rate = 1e-3,
         betas: Betas = (0.9, 0.999),
-        eps: Positive = 1e-6,
-        weight_decay: NotNegative = 0.01,
+        eps: PositiveCoefficient = 1e-6,
+        weight_decay: Coefficient = 0.01,
         *,
         exclude_bias_and_norm: bool = True,
         maximize: bool = False,

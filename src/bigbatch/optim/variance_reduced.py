@@ -16,12 +16,13 @@ from bigbatch.optim.apply_gsnr import AppliedGsnr, LayerGsnr
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable, warn_of_nodes
 from bigbatch.optim.fused_step import BaseStep
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
-from bigbatch.optim.gsnr_options import Gamma, RMax, require_base, require_valid
+from bigbatch.optim.gsnr_options import Gamma, RMax, rates_of, require_base, require_valid
 from bigbatch.optim.gsnr_state import GradientScaling, GsnrState
 from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
 from bigbatch.setting_types import Share, checked
+from bigbatch.state_checks import loads_state
 
 
 class VarianceReduced(Optimizer):
@@ -241,7 +242,7 @@ class VarianceReduced(Optimizer):
         attached = self.attached
         pending = self._source.micro_batches or (attached is not None and attached.has_untaken_step)
         # with rates of 0 torch's distributed checkpoints let a step only initialize state
-        moves = any(float(group.get("lr", 1.0)) != 0 for group in self.param_groups)
+        moves = any(rate != 0 for rate in rates_of(self))
         if self.gsnr_state.vr_parameters and (pending or moves):
             self.scale_gradients()
         else:
@@ -316,6 +317,7 @@ class VarianceReduced(Optimizer):
             packed = post_hook(self, packed) or packed
         return packed
 
+    @loads_state
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of `state_dict()`, or the state dict of a bare base optimizer.
 

@@ -1,6 +1,6 @@
 """The VRGD paper's optimizers: GSNR scaling, and a base step of torch or of this package."""
 
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 from torch.optim import SGD, Adam
 from torch.optim.optimizer import ParamsT
@@ -9,7 +9,8 @@ from bigbatch.optim.fused_step import can_fuse
 from bigbatch.optim.gsnr_options import Betas, Rate, VROptions
 from bigbatch.optim.trust_ratio import LAMB, LARS
 from bigbatch.optim.variance_reduced import VarianceReduced
-from bigbatch.setting_types import NotNegative, Number, Positive, Share, checked
+from bigbatch.setting_types import Coefficient, In, PositiveCoefficient, Share, checked
+from bigbatch.state_checks import loads_state
 
 
 class _Fusing(VarianceReduced):
@@ -17,6 +18,7 @@ class _Fusing(VarianceReduced):
 
     _chooses_fused = True
 
+    @loads_state
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads all but `fused`, which depends on this machine, and not on the file."""
         choices = [group["fused"] for group in self.param_groups]
@@ -51,8 +53,8 @@ class VRSGD(_Fusing):
         params: ParamsT,
         lr: Rate = 1e-3,
         momentum: Share = 0.0,
-        dampening: Number = 0.0,
-        weight_decay: NotNegative = 0.0,
+        dampening: Annotated[float, In("[-3.4e38, 3.4e38]")] = 0.0,
+        weight_decay: Coefficient = 0.0,
         nesterov: bool = False,
         *,
         maximize: bool = False,
@@ -102,8 +104,8 @@ class VRAdam(_Fusing):
         params: ParamsT,
         lr: Rate = 1e-3,
         betas: Betas = (0.9, 0.999),
-        eps: NotNegative = 1e-8,
-        weight_decay: NotNegative = 0.0,
+        eps: Coefficient = 1e-8,
+        weight_decay: Coefficient = 0.0,
         *,
         decoupled_weight_decay: bool = True,
         maximize: bool = False,
@@ -142,9 +144,9 @@ class VRLARS(VarianceReduced):
         params: ParamsT,
         lr: Rate = 0.1,
         momentum: Share = 0.9,
-        weight_decay: NotNegative = 0.0,
+        weight_decay: Coefficient = 0.0,
         *,
-        trust_coefficient: Positive = 0.001,
+        trust_coefficient: PositiveCoefficient = 0.001,
         nesterov: bool = False,
         exclude_bias_and_norm: bool = True,
         maximize: bool = False,
@@ -185,8 +187,8 @@ class VRLAMB(VarianceReduced):
         params: ParamsT,
         lr: Rate = 1e-3,
         betas: Betas = (0.9, 0.999),
-        eps: Positive = 1e-6,
-        weight_decay: NotNegative = 0.01,
+        eps: PositiveCoefficient = 1e-6,
+        weight_decay: Coefficient = 0.01,
         *,
         exclude_bias_and_norm: bool = True,
         maximize: bool = False,

@@ -21,6 +21,7 @@ from bigbatch.policies.policy import (
     needs_of,
 )
 from bigbatch.setting_types import Count, Growth, checked
+from bigbatch.state_checks import loads_state
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -214,16 +215,16 @@ class Controller:
             "settings": dict(self.settings),
         }
 
+    @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state, with the policy, options and bounds of the constructor.
 
         One warning names the settings that had other values when the state was saved.
         """
-        self.decision = self._within_bounds(
-            Decision(state["target_batch_size"], "resumed", state["lr_factor"])
-        )
-        self.first_batch_size = state["first_batch_size"]
-        self._samples, self._steps = state["samples"], state["steps"]
+        size, lr_factor = int(state["target_batch_size"]), float(state["lr_factor"])
+        self.decision = self._within_bounds(Decision(size, "resumed", lr_factor))
+        self.first_batch_size = int(state["first_batch_size"])
+        self._samples, self._steps = float(state["samples"]), int(state["steps"])
         saved = state["average"] or {}
         present = {} if self._average is None else self._average.state_dict()
         same_kind = saved.keys() == present.keys() and saved.get("unit") == present.get("unit")
@@ -330,7 +331,7 @@ def warn_of_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> Non
     present = {name: current.get(name, "None") for name in saved}
     changes = [f"{n} was {x}, is {present[n]}" for n, x in saved.items() if present[n] != x]
     if changes:
-        warnings.warn(f"{'; '.join(changes)}: the new one is used", stacklevel=3)
+        warnings.warn(f"{'; '.join(changes)}: the new one is used", stacklevel=4)
 
 
 def _stateful(policy: Policy, dead_band: float) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from bigbatch.setting_types import Coverage, Positive, checked
+from bigbatch.state_checks import loads_state
 from bigbatch.statistics.confidence import Scatter
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -119,10 +120,12 @@ class NoiseAverage:
             "scatter": self.scatter.state(),
         }
 
+    @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state."""
-        self._grad_sqnorm, self._grad_variance = state["grad_sqnorm"], state["grad_variance"]
-        self._weight, self._filling = state["weight"], state["filling"]
+        numbers = map(float, (state[n] for n in ("grad_sqnorm", "grad_variance", "weight")))
+        self._grad_sqnorm, self._grad_variance, self._weight = numbers
+        self._filling = float(state["filling"])
         self.scatter.load(state["scatter"])
 
 
@@ -183,11 +186,12 @@ class AdaptiveAverage:
             "chosen": self._chosen,
         }
 
+    @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state."""
         for average, saved in zip(self._averages, state["averages"], strict=True):
             average.load_state_dict(saved)
-        self._chosen = state["chosen"]
+        self._chosen = int(state["chosen"])
 
     def _longest(self) -> int:
         """Index of the longest window that agrees with all shorter ones."""

@@ -272,7 +272,8 @@ class StepTotals:
                 f".grad is not the sum of the {self.micro_batches} micro-batch gradients that were "
                 f"seen, nor their mean over {ranks} ranks: projected on one direction, it is "
                 f"{actual[0]:.3g} and they are {expected[0]:.3g}; read before unscale_, "
-                "clipping and step(), let every backward be seen, and compress nothing"
+                "clipping and step(), let every backward be seen, compress nothing, and step no "
+                "optimizer inside a backward"
             )
         return c
 

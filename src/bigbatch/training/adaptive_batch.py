@@ -27,6 +27,7 @@ from bigbatch.policies.controller import Controller, controller_of, warn_of_chan
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Policy, SimiGrad, needs_of
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Positive, check_setting, checked
+from bigbatch.state_checks import loads_state
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.branch_plan import DEFAULT_REPEATS, BranchRequest, Repeats
 from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test
@@ -394,6 +395,7 @@ class AdaptiveBatch:
             },
         }
 
+    @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes where `state` was saved, in the middle of an epoch too. Collective.
 
@@ -406,11 +408,6 @@ class AdaptiveBatch:
         Raises:
             StateError: the state is of another version, or of other data.
         """
-        if "version" not in state:
-            raise StateError(
-                f"a state with {sorted(map(str, state))[:5]} is not one of AdaptiveBatch; pass "
-                "what train.state_dict() gave"
-            )
         if state["version"] != _STATE_VERSION:
             raise StateError(
                 f"state version {state['version']} is not {_STATE_VERSION}, which this release "
@@ -424,7 +421,7 @@ class AdaptiveBatch:
             self.run_log.load_state_dict({"step": step, "samples": self.samples})
         self._step = None
         rank, ranks = self._collectives.rank, self._collectives.ranks
-        same_rank = (own["rank"], own["ranks"]) == (rank, ranks)
+        same_rank = (int(own["rank"]), int(own["ranks"])) == (rank, ranks)
         position = {"pass": shared["pass"], "stream": own["stream"]}
         self.batches.load_state_dict(position, self.epoch, same_rank=same_rank)
         self._update.limit_batch()
@@ -434,7 +431,7 @@ class AdaptiveBatch:
             warnings.warn(
                 f"the state is that of rank {own['rank']} of {own['ranks']}: its random states are "
                 f"not those of these {ranks} ranks, so dropout and augmentation draw other numbers",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     # construction

@@ -7,8 +7,8 @@ import torch
 
 from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.digest import load_state, save_state
-from bigbatch.errors import StateError
 from bigbatch.setting_types import checked
+from bigbatch.state_checks import loads_state
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 
 _KEY = "ranks"
@@ -45,19 +45,14 @@ class DistributedState:
         state = torch.frombuffer(_pack(self._train.state_dict()), dtype=torch.uint8)
         return {_KEY: bytes(_pack(self._collectives.all_gather_bytes(state)))}
 
+    @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes where the states were saved. Collective.
 
         Raises:
             StateError: they are damaged, not from this class, of another version, or of other data.
         """
-        packed = state.get(_KEY)
-        if not isinstance(packed, bytes):
-            raise StateError(
-                f"a state with {sorted(map(str, state))[:5]} is not one of DistributedState; pass "
-                "what its state_dict() gave"
-            )
-        states = _unpack(packed)
+        states = _unpack(memoryview(state[_KEY]))
         rank, ranks = self._collectives.rank, self._collectives.ranks
         data = states[rank if len(states) == ranks else 0]
         self._train.load_state_dict(_unpack(data.numpy()))

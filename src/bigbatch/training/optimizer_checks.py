@@ -23,10 +23,16 @@ def require_steppable(optimizer: Any) -> None:
             "with a parameter group and its lr for each of them"
         )
     hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
-    if hooks is None:  # accelerate's, for example
+    if hooks is None:
+        reason = f"{name} is a wrapper that no hook can be put on"
+        if name == "AcceleratedOptimizer":
+            raise SettingError(
+                f"{reason}; use bigbatch.integrations.accelerate.adaptive_batch, or pass the "
+                "optimizer inside it (optimizer.optimizer)"
+            )
         raise SettingError(
-            f"{name} is a wrapper that no hook can be put on; pass the optimizer inside it "
-            "(optimizer.optimizer)"
+            f"{reason}, and the optimizer inside it alone would lose what it adds (privacy, "
+            "commits, averages); use it in a loop of your own, which a GradientMeter can measure"
         )
     if not isinstance(hooks, OrderedDict):
         raise SettingError(

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from bigbatch.errors import LoopError, SettingError
+from bigbatch.optim.gsnr_options import RATE, rates_of
 
 
 @contextmanager
@@ -25,7 +26,8 @@ def scale_lr(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
     Returns:
         The learning rates in force, one per group; nan for a group without one.
     Raises:
-        SettingError: another factor, or one for a group without a learning rate.
+        SettingError: another factor, one for a group without a learning rate, or a learning rate
+            that is not a finite number of at least 0.
         LoopError: at the block's end, if a learning rate was set inside it; the old ones are
             restored.
     """
@@ -34,7 +36,7 @@ def scale_lr(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
         raise SettingError(f"the learning-rate factor {factor} is not finite, or negative")
     groups = list(optimizer.param_groups)
     if factor == 1:
-        yield [_number(group.get("lr")) for group in groups]
+        yield rates_of(optimizer)
         return
     for number, group in enumerate(groups):
         if group.get("lr") is None:
@@ -46,10 +48,11 @@ def scale_lr(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
         for tensor in tensors:
             tensor.detach().mul_(factor)
         for group in groups:
-            group["lr"] = lr if isinstance(lr := group["lr"], Tensor) else lr * factor
-        scaled = [(lr, times_written(lr), _number(lr)) for lr in (group["lr"] for group in groups)]
-        yield [value for _, _, value in scaled]
-        _require_unchanged(groups, scaled)
+            group["lr"] = lr * factor if (lr := group["lr"]) in RATE else lr
+        rates = rates_of(optimizer)
+        scaled = [(group["lr"], times_written(group["lr"])) for group in groups]
+        yield rates
+        _require_unchanged(groups, scaled, rates)
 
 
 @contextmanager
@@ -71,16 +74,19 @@ def restored(groups: list[dict[str, Any]], *names: str) -> Iterator[list[Tensor]
 
 
 def _require_unchanged(
-    groups: list[dict[str, Any]], scaled: list[tuple[float | Tensor, int, float]]
+    groups: list[dict[str, Any]], scaled: list[tuple[float | Tensor, int]], rates: list[float]
 ) -> None:
     """Compares values only after a write, as reading them from a GPU would wait."""
-    for number, (group, (lr, writes, value)) in enumerate(zip(groups, scaled, strict=True)):
+    for number, (group, (lr, writes), rate) in enumerate(zip(groups, scaled, rates, strict=True)):
         present = group.get("lr")
         written = present is not lr or times_written(lr) != writes
-        if written and (other := _number(present)) != value:
+        if (
+            written
+            and (other := present.item() if isinstance(present, Tensor) else present) != rate
+        ):
             raise LoopError(
                 f"the learning rate of parameter group {number} was set to {other} during the "
-                f"step, where AdaptiveBatch had set {value}; set it between the steps, or pass "
+                f"step, where AdaptiveBatch had set {rate}; set it between the steps, or pass "
                 "lr_scaling=None"
             )
 
@@ -88,9 +94,3 @@ def _require_unchanged(
 def times_written(lr: float | Tensor | None) -> int:
     """Number of in-place writes to a rate that autograd has seen; 0 for a number."""
     return lr._version if isinstance(lr, Tensor) else 0
-
-
-def _number(lr: float | Tensor | None) -> float:
-    if lr is None:
-        return math.nan
-    return float(lr.item() if isinstance(lr, Tensor) else lr)

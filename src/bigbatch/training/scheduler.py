@@ -18,7 +18,9 @@ from torch.optim.lr_scheduler import (
 )
 
 from bigbatch.errors import LoopError, SettingError, StateError
+from bigbatch.optim.gsnr_options import rates_of
 from bigbatch.setting_types import NotNegative, check_setting
+from bigbatch.state_checks import loads_state
 from bigbatch.training.scaled_lr import times_written
 
 _NO_SCHEDULER = (
@@ -160,6 +162,7 @@ class BaseBatchScheduler:
             "scheduler": scheduler,
         }
 
+    @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state; the scheduler may be set later.
 
@@ -177,7 +180,7 @@ class BaseBatchScheduler:
                 f"the saved schedule has counted base batches of {saved} samples, these are of "
                 f"{self.scheduler_batch}; {remedy}"
             )
-        self._samples, self._peak_rate = state["samples"], state["peak_rate"]
+        self._samples, self._peak_rate = float(state["samples"]), float(state["peak_rate"])
         self._pending_state = state["scheduler"]
         self._resume()
 
@@ -325,6 +328,7 @@ class LRChanges:
             # without a wait for the device: of a tensor, the writes are compared
             same = rate is present if is_tensor else rate == present
             if id(group) in numbers and not (same and times_written(present) == writes):
+                rates_of(self._optimizer)  # raises an error for what is no rate
                 self._warns = False
                 number = numbers[id(group)]
                 change = "" if is_tensor else f" from {rate:.6g} to {present:.6g}"

@@ -58,6 +58,7 @@ class Step:
         # samples, here and on all ranks, of the micro-batch whose backward is still to come; not
         # the batch, whose memory an error must not keep
         self._pending: tuple[int, int] | None = None
+        self._trained = set(trained_parameters(update.optimizer))  # in this step
         self._backwards = 0  # micro-batches done on this rank
         self._samples = 0  # of those micro-batches
         self._weights: list[float] = []  # n_d of the micro-batches that count
@@ -341,6 +342,11 @@ class Step:
         """Sums over the ranks what the host will read; corrects `.grad` if the weights differ."""
         if self._source.ranks == 1 and not any(self._weights):
             raise LoopError(_NO_WEIGHT)
+        if late := set(trained_parameters(self._update.optimizer)) - self._trained:
+            raise GradientError(
+                f"{len(late)} parameters were added to the optimizer after the step began, and "
+                "their gradients lack a part of it; add them between two steps, after step.update()"
+            )
         device = self._source.parameters[0].device
         losses = to_device(torch.stack(self._losses), device) if self._losses else None
         self._counts = [

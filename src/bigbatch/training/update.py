@@ -23,6 +23,7 @@ from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state
 from bigbatch.policies.step_time import StepTimes
+from bigbatch.state_checks import loads_state
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -402,6 +403,7 @@ class Update:
             "noise": self.noise_average.state_dict(),
         }
 
+    @loads_state
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Continues from a saved state; the state of another scaling rule is left out.
 
@@ -413,9 +415,11 @@ class Update:
         same_rule = state["settings"]["lr_scaling"] == self.settings["lr_scaling"]
         if same_rule and has_state(self._scaling) and state["scaling"] is not None:
             self._scaling.load_state_dict(state["scaling"])
-        self.epoch, self.samples, self.steps, self.skipped = state["counts"]
-        self.weight_per_sample = state["weight_per_sample"]
-        self._earlier_seconds, self.step_seconds = own["elapsed_seconds"], own["step_seconds"]
+        self.epoch, self.samples, self.steps, self.skipped = map(int, state["counts"])
+        weight = state["weight_per_sample"]
+        self.weight_per_sample = None if weight is None else float(weight)
+        self._earlier_seconds = float(own["elapsed_seconds"])
+        self.step_seconds = float(own["step_seconds"])
         self._started = self._step_started = time.perf_counter()
         self._half_done = False
         self._zero_grad()

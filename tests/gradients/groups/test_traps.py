@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -414,3 +415,31 @@ def test_a_backward_that_fails_leaves_the_meter_usable():
         failing.clear()
         mean_loss(net, x).backward()
         assert K == meter.read(samples=[8]).micro_batches
+
+
+# tracers, and transforms of torch.func
+
+INPUTS = normal(8, 5)
+TRANSFORMS = {
+    "jit.trace": lambda net: torch.jit.trace(net, INPUTS),
+    "make_fx": lambda net: make_fx(net)(INPUTS),
+    "symbolic_trace": torch.fx.symbolic_trace,
+    "export": lambda net: torch.export.export(net, (INPUTS,)),
+    "grad": lambda net: torch.func.grad(lambda x: net(x).sum())(INPUTS),
+    "vmap": lambda net: torch.vmap(torch.func.grad(lambda x: net(x).sum()))(INPUTS),
+    "grad of weights": lambda net: torch.func.grad(
+        lambda weights: torch.func.functional_call(net, weights, INPUTS).sum()
+    )(dict(net.named_parameters())),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_transform_of_the_model_works_and_leaves_the_groups_of_a_step_as_they_are(transform):
+    net = network()
+    expected = measured(net, [INPUTS], K)
+    net.zero_grad()
+    with GradientMeter(net, groups=K) as meter:
+        loss = mean_loss(net, INPUTS)
+        transform(net)
+        loss.backward()
+        assert expected == meter.read(samples=[8])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from bigbatch.errors import RunError, SettingError
+from bigbatch.log.atomic_files import expanded_path
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.process_group import is_rank_zero
 from bigbatch_recipes.recipe import Recipe
@@ -86,7 +87,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def add_path(self, option: str, text: str) -> None:
         """Adds an option whose value is a path."""
-        self.add_argument(option, type=Path, metavar="PATH", help=text)
+        self.add_argument(option, type=expanded_path, metavar="PATH", help=text)
 
 
 def _metavar(kind: Any) -> str:

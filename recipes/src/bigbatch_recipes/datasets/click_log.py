@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy
 import torch
@@ -131,7 +131,7 @@ def read_packed(file: Path) -> Packed:
                 stacklevel=2,
             )
             with copy.with_name(f".{copy.name}.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks one packs, and the others wait
+                _wait_for(lock)  # of several ranks one packs, and the others wait
                 if not copy.exists():
                     _pack(file, copy)
     except OSError as error:
@@ -140,6 +140,21 @@ def read_packed(file: Path) -> Packed:
             f"{CLICK.itemsize} bytes each: make room, or let XDG_CACHE_HOME name another folder"
         ) from None
     return numpy.memmap(copy, CLICK, "r") if copy.stat().st_size else numpy.empty(0, CLICK)
+
+
+def _wait_for(lock: IO[str]) -> None:
+    """Locks a file, whose folder may be on a file system that has no locks.
+
+    Raises:
+        RunError: it has none, so several processes could write one copy at once.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        raise RunError(
+            f"{lock.name} cannot be locked ({error.strerror}); let XDG_CACHE_HOME name a folder on "
+            "a file system that has locks, a local disk for example"
+        ) from None
 
 
 def _copy_of(file: Path) -> Path:

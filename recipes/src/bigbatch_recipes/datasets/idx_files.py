@@ -1,6 +1,7 @@
 """IDX, the format of MNIST and similar data sets: a header, then bytes; gzip or plain."""
 
 import gzip
+import math
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +51,9 @@ def read_idx(file: Path, dimensions: int) -> Tensor:
         content = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     start = 4 + 4 * dimensions
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
-    size = int(np.prod(shape))
-    if content[:4] != bytes((0, 0, _BYTE_TYPE, dimensions)) or len(content) != start + size:
+    size = math.prod(shape)  # exact, where NumPy's product wraps at 2^64
+    begins = content[:4] == bytes((0, 0, _BYTE_TYPE, dimensions))
+    if not begins or size == 0 or len(content) != start + size:
         raise RunError(
             f"{file} is no IDX of bytes in {dimensions} dimensions (it begins with "
             f"{content[:4].hex()}, and has {len(content):,} bytes); fetch it again"

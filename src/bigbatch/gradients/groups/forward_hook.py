@@ -1,5 +1,6 @@
 """Prepares the groups of a backward after each forward of a model."""
 
+import sys
 import weakref
 from typing import Any
 
@@ -28,7 +29,7 @@ class PrepareAfterForward:
         """The model's forward has ended."""
         source = None if self._source is None else self._source()
         tap = None if source is None else source.group_tap
-        if source is None or tap is None or not torch.is_grad_enabled():
+        if source is None or tap is None or not torch.is_grad_enabled() or _is_transformed():
             return
         leaves = tree_leaves((args, kwargs))
         first = next((x for x in leaves if isinstance(x, Tensor) and x.dim()), None)
@@ -39,6 +40,16 @@ class PrepareAfterForward:
             tap.missing = _message("no tensor with a gradient", "outputs", tree_leaves(output))
         else:
             source.prepare_groups(roots, len(first))
+
+
+def _is_transformed() -> bool:
+    """Whether a tracer or a transform of torch.func calls the model, whose graph is no step's."""
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return (
+        torch._C._is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (proxies is not None and proxies.get_proxy_mode() is not None)
+    )
 
 
 def _message(lacks: str, where: str, leaves: list[Any]) -> str:

@@ -32,6 +32,7 @@ from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy, require_policy
 from bigbatch.setting_types import checked
+from bigbatch.state_checks import loads_state
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.loop_options import LoopOptions, copy_options
@@ -268,6 +269,7 @@ class AdaptiveBatchCallback(Callback):
         """The state of the AdaptiveBatch, without a begun step, whose gradients are not saved."""
         return self.train.state_dict() if self.train is not None else self._checkpoint or {}
 
+    @loads_state
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until there is an optimizer; restores random states before the loader."""
         if not self._trains:
