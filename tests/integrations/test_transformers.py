@@ -13,6 +13,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
+    TrainerState,
     get_linear_schedule_with_warmup,
 )
 
@@ -359,6 +360,74 @@ def test_evaluation_early_stopping_and_the_best_model_work(tmp_path):
     assert 12 == trainer.state.global_step < trainer.state.max_steps
     assert min(losses) == trainer.state.best_metric
     assert min(losses) == pytest.approx(trainer.evaluate()["eval_loss"])
+
+
+SHARES = {
+    "eval_strategy": "steps",
+    "eval_steps": 0.1,
+    "save_strategy": "steps",
+    "save_steps": 0.3,
+    "logging_steps": 0.25,
+    "eval_on_start": True,
+    "load_best_model_at_end": True,
+    "eval_dataset": texts(8),
+}
+
+
+def samples_at(trainer, name):
+    """Samples before each line of the log that has the name."""
+    lines = [line for line in trainer.state.log_history if name in line]
+    return [round(line["epoch"] * 64) for line in lines]
+
+
+def expected_at(trainer, share):
+    """Ends of the steps that reach a share of the two epochs, and of the last."""
+    shares = [128 * share * n for n in range(1, math.ceil(1 / share))]
+    reached = {next(end for end in samples_at(trainer, "loss") if end > at - 1e-6) for at in shares}
+    return sorted(reached | {128})
+
+
+@pytest.mark.parametrize("policy", [GROWING, Falling(), bb.Fixed(4)], ids=["up", "down", "fixed"])
+def test_intervals_that_are_shares_of_a_training_are_shares_of_its_samples(tmp_path, policy):
+    """Also after a resumption; a checkpoint comes with an evaluation, or the best is unknown."""
+    every = adaptive(tmp_path / "every", policy)
+    every.train()
+    trainer = adaptive(tmp_path / "run", policy, **SHARES)
+    trainer.train()
+    assert [0, *expected_at(every, 0.1)] == samples_at(trainer, "eval_loss")
+    assert expected_at(every, 0.25) == samples_at(trainer, "loss")
+    saved = sorted((tmp_path / "run").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    states = [TrainerState.load_from_json(path / "trainer_state.json") for path in saved]
+    assert expected_at(every, 0.3) == [round(state.epoch * 64) for state in states]
+
+    resumed = adaptive(tmp_path / "resumed", policy, **SHARES)
+    resumed.train(resume_from_checkpoint=str(saved[1]))
+    continued = samples_at(resumed, "eval_loss")
+    continued.remove(round(states[1].epoch * 64))  # eval_on_start, where it was saved
+    assert samples_at(trainer, "eval_loss") == continued
+    assert samples_at(trainer, "loss") == samples_at(resumed, "loss")
+
+
+def test_intervals_that_are_shares_of_max_steps_count_updates(tmp_path):
+    trainer = adaptive(tmp_path, GROWING, max_steps=20, logging_steps=0.2)
+    with pytest.warns(UserWarning, match="num_train_epochs ends both together"):
+        trainer.train()
+    assert [4, 8, 12, 16, 20] == [step for (step,) in logged(trainer, "step")]
+
+
+def test_gradients_sync_in_the_last_micro_batch_of_an_update_alone(tmp_path):
+    class Counting(AdaptiveTrainer):
+        updates = backwards = 0
+
+        def compute_loss(self, *given, **named):
+            if self.accelerator.sync_gradients:
+                self.updates += 1
+            self.backwards += 1
+            return super().compute_loss(*given, **named)
+
+    trainer = adaptive(tmp_path, GROWING, kind=Counting)
+    trainer.train()
+    assert trainer.state.global_step == trainer.updates < trainer.backwards / 3
 
 
 def test_an_evaluation_every_few_updates_changes_nothing(tmp_path):
