@@ -92,6 +92,7 @@ class AdaptiveBatchCallback(Callback):
         self._settings: dict[str, Any] = {"policy": policy, **options}
         self._loop: ExternalLoop | None = None
         self._checkpoint: dict[str, Any] | None = None  # a state to load, until there is a loop
+        self._saved_loaders = 0  # loaders whose position the checkpoint has
         self._backward, self._update = ExitStack(), ExitStack()  # entered while Lightning runs them
         self._teardown = ExitStack()  # restores the trainer
         self._trains = True  # False while the trainer tests or predicts, and loads states too
@@ -151,8 +152,9 @@ class AdaptiveBatchCallback(Callback):
         hook = ensure_step_hooks(optimizer).register_step_post_hook(lambda *_: self._update.close())
         self._teardown.callback(hook.remove)
         self._teardown.callback(meter.close)
+        self._restore_loader(trainer)
         if self._checkpoint:
-            self.train.load_state_dict(_with_random_state(self._checkpoint))
+            self.train.load_state_dict(self._checkpoint)
             self._checkpoint = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -256,7 +258,8 @@ class AdaptiveBatchCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses an epoch that ends before the backward of a batch."""
-        if self._step.waiting:
+        assert self._loop is not None
+        if self._loop.waiting:
             raise LoopError(
                 "on_train_batch_start() returned -1, which ends an epoch within a step; leave "
                 "batches out in the loader, or use Trainer(limit_train_batches=)"
@@ -268,13 +271,56 @@ class AdaptiveBatchCallback(Callback):
         """The state of the AdaptiveBatch, without a begun step, whose gradients are not saved."""
         return self.train.state_dict() if self.train is not None else self._checkpoint or {}
 
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Counts the loaders whose position the checkpoint has."""
+        loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        self._saved_loaders = len(loop.get("combined_loader", []))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until there is an optimizer; restores random states before the loader."""
-        if not self._trains:
+        if self._trains:
+            self._checkpoint = state_dict
+            self._restore_random_state(state_dict)
+
+    def _restore_random_state(self, state: dict[str, Any]) -> None:
+        if state and (state["own"]["rank"], state["own"]["ranks"]) == self._ranks:
+            restore_random_state(state["own"]["random"])
+
+    def _restore_loader(self, trainer: Trainer) -> None:
+        """Restores the loader's position where Lightning does not, or warns that it is lost.
+
+        Lightning restores it within an epoch, as it makes the loader. That is too early if
+        `configure_optimizers` reads `estimated_stepping_batches`: the states of the loops are
+        loaded later.
+        """
+        loop, state = trainer.fit_loop, self._checkpoint
+        loader, fetcher = loop._combined_loader, loop._data_fetcher
+        if loop._combined_loader_states_to_load and (loop.restarting or state):
+            loader._load_state_dicts(loop._combined_loader_states_to_load)
+            loop._combined_loader_states_to_load = []
+            iter(fetcher)
+        if not state:
             return
-        self._checkpoint = state_dict
-        if state_dict and (state_dict["own"]["rank"], state_dict["own"]["ranks"]) == self._ranks:
-            restore_random_state(state_dict["own"]["random"])
+        if state["shared"]["pass"].get("open", True):
+            if self._saved_loaders < len(loader.flattened) and trainer.is_global_zero:
+                warnings.warn(
+                    f"the checkpoint is from within an epoch, after {loop.batch_idx + 1} batches, "
+                    "and has no position of the loader, so samples of this epoch come twice and "
+                    "others never; train with torchdata's StatefulDataLoader, or resume from a "
+                    "checkpoint of an epoch's end",
+                    stacklevel=2,
+                )
+            return
+        if self._saved_loaders:
+            next(fetcher, None)  # a loader at the end of its epoch may not have drawn its order
+        if loop.epoch_loop.restarted_on_last:
+            return  # Lightning begins the next epoch
+        if self._saved_loaders:
+            self._restore_random_state(state)
+            iter(fetcher)
+        self._checkpoint = {**state, "own": {**state["own"], "random": random_state()}}
 
     @property
     def _step(self) -> Step:
@@ -293,16 +339,6 @@ def _set_mode(trainer: Trainer, mode: str) -> None:
     for optimizer in trainer.optimizers:
         if callable(set_mode := getattr(optimizer, mode, None)):
             set_mode()
-
-
-def _with_random_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The state to load after the loader has begun its epoch, for which it drew random numbers.
-
-    A state from the middle of an epoch was saved after this draw; any other needs the present one.
-    """
-    if state["shared"]["pass"].get("open", True):
-        return state
-    return {**state, "own": {**state["own"], "random": random_state()}}
 
 
 class StepLogger:
