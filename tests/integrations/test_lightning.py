@@ -446,6 +446,15 @@ def test_a_dry_run_of_one_batch_is_one_step():
     assert [1] == watch.backwards
 
 
+def test_three_batches_to_overfit_are_one_step_an_epoch():
+    """Fewer than the four that a step has by default: as Lightning's own accumulation."""
+    few = {"overfit_batches": 3, "max_epochs": 4}
+    ours = fit(adaptive(bb.Fixed(16), lr_scaling=None), loader(64), **few)
+    plain = fit(None, loader(64), accumulate_grad_batches=3, **few)
+    assert [3, 3, 3, 3] == ours.backwards == plain.backwards
+    torch.testing.assert_close(plain.weights, ours.weights, rtol=1e-12, atol=1e-14)
+
+
 def test_a_meter_of_ones_own_measures():
     def with_interval(model):
         return bb.GradientMeter(model, confidence=0.9)

@@ -127,8 +127,9 @@ class AdaptiveBatchCallback(Callback):
         meter = self._meter(trainer.model)
         micro_batch = self._micro_batch or loader_batch_size(trainer)
         batches = trainer.num_training_batches
-        is_endless = math.isinf(batches) or trainer.fast_dev_run
-        samples = None if is_endless else int(batches) * micro_batch * meter.source.ranks
+        is_short = trainer.fast_dev_run or trainer.overfit_batches  # maybe shorter than a step
+        is_known = not (is_short or math.isinf(batches))
+        samples = int(batches) * micro_batch * meter.source.ranks if is_known else None
         self._clip_norm = clip_norm_of(trainer, pl_module)
         if self._clip_norm is not None:
             self._teardown.callback(
