@@ -11,7 +11,7 @@ from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import GradientError, LoopError
 from bigbatch.integrations.external_loop import ExternalLoop
 from bigbatch.optim import VRSGD
-from bigbatch.training.step import weighted_loss
+from bigbatch.training.loss_weights import weighted_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:k = . micro-batches give a poor")
 

@@ -79,16 +79,26 @@ def test_the_loop_is_that_of_a_meter():
     assert pytest.approx(expected.grad_sqnorm, rel=1e-10) == checked.one_backward.grad_sqnorm
 
 
-def test_a_mean_over_tokens_needs_the_weights():
+def masked_loss(output, labels):
+    losses = cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.sum() / (labels != -100).sum()
+
+
+def test_a_masked_mean_needs_the_weights():
     ids, labels = texts()
     model = LanguageModel()
     weight = (labels != -100).sum(1)
-    assert bb.check_groups(model, token_loss, ids, labels, groups=4, weight=weight).ok
-    without = bb.check_groups(model, token_loss, ids, labels, groups=4)
+    assert bb.check_groups(model, masked_loss, ids, labels, groups=4, weight=weight).ok
+    without = bb.check_groups(model, masked_loss, ids, labels, groups=4)
     assert not without.ok
     assert "weight=" in str(without)
     with pytest.raises(SettingError, match=r"weight= has shape \(8, 6\)"):
-        bb.check_groups(model, token_loss, ids, labels, weight=labels != -100)
+        bb.check_groups(model, masked_loss, ids, labels, weight=labels != -100)
+
+
+def test_the_mean_of_a_cross_entropy_says_its_weights_itself():
+    ids, labels = texts()
+    assert bb.check_groups(LanguageModel(), token_loss, ids, labels, groups=4).ok
 
 
 def of_covariances(output, y):

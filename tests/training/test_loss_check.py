@@ -160,6 +160,53 @@ def test_a_loss_that_follows_the_size_of_its_micro_batch_is_said_once(name):
     assert "grows with the samples of a micro-batch" in message
 
 
+# a mean over something else than samples
+
+
+def mask(y):
+    return (y > 0).double() if y[0] else torch.ones(len(y))
+
+
+ELEMENTS = {
+    "masked mean": lambda z, y, _: (
+        (cross(z, y, reduction="none") * mask(y)).sum() / mask(y).sum().clamp(min=1)
+    ),
+    "chosen samples": lambda z, y, _: z[mask(y) > 0].square().mean(),
+    "chosen squares": lambda z, y, _: F.mse_loss(z[mask(y) > 0], one_hot(y)[mask(y) > 0]),
+    "sum by hand": lambda z, y, _: cross(z, y, reduction="sum") / mask(y).sum(),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_a_mean_over_different_numbers_of_elements_is_said_once(name):
+    (message,) = warnings_of(loop(), ELEMENTS[name], passes=2)
+    assert "pass what the sum is divided by: step.backward(loss, weight=mask.sum())" in message
+
+
+def test_it_is_not_said_where_the_weight_is_given():
+    train, loss_of = loop(), ELEMENTS["masked mean"]
+    with warnings.catch_warnings(action="error"):
+        for step in train:
+            for x, y in step:
+                step.backward(loss_of(train.model(x), y, None), weight=mask(y).sum())
+            step.update()
+
+
+TERMS = {
+    "class weights": lambda z, y, _: (
+        cross(z, y, weight=torch.tensor([1.0, 2.0, 3.0])) + z.square().mean()
+    ),
+    "ignored labels": lambda z, y, _: 0.5 * z.mean() - cross(z, y, ignore_index=1) / -3,
+    "a stack": lambda z, y, _: torch.stack([cross(z, y), cross(z, y, ignore_index=0)]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_mean_over_labels_among_other_terms_is_said_once(name):
+    (message,) = warnings_of(loop(), TERMS[name], passes=2)
+    assert "adds other terms to a mean over labels" in message
+
+
 # ordinary ones
 
 

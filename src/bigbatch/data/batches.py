@@ -25,8 +25,9 @@ class Batches:
     is cut again, never thrown away. Cutting makes views; samples are copied, once, only if a
     micro-batch spans two of the loader's batches, or if a rank has several virtual ranks.
     Batches whose shapes differ are cut but never concatenated, so a micro-batch may then be smaller
-    than planned. The loader's batches must not change afterwards: a loader that writes its next
-    batch into the memory of the last one must give copies.
+    than planned. A loader that writes its batches into the same memory is found by its first four,
+    and each is copied. A tensor that is the same in two batches belongs to all samples, and is not
+    cut.
 
     On several ranks each has a loader of its own, of every W-th sample (DistributedSampler,
     `ElasticDistributedSampler`), and all take equally many micro-batches of a step. Samples are
@@ -209,6 +210,7 @@ class Batches:
             if not self.open:
                 self.start(epoch)
             buffer.read_until(samples, notes_end=False)
+            buffer.examine(0)
             traceless = (
                 saved[:2] == (True, buffer.has_stated_sizes)
                 and same_random_state(before, random_state())

@@ -7,7 +7,7 @@ a leaf with one value a sample.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -34,7 +34,7 @@ def count_samples(batch: Batch) -> int:
         >>> count_samples({"x": torch.zeros(8, 3), "name": ["a"] * 8})
         8
     """
-    sizes = {_size(leaf) for leaf in _leaves(batch)}
+    sizes = {_size(leaf) for leaf in leaves_of(batch) if type(leaf) is not Constant}
     if len(sizes) != 1:
         contents = "no tensor" if not sizes else f"first sizes {sorted(sizes)}"
         raise BatchError(f"a batch with {contents} cannot be cut along its samples; {REMEDY}")
@@ -93,8 +93,49 @@ def interleave_samples(
     return None if any(batch is None for batch in interleaved) else interleaved
 
 
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A leaf that belongs to every sample of its batch, and is never cut."""
+
+    value: Any
+
+
+def mark_constants(batch: Batch, constants: Collection[tuple[int, int]]) -> Batch:
+    """The batch with these leaves, (number, leaves of the batch), as `Constant`."""
+    leaves = leaves_of(batch)
+    numbers = iter(range(len(leaves)))
+    return map_leaves(
+        lambda leaf: Constant(leaf) if (next(numbers), len(leaves)) in constants else leaf, batch
+    )
+
+
+def unmark_constants(batch: Batch) -> Batch:
+    """The batch as the loader gave it."""
+    return map_leaves(lambda leaf: leaf.value if type(leaf) is Constant else leaf, batch)
+
+
+def leaves_of(batch: Batch) -> list[Any]:
+    """All leaves, in one order for batches of one structure."""
+    if _is_leaf(batch):
+        return [batch]
+    return [leaf for part in _flatten(batch)[0] for leaf in leaves_of(part)]
+
+
+def map_leaves(function: Callable[[Any], Any], batch: Batch) -> Batch:
+    """The batch with every leaf replaced by `function(leaf)`."""
+    return _map(lambda leaves: function(leaves[0]), [batch])
+
+
+def copy_leaf(leaf: Any) -> Any:
+    """A copy in memory of its own, pinned if the leaf is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf.copy() if isinstance(leaf, numpy.ndarray) else type(leaf)(leaf)
+    copied = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return copied.pin_memory() if leaf.is_pinned() else copied
+
+
 def _index(batch: Batch, samples: slice) -> Batch:
-    return _map(lambda leaves: leaves[0][samples], [batch])
+    return map_leaves(lambda leaf: leaf if type(leaf) is Constant else leaf[samples], batch)
 
 
 class _StructureMismatchError(Exception):
@@ -102,7 +143,7 @@ class _StructureMismatchError(Exception):
 
 
 def _is_leaf(batch: Batch) -> bool:
-    if isinstance(batch, (torch.Tensor, numpy.ndarray)):
+    if isinstance(batch, (torch.Tensor, numpy.ndarray, Constant)):
         return True
     if not isinstance(batch, (list, tuple)) or not batch or hasattr(batch, "_fields"):
         return False
@@ -118,13 +159,6 @@ def _size(leaf: Any) -> int:
             f"a batch holds a tensor of no dimension, with no samples to cut; {REMEDY}"
         )
     return int(shape[0])
-
-
-def _leaves(batch: Batch) -> list[Any]:
-    """All leaves, in one order for batches of one structure."""
-    if _is_leaf(batch):
-        return [batch]
-    return [leaf for part in _flatten(batch)[0] for leaf in _leaves(part)]
 
 
 def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:
@@ -170,6 +204,8 @@ def _with_values(mapping: Mapping[Any, Any], values: list[Any]) -> Mapping[Any, 
 
 def _concatenate(leaves: list[Any]) -> Any:
     first = leaves[0]
+    if isinstance(first, Constant):
+        return first
     if isinstance(first, (list, tuple)):
         return type(first)(value for leaf in leaves for value in leaf)
     if any(leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype for leaf in leaves):

@@ -5,7 +5,13 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    default_collate,
+)
 
 from bigbatch.data.collate import REMEDY, Batch
 from bigbatch.data.rng_state import random_state, restore_random_state
@@ -79,6 +85,11 @@ class ResumableLoader:
             return None
         samples, size = len(sampler), self.batch_size
         return samples - samples % size if self._drops_last and size else samples
+
+    @property
+    def gives_new_memory(self) -> bool:
+        """Whether every batch is known to have memory of its own: torch's collate makes it."""
+        return getattr(self.batches, "collate_fn", None) is default_collate
 
     def require_samples(self, count: int, skipped: int = 0, remedy: str = REMEDY) -> None:
         """Raises BatchError if a first batch after `skipped` samples cannot have `count` of them.

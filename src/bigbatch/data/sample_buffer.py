@@ -2,18 +2,23 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from bigbatch.data.batch_memory import BatchMemory
 from bigbatch.data.collate import (
     Batch,
     concatenate_samples,
     copy_samples,
     count_samples,
     interleave_samples,
+    map_leaves,
+    mark_constants,
     slice_samples,
+    unmark_constants,
 )
 from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rng_state import RandomReader, RandomState, restorable, restore_random_state
@@ -24,7 +29,8 @@ class SampleBuffer:
     """Fetches the loader's batches as they are needed and cuts them to size.
 
     What is fetched and not taken waits; nothing is thrown away. Cutting makes views; samples are
-    copied, once, only if a batch spans two of the loader's batches or is interleaved.
+    copied, once, only if a batch spans two of the loader's batches or is interleaved, and where the
+    loader reuses its memory.
 
     Args:
         loader: gives the batches.
@@ -52,6 +58,9 @@ class SampleBuffer:
         self._split = split or slice_samples
         self._count = count or count_samples
         self.concatenates = split is None
+        of_tensors = partial(tree_map_only, torch.Tensor)  # in a batch that only `split` can cut
+        self._memory = BatchMemory(map_leaves if self.concatenates else of_tensors)
+        self._memory.examined = not self.concatenates
 
     @property
     def open(self) -> bool:
@@ -78,6 +87,12 @@ class SampleBuffer:
             has_more = self._fetch()
         self.ended = self.ended or (notes_end and not has_more)
 
+    def examine(self, samples: int) -> None:
+        """Fetches a second batch if the first is to be cut; two show which leaves are constant."""
+        known = self._memory.examined or self.loader.gives_new_memory
+        if not known and self._chunks and self._chunks[0].samples > samples:
+            self._fetch()
+
     def peek(self, start: int, stop: int) -> list[tuple[Batch, int]]:
         """Copies of the samples `start` to `stop` of those that wait, with their numbers.
 
@@ -103,6 +118,7 @@ class SampleBuffer:
         Fewer if they cannot be concatenated, or the loader has no more; then no sample waits.
         """
         self.read_until(samples)
+        self.examine(samples if turns == 1 else 0)
         chunks: list[_Chunk] = []
         missing = min(samples, self.waiting)
         while missing:
@@ -126,6 +142,8 @@ class SampleBuffer:
         return [self._placed(batch) for batch in batches], count
 
     def _placed(self, batch: Batch) -> Batch:
+        if self._memory.constants:
+            batch = unmark_constants(batch)
         return batch if self.place is None else self.place(batch)
 
     def _join(self, chunks: list["_Chunk"], turns: int) -> list[Batch] | None:
@@ -161,6 +179,7 @@ class SampleBuffer:
             "ended": self.ended,
             "as_said": self.has_stated_sizes,
             "jumped": self._skipped,
+            "constants": sorted(self._memory.constants) if self._memory.examined else None,
         }
 
     def load_state_dict(self, state: dict[str, Any], epoch: int) -> None:
@@ -168,6 +187,8 @@ class SampleBuffer:
         position = state["samples"] if state["as_said"] else None
         iterator, at_position = self.loader.resume(state["loader"], epoch, position, state["own"])
         self._start(iterator)
+        if (constants := state.get("constants")) is not None:
+            self._memory.examined, self._memory.constants = True, set(map(tuple, constants))
         is_resized = state["batch_size"] != self.loader.batch_size  # batches are other ones
         self._skipped = state["jumped"] or (at_position and is_resized)
         if at_position:
@@ -234,6 +255,8 @@ class SampleBuffer:
             batch = next(self._iterator)
         except StopIteration:
             return False
+        if not self.loader.gives_new_memory:
+            batch = self._admit(batch)
         size, length = self._stated_sizes
         stated = min(size, length - self.counted) if size and length is not None else None
         samples = self._count(batch)
@@ -246,6 +269,15 @@ class SampleBuffer:
         self.counted += samples
         self.waiting += samples
         return True
+
+    def _admit(self, batch: Batch) -> Batch:
+        """The batch in memory that stays, its constants marked, and those of the first with it."""
+        was_examined = self._memory.examined
+        batch, constants = self._memory.admit(batch), self._memory.constants
+        if constants and not was_examined:
+            first = [c._replace(batch=mark_constants(c.batch, constants)) for c in self._chunks]
+            self._chunks = deque(first)
+        return mark_constants(batch, constants) if constants else batch
 
     def _cut(self, chunk: "_Chunk", samples: int) -> tuple["_Chunk", "_Chunk"]:
         head = self._split(chunk.batch, 0, samples)

@@ -19,6 +19,7 @@ from bigbatch.errors import BatchError, SettingError
 from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
 from bigbatch.training.branch_plan import BranchPlan, BranchRequest, averaging_steps
 from bigbatch.training.loss_check import one_number
+from bigbatch.training.loss_weights import label_weights, weighted_loss
 from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.snapshot import TrainingSnapshot
 from bigbatch.training.update import Update
@@ -186,10 +187,17 @@ class _Branches:
         seed_torch(seed)
         for step in range(1, points[-1] + 1):
             parts = self._parts(first, first + rows)
+            weights: list[float] = []
             for number, (batch, samples) in enumerate(parts, start=1):
                 # before the forward, which reads it
                 self.update.meter.source.reducer.set_requires_gradient_sync(number == len(parts))
-                (self._loss(batch) * (samples / rows)).backward()  # type: ignore[no-untyped-call]
+                loss = self._loss(batch)
+                labels = label_weights(loss, samples)
+                weights.append(samples if labels is None else float(labels.sum()))
+                if weights[-1] or self.update.collectives.ranks > 1:
+                    weighted_loss(loss, weights[-1] / rows).backward()  # type: ignore[no-untyped-call]
+            if labels is not None:
+                self._divide_by(math.fsum(weights) / rows)
             self.update.optimizer.step()
             self.update.meter.source.zero_grad()
             first += rows
@@ -197,6 +205,11 @@ class _Branches:
                 sums.append(self._loss_sum(start, seed))
                 seed_torch(seed + step)
         return sums
+
+    def _divide_by(self, weight: float) -> None:
+        """Divides the gradient by the mean weight of a sample, over the ranks' means."""
+        rows = self.update.collectives.all_gather(weight)
+        self.update.meter.source.scale(len(rows) / math.fsum(mean for (mean,) in rows))
 
     @torch.no_grad()
     def _loss_sum(self, start: int, seed: int) -> float:

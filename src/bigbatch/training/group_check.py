@@ -20,6 +20,7 @@ from bigbatch.gradients.groups.grouping import Grouping, Groups
 from bigbatch.setting_types import Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics, from_weighted_losses
 from bigbatch.training.loss_check import one_number
+from bigbatch.training.loss_weights import label_weights
 from bigbatch.training.snapshot import ForwardSnapshot
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -120,7 +121,8 @@ def check_groups(
             mapping of keyword arguments.
         y: the second argument of `loss_fn`, cut like x; None if it needs none.
         groups: k, at most the number of samples.
-        weight: the weight of each sample in the mean, (B,), as for `step.backward`.
+        weight: the weight of each sample in the mean, (B,), as for `step.backward`; default: its
+            labels in a mean cross entropy, else 1.
         tolerance: largest error of a parameter that is `ok`.
     Returns:
         A `GroupCheck`: `ok`, and for each parameter its share of |G|^2 and its error, or why it is
@@ -157,7 +159,10 @@ def check_groups(
     with ForwardSnapshot(model), torch.enable_grad():
         mode = _set_mode(model, lambda: _loss(model, loss_fn, x, y))
         random = random_state()
-        compared = _ComparedGradients(model, names, grouping, weight, _loss(model, loss_fn, x, y))
+        loss = _loss(model, loss_fn, x, y)
+        if weight is None and (weight := label_weights(loss, samples)) is not None:
+            weight = weight if len(weight) == samples else None
+        compared = _ComparedGradients(model, names, grouping, weight, loss)
         for d, (lo, hi) in enumerate(pairwise(accumulate(grouping.sizes, initial=0))):
             if compared.weights[d]:
                 restore_random_state(random)

@@ -1,4 +1,4 @@
-"""Finds losses that are no mean of their micro-batch: scaled by a GradScaler, divided, summed."""
+"""Finds losses that are no mean over their samples: scaled, divided, summed, or over elements."""
 
 import gc
 import math
@@ -11,11 +11,19 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from bigbatch.errors import LoopError, SettingError
+from bigbatch.gradients.groups.backward_graph import saved_tensor
+from bigbatch.training.loss_weights import (
+    MEAN,
+    SUM,
+    label_counts,
+    label_terms,
+    mean_over_labels,
+    without_casts,
+)
 
 _EXAMINED = 8  # losses of a training: its code does not change
+_SUMS = ("SumBackward0", "SumBackward1")
 _DEPTH = 3  # nodes of the graph, from the loss
-_MEAN, _SUM = 1, 2  # `reduction` of torch's loss functions, in their nodes
-_SKIPPED = ("ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBackward0")
 _MAX_DIVISOR = 1024  # micro-batches by which a loss may have been divided
 _MIN_LOG_RATIO = math.log(1.4)  # of two sizes that are compared
 _CHANGES = 4  # changes of size that the loss has followed, and no other change
@@ -33,10 +41,18 @@ class LossCheck:
         self.remaining, self._searched = _EXAMINED, False  # losses still to examine
         self._previous: tuple[float, float] | None = None  # (size, loss) of the step before
         self._changes: int | None = 0  # None: the loss is no sum
+        self._divisors: dict[int, float] = {}  # by the samples of the micro-batch
 
-    def examine(self, loss: Tensor, samples: int, micro_batches: float) -> None:
+    def examine(
+        self, loss: Tensor, samples: int, micro_batches: float, *, weighted: bool = False
+    ) -> None:
         """Examines the graph of a micro-batch's loss; takes some microseconds.
 
+        Args:
+            loss: the loss.
+            samples: samples of the micro-batch.
+            micro_batches: how many the step has on this rank.
+            weighted: whether its weight is given.
         Raises:
             LoopError: a GradScaler has scaled it.
         """
@@ -44,6 +60,8 @@ class LossCheck:
         nodes = list(_first_nodes(loss))
         self._refuse_scaled(nodes)
         message = _sum_message(nodes, samples) or _division_message(nodes, round(micro_batches))
+        if not message and nodes and not weighted and mean_over_labels(loss) is None:
+            message = _terms_message(loss) or self._divisor_message(nodes, samples)
         if message:
             self.remaining = 0
             self._warn(message)
@@ -69,6 +87,18 @@ class LossCheck:
                 stacklevel=8,  # the line of step.update
             )
 
+    def _divisor_message(self, nodes: list[Any], samples: int) -> str:
+        """A message if equally many samples are a mean over different numbers; else empty."""
+        divisor = _divisor(nodes)
+        if divisor is None or divisor == (earlier := self._divisors.setdefault(samples, divisor)):
+            return ""
+        return (
+            f"the losses of two micro-batches of {samples} samples are sums divided by {earlier:g} "
+            f"and by {divisor:g}, and step.backward weighs them by samples; to train on the mean "
+            "over all elements of a step, pass what the sum is divided by: step.backward(loss, "
+            "weight=mask.sum()), for example. If that is no number of elements, continue"
+        )
+
     def _refuse_scaled(self, nodes: list[Any]) -> None:
         factors = [f for node in nodes if (f := _factor(node, "MulBackward0")) is not None]
         factors = [f for f in factors if f.dtype == torch.float32 and not f.requires_grad]
@@ -93,13 +123,12 @@ class LossCheck:
 
 def _first_nodes(loss: Tensor) -> Iterator[Any]:
     """The node of the loss and those of its first arguments, without casts and views."""
-    node = loss.grad_fn
+    node = without_casts(loss.grad_fn)
     for _ in range(_DEPTH):
         if node is None:
             return
-        if node.name() not in _SKIPPED:
-            yield node
-        node = node.next_functions[0][0] if node.next_functions else None
+        yield node
+        node = without_casts(node.next_functions[0][0]) if node.next_functions else None
 
 
 def _factor(node: Any, name: str) -> Tensor | None:
@@ -124,12 +153,40 @@ def _is_scale(factor: Tensor) -> bool:
 
 def _sum_message(nodes: list[Any], samples: int) -> str:
     """A message about a loss function with reduction='sum'; else empty."""
-    if not nodes or samples < 2 or getattr(nodes[0], "_saved_reduction", None) != _SUM:
+    if not nodes or samples < 2 or getattr(nodes[0], "_saved_reduction", None) != SUM:
         return ""
     return (
         f'the loss of a micro-batch of {samples} samples is a sum (reduction="sum", '
         f"{nodes[0].name()}); {_REMEDY}"
     )
+
+
+def _terms_message(loss: Tensor) -> str:
+    """A message about a cross entropy, among other terms, that leaves labels out; else empty."""
+    for node in label_terms(loss):
+        counts = label_counts(node)
+        counted = float(counts.sum())
+        if counted != counts.numel():
+            return (
+                f"the loss adds other terms to a mean over labels whose weights sum to {counted:g} "
+                f"({counts.numel()} labels), and step.backward weighs it by samples; pass weight= "
+                "with that sum, (y != -100).sum() for example, to weigh it by labels"
+            )
+    return ""
+
+
+def _divisor(nodes: list[Any]) -> float | None:
+    """What a loss divides a sum by; None if it cannot be seen."""
+    first = nodes[0]
+    if first.name() == "MeanBackward0":
+        return float(first._saved_self_sym_numel)
+    if getattr(first, "_saved_reduction", None) == MEAN and hasattr(first, "_saved_self"):
+        return float(saved_tensor(first, "self").numel())
+    is_sum = len(nodes) > 1 and (
+        nodes[1].name() in _SUMS or getattr(nodes[1], "_saved_reduction", None) == SUM
+    )
+    divisor = _factor(first, "DivBackward0") if is_sum else None
+    return None if divisor is None or divisor.requires_grad else float(divisor)
 
 
 def _division_message(nodes: list[Any], micro_batches: int) -> str:
@@ -143,7 +200,7 @@ def _division_message(nodes: list[Any], micro_batches: int) -> str:
     number = float(divisor) if divisor.is_cpu else math.nan
     if not (number.is_integer() and 2 <= number <= _MAX_DIVISOR):
         return ""
-    name, is_mean = nodes[1].name(), getattr(nodes[1], "_saved_reduction", None) == _MEAN
+    name, is_mean = nodes[1].name(), getattr(nodes[1], "_saved_reduction", None) == MEAN
     is_mean |= name == "MeanBackward0" and number == micro_batches
     if not is_mean or (number == 2 and not name.startswith("NllLoss")):
         return ""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,22 @@ from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
 from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch.training.loss_weights import label_weights, weighted_loss
 from bigbatch.training.optimizer_checks import ensure_step_hooks, trained_parameters
 from bigbatch.training.update import StepStatistics, Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
 _NO_WEIGHT = "every micro-batch of the step has weight 0"
+
+Weighting = Literal["samples", "labels", "given"]
+"""What weights a micro-batch: its samples, the labels of its cross entropy, or `weight=`."""
+
+_MIXED = (
+    "weight= is given for some micro-batches of a step, or on some ranks, and not for others: "
+    "a cross entropy is weighted by its labels and any other loss by samples; pass weight= always, "
+    "the number of samples if it is meant, or never"
+)
 
 _WEIGHT = Kind(NotNegative)  # once, since a weight is checked for each micro-batch
 
@@ -53,7 +63,7 @@ class Step:
         self._weights: list[float] = []  # n_d of the micro-batches that count
         self._losses: list[Tensor] = []
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
-        self._weighs_samples: bool | None = None  # whether the weights are samples
+        self._weighting: Weighting | None = None  # what the weights are
         self._counts: list[float] = []  # what the host knows once complete, as in `_local_totals`
         self._device_totals: Tensor | None = None  # everything that the host reads, once complete
         self._step_hook: RemovableHandle | None = None  # on the optimizer, once complete
@@ -119,7 +129,9 @@ class Step:
             weight: number of elements that the mean is over, if these are not samples (tokens, for
                 example); or a tensor with that number for each sample, (samples,), which `groups`
                 need. 0 leaves the micro-batch and its loss out; on several ranks its backward still
-                runs, times 0, so a gradient that is not finite skips the step.
+                runs, times 0, so a gradient that is not finite skips the step. Default: what the
+                graph of the loss says for a mean cross entropy (its labels that are not ignored,
+                times class weights), else samples.
         Raises:
             LoopError: no micro-batch waits for its backward, or only some have weights.
             SettingError: a weight that is negative, not a finite number, or of another shape.
@@ -160,16 +172,23 @@ class Step:
         if self._update.loss_check.remaining:
             # micro-batches of the step on this rank, if all are as large as this one
             accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
-            self._update.loss_check.examine(loss, samples, accumulation)
-        if self._weighs_samples not in (None, weight is None):
-            raise LoopError("weight= is given for some micro-batches of a step and not for others")
-        self._weighs_samples = weight is None
+            weighted = weight is not None
+            self._update.loss_check.examine(loss, samples, accumulation, weighted=weighted)
+        weighting: Weighting = "samples" if weight is None else "given"
+        root = loss if root is None else root
+        if weight is None and (weight := label_weights(root, samples)) is not None:
+            weighting = "labels"
+        if self._weighting not in (None, weighting):
+            raise LoopError(_MIXED)
+        self._weighting = weighting
         if isinstance(weight, Tensor):
             weight = weight.detach().cpu()  # one wait for the device
         sample_weights = weight
         weight = samples if weight is None else _as_number(weight, samples)
+        if self._is_lost(weight):
+            weight, sample_weights = samples, None
         if weight:
-            self._prepare_groups(loss if root is None else root, samples, sample_weights)
+            self._prepare_groups(root, samples, sample_weights)
         self._backwards += 1
         self._samples += samples
         if not self._expected_weight:
@@ -190,6 +209,14 @@ class Step:
         self._pending, self._update.oom_hints.samples = None, 0
         if self.last:
             self._complete()
+
+    def _is_lost(self, weight: float) -> bool:
+        """Whether no label of the step counts: its loss is nan, as in any loop, and it is skipped.
+
+        On several ranks the others may have labels; see `_total_weight`.
+        """
+        is_alone = self._source.ranks == 1 and self.last and not any(self._weights)
+        return self._weighting == "labels" and is_alone and not weight
 
     def _prepare_groups(self, root: Tensor, samples: int, weight: float | Tensor | None) -> None:
         """Tells the source whose groups the backward is of."""
@@ -285,9 +312,10 @@ class Step:
 
     def _expect_weight(self, weight: float, samples: int) -> None:
         """Expects a sum of the step's weights, the same on all ranks; `_complete` corrects it."""
-        per_sample = 1.0 if self._weighs_samples else self._update.weight_per_sample
-        if per_sample is None:  # the first step: ranks may begin with different weights
-            per_sample = 1.0 if self._source.ranks > 1 else weight / samples
+        per_sample = 1.0 if self._weighting == "samples" else self._update.weight_per_sample
+        if not per_sample:  # the first step: ranks may begin with different weights
+            rows = self._update.collectives.all_gather(weight / samples)
+            per_sample = math.fsum(value for (value,) in rows) / len(rows) or 1.0
         self._expected_weight = per_sample * self._micro_batches.samples
 
     def _reduced_micro_batch(
@@ -296,11 +324,18 @@ class Step:
         """For an optimizer over sharded parameters: it reads sums over the ranks' micro-batches."""
         if self._reduced is None:
             return nullcontext()
-        self._update.require_same_weighting(has_weights=not self._weighs_samples)
+        self._update.require_same_weighting(self._weighting_code)
         total = float(global_samples)
-        if not (self._weighs_samples and self._micro_batches.samples_known):
+        if not (self._weighting == "samples" and self._micro_batches.samples_known):
             total = math.fsum(row[0] for row in self._update.collectives.all_gather(weight))
         return self._reduced.micro_batch(total) if total else self._reduced.idle()
+
+    @property
+    def _weighting_code(self) -> int:
+        """A number whose sum over the ranks shows whether all have the same weighting."""
+        return {"given": 0, "samples": 1, "labels": 1 + self._source.ranks}[
+            self._weighting or "given"
+        ]
 
     def _complete(self) -> None:
         """Sums over the ranks what the host will read; corrects `.grad` if the weights differ."""
@@ -311,7 +346,7 @@ class Step:
         self._counts = [
             math.fsum(self._weights),
             self._backwards,
-            bool(self._weighs_samples),
+            self._weighting_code,
             self._samples,
             has_gradient(self._source),
             self._update.step_seconds,
@@ -323,11 +358,11 @@ class Step:
         optimizer = ensure_step_hooks(self._update.optimizer)
         self._step_hook = optimizer.register_step_post_hook(self._note_optimizer_step)
         total = self._total_weight()
-        if total != self._expected_weight:
+        if total not in (0, self._expected_weight):
             self._source.scale(self._expected_weight / total)
 
     def _local_totals(self, losses: Tensor | None) -> Tensor:
-        """[weight * loss, weight, micro-batches, weighs samples, samples, has gradient, ...].
+        """[weight * loss, weight, micro-batches, weighting, samples, has gradient, ...].
 
         Sums over this rank's micro-batches; then the seconds of the step before, and the messages:
         this rank's, and zeros for those of other ranks.
@@ -349,11 +384,11 @@ class Step:
         """Sum of the weights over all ranks; needs no wait if the weights are samples."""
         if self._source.ranks == 1:
             total = math.fsum(self._weights)
-        elif self._weighs_samples and self._micro_batches.samples_known:
+        elif self._weighting == "samples" and self._micro_batches.samples_known:
             total = float(self._micro_batches.samples)
         else:
             total = self._host_totals[1]
-        if not total:
+        if not total and self._weighting != "labels":
             raise LoopError(_NO_WEIGHT)
         return total
 
@@ -378,10 +413,10 @@ class Step:
     def _statistics(self) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
         values, ranks = self._values, self._source.ranks
-        loss, weight, micro_batches, weighs_samples, samples, has_grad, *rest = self._host_totals
+        loss, weight, micro_batches, weighting, samples, has_grad, *rest = self._host_totals
         seconds, *messages = rest
-        if weighs_samples not in (0, ranks):
-            raise LoopError("weight= is given on some ranks and not on others")
+        if weighting not in (0, ranks, ranks * (1 + ranks)):  # equal on all ranks
+            raise LoopError(_MIXED)
         statistics = None
         if not self._meter.due:
             finite, vanishes = math.isfinite(values[-1]), values[-1] == 0
@@ -396,14 +431,16 @@ class Step:
                 statistics = _in_samples(statistics, round(samples))
         if vanishes and not has_grad:
             raise GradientError(NO_GRADIENT)
-        if not finite:  # a square may overflow by itself
+        if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
+            finite, vanishes = False, True
+        elif not finite:  # a square may overflow by itself
             rows = self._update.collectives.all_gather(self._source.guard.is_finite())
             finite = all(all(row) for row in rows)
         return StepStatistics(
             samples=round(samples),
             micro_batches=round(micro_batches),
             statistics=statistics,
-            loss=loss / weight,
+            loss=loss / weight if weight else math.nan,
             finite=finite,
             vanishes=vanishes,
             weight_per_sample=weight / samples,
@@ -435,11 +472,6 @@ def _as_number(weight: float | Tensor, samples: int) -> float:
     if not bool(((weight >= 0) & (weight < math.inf)).all()):
         raise SettingError(f"weight={weight!r} must be numbers in [0, inf)")
     return math.fsum(weight.tolist())
-
-
-def weighted_loss(loss: Tensor, factor: float) -> Tensor:
-    """A micro-batch's part of the mean loss; zeros that have its graph for a factor of 0."""
-    return loss * factor if factor else loss.nan_to_num(0.0, 0.0, 0.0) * 0
 
 
 def _in_samples(statistics: GradientStatistics, samples: int) -> GradientStatistics:

@@ -116,7 +116,7 @@ class Update:
         self._scaling: Any = resolve_scaling(lr_scaling, controller.base_batch)
         self._batches, self._controller = batches, controller
         self._fit_plan = lru_cache(maxsize=4)(constraints.plan)
-        self._has_weights: set[bool] = set()  # of each rank, once it was asked
+        self._weightings: set[int] = set()  # of each rank, once it was asked
         self._half_done = False  # whether a step has failed after it may have changed something
         self._earlier_seconds = 0.0  # before the last resumption
         self._started = self._step_started = time.perf_counter()
@@ -218,12 +218,11 @@ class Update:
             rows = self.collectives.all_gather(self._checksum(), subject=subject)
             self.collectives.require_equal([value for (value,) in rows], subject, self._facts)
 
-    def require_same_weighting(self, *, has_weights: bool) -> None:
-        """Raises LoopError unless losses have weights always or never; collective at first."""
-        if not self._has_weights:
-            rows = self.collectives.all_gather(has_weights)
-            self._has_weights = {bool(value) for (value,) in rows}
-        if self._has_weights != {has_weights}:
+    def require_same_weighting(self, weighting: int) -> None:
+        """Raises LoopError unless losses are weighted alike everywhere; collective at first."""
+        if not self._weightings:
+            self._weightings = {round(value) for (value,) in self.collectives.all_gather(weighting)}
+        if self._weightings != {weighting}:
             raise LoopError(
                 "weight= is given on some ranks, or in some steps, and not in others; if "
                 "gradients are sharded a variance-reduced optimizer needs it always or never"

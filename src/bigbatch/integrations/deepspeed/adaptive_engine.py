@@ -22,7 +22,7 @@ from bigbatch.integrations.deepspeed.simigrad_config import (
 from bigbatch.integrations.external_loop import ExternalLoop
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.distributed_state import DistributedState
-from bigbatch.training.step import weighted_loss
+from bigbatch.training.loss_weights import weighted_loss
 
 _STATE_KEY = "bigbatch"  # in the client state of a checkpoint
 

@@ -1,0 +1,158 @@
+"""Loaders that write into memory of earlier batches, and tensors that belong to every sample."""
+
+import warnings
+from itertools import chain
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from bigbatch.data.batches import Batches
+from bigbatch.policies.plan import BatchPlan
+
+SIZE, PASS = 8, 64
+
+
+class Buffers:
+    """Yields the same few buffers again and again, filled in turn."""
+
+    def __init__(self, ring, wrap, *, views=False):
+        self.ring, self.wrap, self.views = ring, wrap, views
+
+    def __iter__(self):
+        buffers = [torch.empty(SIZE, 2, dtype=torch.int64) for _ in range(self.ring)]
+        for number, start in enumerate(range(0, PASS, SIZE)):
+            buffer = buffers[number % self.ring]
+            buffer.copy_(torch.arange(start, start + SIZE)[:, None].expand(-1, 2))
+            yield self.wrap(buffer[:] if self.views else buffer)
+
+
+WRAPS = {
+    "tensor": lambda buffer: buffer,
+    "array": lambda buffer: buffer.numpy(),
+    "pair": lambda buffer: (buffer, torch.zeros(SIZE)),
+    "mapping": lambda buffer: {"x": buffer[:, 0], "names": [str(n) for n in buffer[:, 1].tolist()]},
+}
+PLANS = [BatchPlan(1, SIZE, 3), BatchPlan(1, SIZE, 1), BatchPlan(1, 3, 2), BatchPlan(1, PASS, 1)]
+
+
+def numbers(batch):
+    while isinstance(batch, tuple | dict):
+        batch = batch[0] if isinstance(batch, tuple) else batch["x"]
+    return numpy.asarray(batch).reshape(len(batch), -1)[:, 0].tolist()
+
+
+def passes(batches, plan, count=1, read=numbers):
+    """What the steps of some passes gave; read at the end of a step, as its losses may be."""
+    found = []
+    for epoch in range(count):
+        batches.start(epoch)
+        while (step := batches.step(plan, min_batch=1)) is not None:
+            found += [read(batch) for batch, *_ in [*step]]
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("name", WRAPS)
+@pytest.mark.parametrize("ring", [1, 2, 3, 4])
+@pytest.mark.parametrize("views", [False, True])
+def test_a_loader_that_reuses_its_buffers_loses_no_sample(views, ring, name, plan):
+    given = passes(Batches(Buffers(ring, WRAPS[name], views=views)), plan, count=2)
+    assert [*range(PASS)] * 2 == [*chain(*given)]
+
+
+def test_batches_that_are_cut_by_a_function_of_ones_own_are_copied_too():
+    def split(batch, lo, hi):
+        return {"x": batch["x"][lo:hi], "scale": batch["scale"]}
+
+    loader = Buffers(1, lambda buffer: {"x": buffer, "scale": torch.ones(())})
+    batches = Batches(loader, split=split, count=lambda batch: len(batch["x"]))
+    assert [*range(PASS)] == [*chain(*passes(batches, PLANS[2]))]
+
+
+def test_a_loader_with_memory_for_each_batch_is_not_copied_from_the_fifth_on():
+    given = [torch.arange(start, start + SIZE) for start in range(0, PASS, SIZE)]
+    kept = passes(Batches(given), BatchPlan(1, SIZE, 1), read=lambda batch: batch.data_ptr())
+    assert [batch.data_ptr() for batch in given[5:]] == kept[5:]
+
+
+# what belongs to every sample
+
+TABLES = {
+    "embeddings": torch.arange(SIZE * 3.0).view(SIZE, 3),
+    "array": numpy.arange(float(SIZE)),
+    "names": [f"class {number}" for number in range(SIZE)],
+}
+
+
+def with_table(table):
+    return [{"table": table, "x": torch.arange(s, s + SIZE)} for s in range(0, PASS, SIZE)]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("name", TABLES)
+def test_the_same_tensor_in_two_batches_is_not_cut(name, plan):
+    table = TABLES[name]
+    batches = Batches(with_table(table))
+    given = passes(batches, plan, read=lambda batch: (numbers(batch), batch["table"]))
+    assert [*range(PASS)] == [*chain(*(x for x, _ in given))]
+    assert all(numpy.array_equal(table, one) for _, one in given)
+    assert all(type(table) is type(one) for _, one in given)
+
+
+def test_it_is_not_dealt_to_virtual_ranks_and_may_be_longer_than_the_last_batch():
+    loader = with_table(TABLES["embeddings"])
+    loader[-1]["x"] = loader[-1]["x"][:5]
+    batches = Batches(loader, virtual_ranks=2)
+    given = passes(batches, BatchPlan(2, 3, 2), read=lambda batch: batch["table"])
+    assert all(torch.equal(TABLES["embeddings"], one) for one in given)
+
+
+def test_a_resumed_pass_does_not_cut_it_either():
+    loader = with_table(TABLES["embeddings"])
+    plan, batches = BatchPlan(1, 3, 1), Batches(loader)
+    batches.start(0)
+    first = [batch for batch, *_ in batches.step(plan, min_batch=1)]
+    resumed = Batches(loader)
+    resumed.load_state_dict(batches.state_dict(), epoch=0)
+    (second,) = [batch for batch, *_ in resumed.step(plan, min_batch=1)]
+    assert [0, 1, 2, 3, 4, 5] == [*first[0]["x"].tolist(), *second["x"].tolist()]
+    assert torch.equal(TABLES["embeddings"], second["table"])
+
+
+CUT = {
+    "a mask of ones": [{"x": torch.arange(SIZE) + s, "mask": torch.ones(SIZE)} for s in (0, SIZE)],
+    "one batch again and again": [{"x": torch.arange(SIZE), "y": torch.arange(SIZE)}] * 2,
+    "equal labels": [{"x": torch.arange(SIZE) + s, "y": torch.arange(SIZE)} for s in (0, SIZE)],
+}
+ONES = torch.ones(SIZE)
+CUT["one mask for all"] = [{"x": torch.arange(SIZE) + s, "mask": ONES} for s in (0, SIZE)]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_everything_else_is_cut(name):
+    sizes = passes(
+        Batches(CUT[name]), BatchPlan(1, 2, 1), read=lambda batch: {*map(len, batch.values())}
+    )
+    assert [{2}] * SIZE == sizes
+
+
+def test_an_equal_table_in_memory_of_its_own_is_said_once():
+    def collate(samples):
+        return {"x": torch.tensor(samples), "table": torch.arange(64.0).view(8, 8)}
+
+    batches = Batches(DataLoader(range(PASS), SIZE, collate_fn=collate))
+    with pytest.warns(
+        UserWarning, match=r"shape \(8, 8\), is equal in the loader's first two"
+    ) as w:
+        passes(batches, BatchPlan(1, 3, 2), count=2)
+    assert 1 == len(w)
+
+
+def test_ordinary_loaders_are_never_said():
+    loader = DataLoader(torch.arange(PASS * 70.0).view(PASS, 70), SIZE)
+    lists = [(torch.randn(SIZE, 70), torch.arange(SIZE) % 2) for _ in range(4)]
+    with warnings.catch_warnings(action="error"):
+        for batches in (Batches(loader), Batches(lists)):
+            passes(batches, BatchPlan(1, 3, 2), read=lambda batch: None)
