@@ -323,6 +323,21 @@ def test_a_loss_of_ones_own_model_is_a_mean_over_samples(tmp_path):
     assert_step_on(tmp_path, model, Plain(), data, micro_batch=6)
 
 
+def test_class_weights_of_ones_own_loss_are_those_of_the_uncut_batch(tmp_path):
+    """Their sum divides, not the number of labels."""
+    rare = torch.linspace(0.1, 9.0, WORDS, dtype=torch.float64)
+
+    class Weighted(AdaptiveTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            scores = model(inputs["input_ids"]).logits[:, :-1]
+            labels = inputs["labels"][:, 1:]
+            return cross_entropy(scores.flatten(0, 1), labels.flatten(), weight=rare)
+
+    data, model = texts(24), gpt(exact=True)
+    Weighted.compute_loss(None, model, torch.utils.data.default_collate(data)).backward()
+    assert_step_on(tmp_path, model, gpt(exact=True), data, micro_batch=6, kind=Weighted)
+
+
 @pytest.mark.parametrize("divides", [True, False])
 def test_a_loss_function_may_be_a_mean_or_a_sum_over_the_given_items(tmp_path, divides):
     def loss(outputs, labels, num_items_in_batch=None):

@@ -64,6 +64,9 @@ class AdaptiveBatchCallback(Callback):
         meter: function that makes the meter of the model that the strategy has wrapped, such as
             `functools.partial(GradientMeter, confidence=0.9)`.
         count: function that counts the samples in a batch; default: Lightning's, of `self.log`.
+        weight: function of a batch, called after its `training_step`, that returns the number of
+            elements that its mean loss is over, as `weight` of `Step.backward`; default: what the
+            graph of a mean cross entropy says, else its samples.
     Raises:
         SettingError: at the start of `fit`, settings cannot be combined; with the remedy.
     Example:
@@ -79,6 +82,7 @@ class AdaptiveBatchCallback(Callback):
         *,
         meter: Callable[[Any], GradientMeter] = GradientMeter,
         count: Callable[[Batch], int] = extract_batch_size,
+        weight: Callable[[Batch], float | Tensor] | None = None,
         **options: Unpack[LoopOptions],
     ) -> None:
         if not isinstance(policy, Controller):
@@ -90,6 +94,8 @@ class AdaptiveBatchCallback(Callback):
             )
         self._micro_batch, self._meter, self._count = options.pop("micro_batch", None), meter, count
         self._settings: dict[str, Any] = {"policy": policy, **options}
+        self._weight = weight
+        self._batch: Batch = None  # the present one, until it is weighted
         self._loop: ExternalLoop | None = None
         self._checkpoint: dict[str, Any] | None = None  # a state to load, until there is a loop
         self._saved_loaders = 0  # loaders whose position the checkpoint has
@@ -170,6 +176,7 @@ class AdaptiveBatchCallback(Callback):
         """Ends the step, and restores the learning rates of the schedule."""
         for stack in (self._backward, self._update):
             stack.__exit__(type(exception), exception, exception.__traceback__)
+        self._batch = None
         self._teardown.close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -198,6 +205,7 @@ class AdaptiveBatchCallback(Callback):
         assert self._loop is not None
         _set_mode(trainer, "train")
         samples = self._count(batch)
+        self._batch = batch
         if samples < 1:
             raise BatchError(f"a batch has {samples} samples; leave empty ones out in the loader")
         number, is_last = batch_idx + 1, bool(trainer.is_last_batch)
@@ -215,7 +223,9 @@ class AdaptiveBatchCallback(Callback):
         mean = loss.detach() * divisor
         if scaler is not None:
             mean = mean / scaler.scale(torch.ones_like(mean))
-        factor = self._backward.enter_context(self._step.weighted_backward(mean, root=loss))
+        weight = None if self._weight is None else self._weight(self._batch)
+        self._batch = None
+        factor = self._backward.enter_context(self._step.weighted_backward(mean, weight, root=loss))
         loss.mul_(divisor * factor)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
