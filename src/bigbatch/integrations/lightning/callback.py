@@ -96,6 +96,7 @@ class AdaptiveBatchCallback(Callback):
         self._settings: dict[str, Any] = {"policy": policy, **options}
         self._weight = weight
         self._batch: Batch = None  # the present one, until it is weighted
+        self._accumulation: Any = None  # of the trainer
         self._loop: ExternalLoop | None = None
         self._checkpoint: dict[str, Any] | None = None  # a state to load, until there is a loop
         self._saved_loaders = 0  # loaders whose position the checkpoint has
@@ -118,13 +119,12 @@ class AdaptiveBatchCallback(Callback):
             self.train = self._loop = None
             self._teardown.callback(setattr, trainer, "accumulate_grad_batches", 1)
             base_batch = base_batch_of(self._settings)
-            divisor: Any = LoaderBatchesPerBaseBatch(trainer, base_batch, self._micro_batch)
-            trainer.accumulate_grad_batches = divisor  # for estimated_stepping_batches
+            accumulation = LoaderBatchesPerBaseBatch(trainer, base_batch, self._micro_batch)
+            trainer.accumulate_grad_batches = self._accumulation = accumulation
             self._ranks = trainer.global_rank, trainer.world_size
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses schedulers and clipping that are not supported, which exist from here on."""
-        trainer.accumulate_grad_batches = 1
         require_scheduler(trainer, pl_module)
         clip_norm_of(trainer, pl_module)
 
@@ -212,8 +212,7 @@ class AdaptiveBatchCallback(Callback):
         batches = trainer.num_training_batches
         remaining = None if math.isinf(batches) else int(batches) - number
         self._loop.announce(samples, ends_epoch=is_last, remaining=0 if is_last else remaining)
-        # Lightning steps if the batch's number is a multiple of this, and divides the loss by it
-        trainer.accumulate_grad_batches = number if self._step.last else number + 1
+        self._accumulation.set_step(number, ends=self._step.last)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
