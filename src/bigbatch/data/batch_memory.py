@@ -109,9 +109,9 @@ def _is_equal(one: Any, other: Any) -> bool:
         if one.element_size() == 1:  # also of kinds that torch cannot compare
             one, other = one.view(torch.uint8), other.view(torch.uint8)
         if one.shape != other.shape or torch.equal(one, other):
-            return one.shape == other.shape
-        has_nan = one.is_floating_point()
-        return has_nan and bool(((one == other) | (one.isnan() & other.isnan())).all())
+            return bool(one.shape == other.shape)
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        return bool(is_same.all())
     if isinstance(one, numpy.ndarray) and isinstance(other, numpy.ndarray):
         return one.dtype == object or one.tobytes() == other.tobytes()
     return bool(one == other)
