@@ -148,7 +148,7 @@ def test_estimated_stepping_batches_are_base_batches(settings, total, recwarn):
 def test_numbers_of_the_trainer_are_right_in_a_training_too():
     """Its length is no other one in each batch, and a step ends with one batch of it."""
 
-    class Reading(Cycle):
+    class Counting(Cycle):
         def training_step(self, batch, index):
             trainer = self.trainer
             assert 24 == trainer.estimated_stepping_batches
@@ -157,7 +157,7 @@ def test_numbers_of_the_trainer_are_right_in_a_training_too():
             self.steps += ends
             return super().training_step(batch, index)
 
-    module = Reading()
+    module = Counting()
     module.steps = 0
     policy = Scripted(16, 40)
     watch = fit(

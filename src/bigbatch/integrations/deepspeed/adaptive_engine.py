@@ -29,7 +29,7 @@ from bigbatch.training.loss_weights import weighted_loss
 _STATE_KEY = "bigbatch"  # in the client state of a checkpoint
 
 
-class SamplesTimer(ThroughputTimer):  # type: ignore[misc]
+class SamplesTimer(ThroughputTimer):
     """DeepSpeed's timer of samples per second, for steps of different sizes."""
 
     samples = 0  # of the timed steps
