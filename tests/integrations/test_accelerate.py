@@ -157,15 +157,35 @@ def test_bfloat16_is_that_of_autocast():
     assert [r.loss for _, r in expected] == [r.loss for _, r in actual]
 
 
-def test_accumulate_does_nothing_where_it_is_left_in_a_script():
+@pytest.mark.parametrize("context", ["accumulate", "autocast"])
+def test_gradients_sync_in_the_last_micro_batch_of_a_step_alone(context):
+    """So that what a script does once a step, it does once; accumulate may be left in it."""
     accelerator = Accelerator(cpu=True)
     train, model = prepared(accelerator, *parts())
+    syncs, backwards = [], 0
     for step in train:
         for x, y, _ in step:
-            with accelerator.accumulate(model):
+            with getattr(accelerator, context)(*[model] * (context == "accumulate")):
                 step.backward(cross_entropy(model(x), y))
-        step.update()
+                syncs.append((step.complete, accelerator.sync_gradients))
+            assert 1 == accelerator.gradient_accumulation_steps
+        assert accelerator.sync_gradients
+        backwards += step.update().micro_batches
     assert SAMPLES == train.samples
+    assert len(syncs) == backwards > 3 * train.steps == 3 * sum(sync for _, sync in syncs)
+    assert all(ends == sync for ends, sync in syncs)
+
+
+def test_gradients_sync_after_a_step_that_was_left():
+    accelerator = Accelerator(cpu=True)
+    train, _ = prepared(accelerator, *parts())
+    for step in train:
+        for _ in step:
+            assert not accelerator.sync_gradients
+            break
+        break
+    del step
+    assert accelerator.sync_gradients
 
 
 @pytest.mark.parametrize(

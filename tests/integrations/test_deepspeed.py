@@ -325,6 +325,36 @@ def test_micro_batches_of_any_size_add_up_to_the_true_gradient(deepspeed_ranks, 
     assert sum(record.batch_size for _, record, _ in steps) == samples
 
 
+def observed(rank, ranks, own, layout, folder):
+    """What DeepSpeed's monitor and timer say of some steps of one epoch, and its records."""
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": "run"}
+    more = {"csv_monitor": monitor}
+    engine, _, loader, _ = engine_of(rank, ranks, layout, more=more, **(OWN if own else {}))
+    records, ends = [], []
+    for x, y in itertools.islice(micro_batches(RAGGED), 60) if own else loader:
+        if micro_step(engine, x, y):
+            records.append(engine.bigbatch.record)
+        ends.append(engine.is_gradient_accumulation_boundary())
+    rows = [file.read_text().split() for file in folder.rglob("*lr.csv")]
+    monitored = [int(row.split(",")[0]) for row in rows[0][1:]] if rank == 0 else None
+    timer = engine.tput_timer
+    timed = timer.avg_samples_per_sec() * timer.total_elapsed_time
+    return monitored, timed, sum(ends), [record.batch_size for record in records]
+
+
+@pytest.mark.parametrize("layout", ["0", "2"])
+@pytest.mark.parametrize(("count", "own"), [(1, True), (1, False), (2, False)])
+def test_the_monitor_and_the_timer_get_true_sizes(deepspeed_ranks, tmp_path, count, own, layout):
+    """Not those planned, which the end of an epoch changes; the boundary comes once a step."""
+    answers = deepspeed_ranks(count)(observed, own, layout, tmp_path)
+    for _, timed, ends, sizes in answers:
+        assert len(sizes) == ends > 3
+        assert sum(sizes[2:]) == pytest.approx(timed)  # DeepSpeed times none of the first two
+    monitored, *_, sizes = answers[0]
+    assert list(itertools.accumulate(sizes)) == monitored
+    assert own or sum(sizes) == SAMPLES
+
+
 # parameters
 
 

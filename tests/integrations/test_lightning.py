@@ -446,6 +446,58 @@ def test_a_dry_run_of_one_batch_is_one_step():
     assert [1] == watch.backwards
 
 
+RARE = torch.tensor([0.1, 1.0, 9.0], dtype=torch.float64)
+
+
+def mask(batch):
+    return batch[0][:, 2] > 0
+
+
+class Masked(Training):
+    """A mean over the samples of a mask, whose number torch's graph does not have."""
+
+    def training_step(self, batch, _=None):
+        x, y = batch
+        each = cross_entropy(self.net(x), y, reduction="none")
+        return (each * mask(batch)).sum() / mask(batch).sum().clamp(min=1)
+
+
+class ClassWeights(Training):
+    def training_step(self, batch, _=None):
+        return cross_entropy(self.net(batch[0]), batch[1], weight=RARE)
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (Masked, {"weight": lambda batch: mask(batch).sum()}),
+        (Masked, {"weight": mask, "groups": 4}),
+        (ClassWeights, {}),
+        (ClassWeights, {"groups": 4}),
+    ],
+)
+def test_a_mean_over_other_elements_trains_as_the_uncut_loop(module, options):
+    uncut, expected = module(), []
+    optimizer = sgd(uncut.parameters())
+    for batch in loader(96, batch_size=24):
+        optimizer.zero_grad()
+        uncut.training_step(batch).backward()
+        optimizer.step()
+        expected.append(weights_of(uncut.net))
+    watch = fit(adaptive(bb.Fixed(24), lr_scaling=None, **options), loader(96), module())
+    torch.testing.assert_close(expected, watch.weights, rtol=1e-12, atol=1e-14)
+    assert [6] * 4 == watch.backwards
+
+
+def test_three_batches_to_overfit_are_one_step_an_epoch():
+    """Fewer than the four that a step has by default: as Lightning's own accumulation."""
+    few = {"overfit_batches": 3, "max_epochs": 4}
+    ours = fit(adaptive(bb.Fixed(16), lr_scaling=None), loader(64), **few)
+    plain = fit(None, loader(64), accumulate_grad_batches=3, **few)
+    assert [3, 3, 3, 3] == ours.backwards == plain.backwards
+    torch.testing.assert_close(plain.weights, ours.weights, rtol=1e-12, atol=1e-14)
+
+
 def test_a_meter_of_ones_own_measures():
     def with_interval(model):
         return bb.GradientMeter(model, confidence=0.9)

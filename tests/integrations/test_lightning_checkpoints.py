@@ -32,10 +32,10 @@ def vradam(parameters):
     return VRAdam(parameters, lr=0.01, beta3=0.9)
 
 
-def run(batches, epochs, saved=None, optimizer=sgd, seed=SEED, **options):
+def run(batches, epochs, saved=None, optimizer=sgd, seed=SEED, module=Noisy, **options):
     torch.manual_seed(seed)
     callback = adaptive(GROWING, batch_size=12, base_batch=8, min_micro_batches=2)
-    module = Noisy(optimizer)
+    module = module(optimizer)
     torch.manual_seed(seed)
     return fit(
         callback,
@@ -50,7 +50,7 @@ def run(batches, epochs, saved=None, optimizer=sgd, seed=SEED, **options):
 
 def assert_continues(expected, actual):
     """The last records and weights, but for the last bit: memory may be aligned otherwise."""
-    assert 3 < len(actual.records) < len(expected.records)
+    assert 2 < len(actual.records) < len(expected.records)
     for one, other in zip(expected.records[-len(actual.records) :], actual.records, strict=True):
         assert one == pytest.approx(other, rel=1e-12, nan_ok=True)
     torch.testing.assert_close(expected.weights[-1], actual.weights[-1], rtol=1e-12, atol=1e-14)
@@ -89,6 +89,14 @@ def test_from_the_middle_of_an_epoch(optimizer, tmp_path):
     assert_continues(expected, actual)
 
 
+class Planned(Noisy):
+    """Makes the loader early, to build a schedule as long as the training."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches > 9
+        return super().configure_optimizers()
+
+
 class Validated(Noisy):
     """Validated twice an epoch, so within a step."""
 
@@ -97,6 +105,39 @@ class Validated(Noisy):
 
     def val_dataloader(self):
         return loader(8)
+
+
+class PlannedAndValidated(Planned, Validated):
+    pass
+
+
+@pytest.mark.parametrize("module", [Noisy, Planned, Validated, PlannedAndValidated])
+@pytest.mark.parametrize("when", ["inside", "last batch", "end"])
+def test_a_resumable_loader_continues_also_if_it_was_made_early(when, module, tmp_path):
+    """Lightning drops its state then, so that samples came twice, or an epoch without any."""
+    saves = {"every_n_train_steps": 1}
+    if when == "end":
+        monitor = {"monitor": "val_loss"} if issubclass(module, Validated) else {}
+        saves = {"save_on_train_epoch_end": not monitor, **monitor}
+    saves = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, **saves)
+
+    def resumable():
+        torch.manual_seed(SEED)
+        return StatefulDataLoader(data(150), MICRO, shuffle=True)
+
+    expected = run(resumable(), 2, module=module, callbacks=[saves])
+    end = [record["epoch"] for record in expected.records].index(1)
+    saved = tmp_path / f"step={4 if when == 'inside' else end}.ckpt"
+    actual = run(resumable(), 2, saved, seed=SEED + 1, module=module)
+    assert_continues(expected, actual)
+
+
+def test_a_lost_position_of_the_loader_is_said(tmp_path):
+    """Also where Lightning takes a loader for resumable whose state the checkpoint lacks."""
+    saves = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=4)
+    run(loader(150), 1, callbacks=[saves])
+    with pytest.warns(UserWarning, match="within an epoch, after .* samples of this epoch come"):
+        run(resumable(150), 1, tmp_path / "step=4.ckpt")
 
 
 def test_a_checkpoint_from_within_a_step_is_of_its_start(tmp_path):

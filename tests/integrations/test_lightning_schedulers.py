@@ -145,6 +145,27 @@ def test_estimated_stepping_batches_are_base_batches(settings, total, recwarn):
     assert 1 == watch.trainer.accumulate_grad_batches
 
 
+def test_numbers_of_the_trainer_are_right_in_a_training_too():
+    """Its length is no other one in each batch, and a step ends with one batch of it."""
+
+    class Counting(Cycle):
+        def training_step(self, batch, index):
+            trainer = self.trainer
+            assert 24 == trainer.estimated_stepping_batches
+            ends = (index + 1) % trainer.accumulate_grad_batches == 0
+            assert ends != trainer.fit_loop._should_accumulate()
+            self.steps += ends
+            return super().training_step(batch, index)
+
+    module = Counting()
+    module.steps = 0
+    policy = Scripted(16, 40)
+    watch = fit(
+        adaptive(policy, batch_size=16, min_micro_batches=2), loader(192), module, max_epochs=2
+    )
+    assert 96 > len(watch.records) == module.steps == watch.trainer.global_step
+
+
 def test_the_rate_over_a_fixed_batch_is_that_of_lightnings_own_accumulation():
     expected = fit(None, loader(200), Cycle(), max_epochs=2, accumulate_grad_batches=5)
     actual = fit(

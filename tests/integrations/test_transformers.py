@@ -13,6 +13,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
+    TrainerState,
     get_linear_schedule_with_warmup,
 )
 
@@ -322,6 +323,21 @@ def test_a_loss_of_ones_own_model_is_a_mean_over_samples(tmp_path):
     assert_step_on(tmp_path, model, Plain(), data, micro_batch=6)
 
 
+def test_class_weights_of_ones_own_loss_are_those_of_the_uncut_batch(tmp_path):
+    """Their sum divides, not the number of labels."""
+    rare = torch.linspace(0.1, 9.0, WORDS, dtype=torch.float64)
+
+    class Weighted(AdaptiveTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            scores = model(inputs["input_ids"]).logits[:, :-1]
+            labels = inputs["labels"][:, 1:]
+            return cross_entropy(scores.flatten(0, 1), labels.flatten(), weight=rare)
+
+    data, model = texts(24), gpt(exact=True)
+    Weighted.compute_loss(None, model, torch.utils.data.default_collate(data)).backward()
+    assert_step_on(tmp_path, model, gpt(exact=True), data, micro_batch=6, kind=Weighted)
+
+
 @pytest.mark.parametrize("divides", [True, False])
 def test_a_loss_function_may_be_a_mean_or_a_sum_over_the_given_items(tmp_path, divides):
     def loss(outputs, labels, num_items_in_batch=None):
@@ -359,6 +375,74 @@ def test_evaluation_early_stopping_and_the_best_model_work(tmp_path):
     assert 12 == trainer.state.global_step < trainer.state.max_steps
     assert min(losses) == trainer.state.best_metric
     assert min(losses) == pytest.approx(trainer.evaluate()["eval_loss"])
+
+
+SHARES = {
+    "eval_strategy": "steps",
+    "eval_steps": 0.1,
+    "save_strategy": "steps",
+    "save_steps": 0.3,
+    "logging_steps": 0.25,
+    "eval_on_start": True,
+    "load_best_model_at_end": True,
+    "eval_dataset": texts(8),
+}
+
+
+def samples_at(trainer, name):
+    """Samples before each line of the log that has the name."""
+    lines = [line for line in trainer.state.log_history if name in line]
+    return [round(line["epoch"] * 64) for line in lines]
+
+
+def expected_at(trainer, share):
+    """Ends of the steps that reach a share of the two epochs, and of the last."""
+    shares = [128 * share * n for n in range(1, math.ceil(1 / share))]
+    reached = {next(end for end in samples_at(trainer, "loss") if end > at - 1e-6) for at in shares}
+    return sorted(reached | {128})
+
+
+@pytest.mark.parametrize("policy", [GROWING, Falling(), bb.Fixed(4)], ids=["up", "down", "fixed"])
+def test_intervals_that_are_shares_of_a_training_are_shares_of_its_samples(tmp_path, policy):
+    """Also after a resumption; a checkpoint comes with an evaluation, or the best is unknown."""
+    every = adaptive(tmp_path / "every", policy)
+    every.train()
+    trainer = adaptive(tmp_path / "run", policy, **SHARES)
+    trainer.train()
+    assert [0, *expected_at(every, 0.1)] == samples_at(trainer, "eval_loss")
+    assert expected_at(every, 0.25) == samples_at(trainer, "loss")
+    saved = sorted((tmp_path / "run").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    states = [TrainerState.load_from_json(path / "trainer_state.json") for path in saved]
+    assert expected_at(every, 0.3) == [round(state.epoch * 64) for state in states]
+
+    resumed = adaptive(tmp_path / "resumed", policy, **SHARES)
+    resumed.train(resume_from_checkpoint=str(saved[1]))
+    continued = samples_at(resumed, "eval_loss")
+    continued.remove(round(states[1].epoch * 64))  # eval_on_start, where it was saved
+    assert samples_at(trainer, "eval_loss") == continued
+    assert samples_at(trainer, "loss") == samples_at(resumed, "loss")
+
+
+def test_intervals_that_are_shares_of_max_steps_count_updates(tmp_path):
+    trainer = adaptive(tmp_path, GROWING, max_steps=20, logging_steps=0.2)
+    with pytest.warns(UserWarning, match="num_train_epochs ends both together"):
+        trainer.train()
+    assert [4, 8, 12, 16, 20] == [step for (step,) in logged(trainer, "step")]
+
+
+def test_gradients_sync_in_the_last_micro_batch_of_an_update_alone(tmp_path):
+    class Counting(AdaptiveTrainer):
+        updates = backwards = 0
+
+        def compute_loss(self, *given, **named):
+            if self.accelerator.sync_gradients:
+                self.updates += 1
+            self.backwards += 1
+            return super().compute_loss(*given, **named)
+
+    trainer = adaptive(tmp_path, GROWING, kind=Counting)
+    trainer.train()
+    assert trainer.state.global_step == trainer.updates < trainer.backwards / 3
 
 
 def test_an_evaluation_every_few_updates_changes_nothing(tmp_path):

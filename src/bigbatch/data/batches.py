@@ -73,6 +73,7 @@ class Batches:
             raise SettingError("split= and count= belong together; pass both, or neither")
         self.remainder = remainder
         self.place: Callable[[Batch], Batch] | None = None  # moves a micro-batch
+        self.step_class: Callable[..., StepBatches] = StepBatches
         self._virtual_ranks = virtual_ranks
         self._loader = ResumableLoader(loader)
         self._buffer = SampleBuffer(self._loader, split, count)
@@ -181,7 +182,7 @@ class Batches:
             if any(unread):
                 self._warn_uneven(unread)
             return None
-        return StepBatches(self._pass, plan, min_batch, max_batch, min_rows)
+        return self.step_class(self._pass, plan, min_batch, max_batch, min_rows)
 
     @contextmanager
     def peek(self, samples: int, epoch: int) -> Iterator[tuple[SampleBuffer, int]]:

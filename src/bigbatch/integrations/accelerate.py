@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Unpack
 
@@ -11,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
+from bigbatch.data.micro_batches import MicroBatch, StepBatches
 from bigbatch.data.rank_consistency import samples_of_rank
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import SettingError
@@ -122,7 +124,7 @@ def require_supported(accelerator: Any) -> None:
     if steps != 1:
         raise SettingError(
             f"gradient_accumulation_steps={steps}: accumulation follows from the batch size and "
-            "micro_batch here; leave it at 1 in Accelerator, and remove accelerator.accumulate"
+            "micro_batch here; leave it at 1 in Accelerator"
         )
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind == "DEEPSPEED":
@@ -190,6 +192,37 @@ class ShardedSampler(Sampler[Any]):
             yield sample
 
 
+class Accumulating(int):
+    """1, but it divides no number, so that `accelerator.accumulate` sees no end of a step."""
+
+    def __rmod__(self, number: int) -> int:
+        return 1
+
+
+class SyncedStepBatches(StepBatches):
+    """Sets `accelerator.sync_gradients`: True in the last micro-batch of a step, and outside.
+
+    It stays so in `accelerator.accumulate`, which sets it to whether its calls are a multiple of
+    `gradient_accumulation_steps`.
+    """
+
+    def __init__(self, accelerator: Any, *step: Any) -> None:
+        super().__init__(*step)
+        self._accelerator = accelerator
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        try:
+            for micro_batch in super().__iter__():
+                self._set_sync(self.last)
+                yield micro_batch
+        finally:
+            self._set_sync(True)
+
+    def _set_sync(self, is_last: bool) -> None:
+        self._accelerator.sync_gradients = is_last
+        self._accelerator.gradient_accumulation_steps = 1 if is_last else Accumulating(1)
+
+
 class PreparedBatches(Batches):
     """`Batches` of a prepared loader."""
 
@@ -226,6 +259,7 @@ def batches(
             "accelerator.prepare returns for a DataLoader"
         )
     prepared = PreparedBatches(inner, **options)
+    prepared.step_class = partial(SyncedStepBatches, accelerator)
     sampler = getattr(getattr(inner, "batch_sampler", None), "sampler", None)
     if isinstance(sampler, ShardedSampler):
         prepared.global_samples = sampler.total

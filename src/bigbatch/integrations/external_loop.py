@@ -41,6 +41,11 @@ class ExternalLoop:
             )
         return self._step
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a micro-batch was given out whose backward is still to come."""
+        return self._step is not None and self._step.waiting
+
     def __iter__(self) -> Iterator[Batch]:
         """One pass over the loader; after a `break`, the rest of it."""
         for step in self.train:

@@ -88,7 +88,8 @@ class BatchPlan:
         raise SettingError(
             f"no batch size between min_batch={min_batch} and max_batch={max_batch} can be cut "
             f"into ranks={ranks} x at least {lowest} micro-batches of "
-            f"{f'{micro}' if micro else f'at most {max_micro}'}; widen the bounds"
+            f"{f'{micro}' if micro else f'at most {max_micro}'}; widen the bounds, or lower "
+            "min_micro_batches or micro_batch (the loader's batch size)"
         )
 
 

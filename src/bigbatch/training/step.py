@@ -121,6 +121,16 @@ class Step:
         loss_sum, weight_sum, *_ = self._host_totals
         return loss_sum / weight_sum
 
+    @property
+    def samples(self) -> int:
+        """Samples of the batch of all ranks; waits for the device.
+
+        Raises:
+            LoopError: before the last micro-batch's backward, or after `update()`.
+        """
+        self._require_complete("samples")
+        return round(self._host_totals[4])
+
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Adds this micro-batch's share of the mean gradient to `.grad`.
 

@@ -1,5 +1,6 @@
 """DeepSpeed's engine with accumulation and micro-batch size from an AdaptiveBatch."""
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.logging import print_dist
+from deepspeed.utils.timer import ThroughputTimer
 from torch import Tensor, nn
 
 from bigbatch.data.collate import Batch, count_samples
@@ -25,6 +27,22 @@ from bigbatch.training.distributed_state import DistributedState
 from bigbatch.training.loss_weights import weighted_loss
 
 _STATE_KEY = "bigbatch"  # in the client state of a checkpoint
+
+
+class SamplesTimer(ThroughputTimer):
+    """DeepSpeed's timer of samples per second, for steps of different sizes."""
+
+    samples = 0  # of the timed steps
+
+    def add(self, samples: int) -> None:
+        """Adds the samples of the step that is timed now; DeepSpeed times none of the first."""
+        self.batch_size = samples
+        if self.global_step_count >= self.start_step:
+            self.samples += samples
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples of all timed steps over their time."""
+        return self.samples / self.total_elapsed_time if self.samples else -math.inf
 
 
 class AdaptiveEngine(DeepSpeedEngine):
@@ -62,6 +80,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         engine._params, engine._similarities = params, {}
         engine._backwards, engine._micro_batches, engine._assumes_samples = 0, 0, False
         engine._forward_samples = engine._pass = None
+        engine.tput_timer.__class__ = SamplesTimer
         if isinstance(train.batches, ExternalBatches):
             engine.module.register_forward_pre_hook(engine._count_samples, with_kwargs=True)
         engine._apply_plan()
@@ -84,7 +103,6 @@ class AdaptiveEngine(DeepSpeedEngine):
         try:
             self._pass = self._pass or iter(self._loop)
             for batch in self._pass:
-                self.tput_timer.start()
                 yield batch
                 self._require_stepped()
         except Exception:
@@ -139,12 +157,10 @@ class AdaptiveEngine(DeepSpeedEngine):
             super().step(lr_kwargs)
             self._set_boundary()
             return
-        samples = self.global_samples
         with self._loop.step.optimizer_step() as finite:
             self._step_once(lr_kwargs, finite=finite)
         record = self.bigbatch.record
         assert record is not None
-        self.global_samples = samples + record.batch_size
         self._micro_batches = 0
         self._apply_plan()
         if record.statistics is not None:
@@ -245,16 +261,20 @@ class AdaptiveEngine(DeepSpeedEngine):
 
     def _step_once(self, lr_kwargs: dict[str, Any] | None, *, finite: bool) -> None:
         """DeepSpeed's step without its scheduler, which is advanced in base batches."""
-        skips_by_itself = self.zero_optimization() or self.bfloat16_enabled()
+        counts = finite or self.zero_optimization() or self.bfloat16_enabled()
+        samples, planned = self._loop.step.samples, self.train_batch_size()
+        self.global_samples += samples - planned * counts  # DeepSpeed adds the planned ones
+        self.tput_timer.add(samples)
         scheduler, self.lr_scheduler = self.lr_scheduler, None
         try:
-            self.set_gradient_accumulation_boundary(finite or skips_by_itself)
+            self.set_gradient_accumulation_boundary(counts)
             super().step(lr_kwargs)
         finally:
             self.lr_scheduler = scheduler
-        if not (finite or skips_by_itself):  # no boundary: DeepSpeed would apply the gradient
+        if not counts:  # no boundary: DeepSpeed would apply the gradient
             self.global_steps += 1
             self.skipped_steps += 1
+            self.tput_timer.step_elapsed_time = 0
         if finite and not self.was_step_applied():
             raise GradientError(
                 "DeepSpeed skipped the step: every gradient is finite, but their norm is not; "
@@ -292,12 +312,16 @@ class AdaptiveEngine(DeepSpeedEngine):
         plan = self.bigbatch.plan
         self.set_train_micro_batch_size(plan.micro)
         self.set_train_batch_size(plan.batch_size)
-        self.tput_timer.batch_size = plan.batch_size
         self._set_boundary()
 
     def _set_boundary(self) -> None:
-        """Sets the accumulation boundary for the caller's micro-batch; a loader's step sets it."""
-        last = self._announces and self._micro_batches + 1 == self.bigbatch.plan.accumulation
+        """Sets the accumulation boundary: that of the caller's next micro-batch.
+
+        A loader's step sets it for each of its own; here it stays as it is until the next is read.
+        """
+        last = not self._micro_batches
+        if self._announces:
+            last = self._micro_batches + 1 == self.bigbatch.plan.accumulation
         self._source.reducer.set_requires_gradient_sync(last)
 
 

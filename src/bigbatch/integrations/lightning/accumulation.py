@@ -1,6 +1,6 @@
 """Loader batches per base batch, from which Lightning computes the steps of a schedule."""
 
-from functools import total_ordering
+from functools import cached_property, total_ordering
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -12,12 +12,13 @@ from bigbatch.policies.policy import needs_of
 
 @total_ordering
 class LoaderBatchesPerBaseBatch:
-    """Number that is `trainer.accumulate_grad_batches` during `configure_optimizers`.
+    """Number that is `trainer.accumulate_grad_batches` during a training.
 
         base batch / (ranks x batch size of the training loader)
 
     So `trainer.estimated_stepping_batches`, which divides by it, counts base batches of samples, as
-    the scheduler does. It is computed when it is used, as the loader may not exist before.
+    the scheduler does. It is computed when it is used, as the loader may not exist before. Only its
+    remainder is another number's: Lightning steps after a batch whose number is a multiple of it.
 
     Args:
         trainer: the trainer that has the loader.
@@ -28,8 +29,16 @@ class LoaderBatchesPerBaseBatch:
 
     def __init__(self, trainer: Trainer, base_batch: int | None, micro_batch: int | None) -> None:
         self._trainer, self._base_batch, self._micro_batch = trainer, base_batch, micro_batch
+        self._period = 1
 
-    @property
+    def set_step(self, number: int, *, ends: bool) -> None:
+        """Says whether a step ends with the batch of this number in the epoch, from 1."""
+        self._period = number if ends else number + 1
+
+    def __rmod__(self, number: int) -> int:
+        return number % self._period
+
+    @cached_property
     def value(self) -> float:
         """The quotient; an int if it is a whole number, as a scheduler's total must be."""
         if self._base_batch is None:

@@ -65,6 +65,9 @@ class AdaptiveBatchCallback(Callback):
         meter: function that makes the meter of the model that the strategy has wrapped, such as
             `functools.partial(GradientMeter, confidence=0.9)`.
         count: function that counts the samples in a batch; default: Lightning's, of `self.log`.
+        weight: function of a batch, called after its `training_step`, that returns the number of
+            elements that its mean loss is over, as `weight` of `Step.backward`; default: what the
+            graph of a mean cross entropy says, else its samples.
     Raises:
         SettingError: at the start of `fit`, settings cannot be combined; with the remedy.
     Example:
@@ -80,6 +83,7 @@ class AdaptiveBatchCallback(Callback):
         *,
         meter: Callable[[Any], GradientMeter] = GradientMeter,
         count: Callable[[Batch], int] = extract_batch_size,
+        weight: Callable[[Batch], float | Tensor] | None = None,
         **options: Unpack[LoopOptions],
     ) -> None:
         if not isinstance(policy, Controller):
@@ -91,8 +95,12 @@ class AdaptiveBatchCallback(Callback):
             )
         self._micro_batch, self._meter, self._count = options.pop("micro_batch", None), meter, count
         self._settings: dict[str, Any] = {"policy": policy, **options}
+        self._weight = weight
+        self._batch: Batch = None  # the present one, until it is weighted
+        self._accumulation: Any = None  # of the trainer
         self._loop: ExternalLoop | None = None
         self._checkpoint: dict[str, Any] | None = None  # a state to load, until there is a loop
+        self._saved_loaders = 0  # loaders whose position the checkpoint has
         self._backward, self._update = ExitStack(), ExitStack()  # entered while Lightning runs them
         self._teardown = ExitStack()  # restores the trainer
         self._trains = True  # False while the trainer tests or predicts, and loads states too
@@ -112,13 +120,12 @@ class AdaptiveBatchCallback(Callback):
             self.train = self._loop = None
             self._teardown.callback(setattr, trainer, "accumulate_grad_batches", 1)
             base_batch = base_batch_of(self._settings)
-            divisor: Any = LoaderBatchesPerBaseBatch(trainer, base_batch, self._micro_batch)
-            trainer.accumulate_grad_batches = divisor  # for estimated_stepping_batches
+            accumulation = LoaderBatchesPerBaseBatch(trainer, base_batch, self._micro_batch)
+            trainer.accumulate_grad_batches = self._accumulation = accumulation
             self._ranks = trainer.global_rank, trainer.world_size
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses schedulers and clipping that are not supported, which exist from here on."""
-        trainer.accumulate_grad_batches = 1
         require_scheduler(trainer, pl_module)
         clip_norm_of(trainer, pl_module)
 
@@ -127,8 +134,9 @@ class AdaptiveBatchCallback(Callback):
         meter = self._meter(trainer.model)
         micro_batch = self._micro_batch or loader_batch_size(trainer)
         batches = trainer.num_training_batches
-        is_endless = math.isinf(batches) or trainer.fast_dev_run
-        samples = None if is_endless else int(batches) * micro_batch * meter.source.ranks
+        is_short = trainer.fast_dev_run or trainer.overfit_batches  # maybe shorter than a step
+        is_known = not (is_short or math.isinf(batches))
+        samples = int(batches) * micro_batch * meter.source.ranks if is_known else None
         self._clip_norm = clip_norm_of(trainer, pl_module)
         if self._clip_norm is not None:
             self._teardown.callback(
@@ -152,8 +160,9 @@ class AdaptiveBatchCallback(Callback):
         hook = ensure_step_hooks(optimizer).register_step_post_hook(lambda *_: self._update.close())
         self._teardown.callback(hook.remove)
         self._teardown.callback(meter.close)
+        self._restore_loader(trainer)
         if self._checkpoint:
-            self.train.load_state_dict(_with_random_state(self._checkpoint))
+            self.train.load_state_dict(self._checkpoint)
             self._checkpoint = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -168,6 +177,7 @@ class AdaptiveBatchCallback(Callback):
         """Ends the step, and restores the learning rates of the schedule."""
         for stack in (self._backward, self._update):
             stack.__exit__(type(exception), exception, exception.__traceback__)
+        self._batch = None
         self._teardown.close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -196,14 +206,14 @@ class AdaptiveBatchCallback(Callback):
         assert self._loop is not None
         _set_mode(trainer, "train")
         samples = self._count(batch)
+        self._batch = batch
         if samples < 1:
             raise BatchError(f"a batch has {samples} samples; leave empty ones out in the loader")
         number, is_last = batch_idx + 1, bool(trainer.is_last_batch)
         batches = trainer.num_training_batches
         remaining = None if math.isinf(batches) else int(batches) - number
         self._loop.announce(samples, ends_epoch=is_last, remaining=0 if is_last else remaining)
-        # Lightning steps if the batch's number is a multiple of this, and divides the loss by it
-        trainer.accumulate_grad_batches = number if self._step.last else number + 1
+        self._accumulation.set_step(number, ends=self._step.last)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -213,7 +223,9 @@ class AdaptiveBatchCallback(Callback):
         mean = loss.detach() * divisor
         if scaler is not None:
             mean = mean / scaler.scale(torch.ones_like(mean))
-        factor = self._backward.enter_context(self._step.weighted_backward(mean, root=loss))
+        weight = None if self._weight is None else self._weight(self._batch)
+        self._batch = None
+        factor = self._backward.enter_context(self._step.weighted_backward(mean, weight, root=loss))
         loss.mul_(divisor * factor)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -257,7 +269,8 @@ class AdaptiveBatchCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses an epoch that ends before the backward of a batch."""
-        if self._step.waiting:
+        assert self._loop is not None
+        if self._loop.waiting:
             raise LoopError(
                 "on_train_batch_start() returned -1, which ends an epoch within a step; leave "
                 "batches out in the loader, or use Trainer(limit_train_batches=)"
@@ -269,14 +282,57 @@ class AdaptiveBatchCallback(Callback):
         """The state of the AdaptiveBatch, without a begun step, whose gradients are not saved."""
         return self.train.state_dict() if self.train is not None else self._checkpoint or {}
 
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Counts the loaders whose position the checkpoint has."""
+        loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        self._saved_loaders = len(loop.get("combined_loader", []))
+
     @loads_state
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until there is an optimizer; restores random states before the loader."""
-        if not self._trains:
+        if self._trains:
+            self._checkpoint = state_dict
+            self._restore_random_state(state_dict)
+
+    def _restore_random_state(self, state: dict[str, Any]) -> None:
+        if state and (state["own"]["rank"], state["own"]["ranks"]) == self._ranks:
+            restore_random_state(state["own"]["random"])
+
+    def _restore_loader(self, trainer: Trainer) -> None:
+        """Restores the loader's position where Lightning does not, or warns that it is lost.
+
+        Lightning restores it within an epoch, as it makes the loader. That is too early if
+        `configure_optimizers` reads `estimated_stepping_batches`: the states of the loops are
+        loaded later.
+        """
+        loop, state = trainer.fit_loop, self._checkpoint
+        loader, fetcher = loop._combined_loader, loop._data_fetcher
+        if loop._combined_loader_states_to_load and (loop.restarting or state):
+            loader._load_state_dicts(loop._combined_loader_states_to_load)
+            loop._combined_loader_states_to_load = []
+            iter(fetcher)
+        if not state:
             return
-        self._checkpoint = state_dict
-        if state_dict and (state_dict["own"]["rank"], state_dict["own"]["ranks"]) == self._ranks:
-            restore_random_state(state_dict["own"]["random"])
+        if state["shared"]["pass"].get("open", True):
+            if self._saved_loaders < len(loader.flattened) and trainer.is_global_zero:
+                warnings.warn(
+                    f"the checkpoint is from within an epoch, after {loop.batch_idx + 1} batches, "
+                    "and has no position of the loader, so samples of this epoch come twice and "
+                    "others never; train with torchdata's StatefulDataLoader, or resume from a "
+                    "checkpoint of an epoch's end",
+                    stacklevel=2,
+                )
+            return
+        if self._saved_loaders:
+            next(fetcher, None)  # a loader at the end of its epoch may not have drawn its order
+        if loop.epoch_loop.restarted_on_last:
+            return  # Lightning begins the next epoch
+        if self._saved_loaders:
+            self._restore_random_state(state)
+            iter(fetcher)
+        self._checkpoint = {**state, "own": {**state["own"], "random": random_state()}}
 
     @property
     def _step(self) -> Step:
@@ -295,16 +351,6 @@ def _set_mode(trainer: Trainer, mode: str) -> None:
     for optimizer in trainer.optimizers:
         if callable(set_mode := getattr(optimizer, mode, None)):
             set_mode()
-
-
-def _with_random_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The state to load after the loader has begun its epoch, for which it drew random numbers.
-
-    A state from the middle of an epoch was saved after this draw; any other needs the present one.
-    """
-    if state["shared"]["pass"].get("open", True):
-        return state
-    return {**state, "own": {**state["own"], "random": random_state()}}
 
 
 class StepLogger:

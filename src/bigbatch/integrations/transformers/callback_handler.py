@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from transformers import TrainerCallback
@@ -22,6 +23,7 @@ class Length(TrainerCallback):
     `epoch` is samples used / samples of a pass; in the first pass over data of unknown length the
     share of `max_steps`, as in the Trainer. `max_steps`, which ends a training, is computed again
     from the remaining samples, unless the user set it, and so is the length of progress bars.
+    Intervals below 1 (`eval_steps=0.25`) are then shares of all samples.
     """
 
     def __init__(self, training: Callable[[], AdaptiveBatch], handler: CallbackHandler) -> None:
@@ -37,15 +39,27 @@ class Length(TrainerCallback):
             return
         state.epoch = train.samples / samples
         if args.max_steps <= 0:
-            remaining = math.ceil(args.num_train_epochs * samples) - train.samples
-            steps = math.ceil(remaining / train.plan.batch_size)
+            total = math.ceil(args.num_train_epochs * samples)
+            steps = math.ceil((total - train.samples) / train.plan.batch_size)
             state.max_steps = state.global_step + max(0, steps)
             self._set_bars(state.max_steps)
+            self._set_intervals(args, state, total)
         else:
             state.num_train_epochs = math.ceil(
                 (train.samples + (args.max_steps - state.global_step) * train.plan.batch_size)
                 / samples
             )
+
+    def _set_intervals(self, args: Any, state: Any, total: int) -> None:
+        """Makes those that are a share of the samples divide the number of the update, or not."""
+        record = self._training().record
+        assert record is not None
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            interval = total * Fraction(str(getattr(args, name) or 0))  # exact: .3 is 3 x .1
+            if 0 < interval < total:
+                before = record.samples - record.batch_size
+                is_due = record.samples // interval > before // interval
+                setattr(state, name, state.global_step + (not is_due))
 
     def _set_bars(self, steps: int) -> None:
         for callback in self._handler.callbacks:

@@ -38,6 +38,7 @@ from bigbatch.setting_types import checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.loop_options import LoopOptions, copy_options, loop_options
+from bigbatch.training.loss_weights import mean_over_labels
 from bigbatch.training.step import Step
 
 if TYPE_CHECKING:
@@ -227,10 +228,15 @@ class AdaptiveMixin(NextClass):
 
     @contextmanager
     def _backward_of(self, step: Step, weight: int | Tensor | None) -> Iterator[None]:
-        """Inside, the Trainer averages over one micro-batch, and its backward is the step's."""
+        """Inside, the Trainer averages over one micro-batch, and its backward is the step's.
+
+        A mean cross entropy is weighted by its own divisor, which class weights change.
+        """
         accelerator, average = self.accelerator, self.args.average_tokens_across_devices
         self.accelerator = copy.copy(accelerator)
-        self.accelerator.backward = lambda loss: step.backward(loss, weight=weight)
+        self.accelerator.backward = lambda loss: step.backward(
+            loss, weight=weight if mean_over_labels(loss) is None else None
+        )
         self.args.average_tokens_across_devices = False  # the weights do it
         try:
             yield
