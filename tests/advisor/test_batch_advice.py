@@ -180,11 +180,25 @@ def test_sgd_grows_its_rate_by_its_gain_and_adam_by_the_root():
 
 def test_betas_keep_their_half_life_in_samples_within_a_factor_of_four():
     advice = MADE["grow"]
-    assert (0.9, 0.999) == advice.betas(64)
-    assert pytest.approx((0.81, 0.998001)) == advice.betas(128)
-    assert pytest.approx((0.9**4, 0.999**4)) == advice.betas(256)
+    assert ((0.9, 0.999),) == advice.betas(64)
+    assert [pytest.approx((0.81, 0.998001))] == [*advice.betas(128)]
+    assert [pytest.approx((0.9**4, 0.999**4))] == [*advice.betas(256)]
     assert () == advice.betas(257) == advice.betas(15)
     assert () == MADE["sgd"].betas(128)
+
+
+def test_each_betas_of_the_parameter_groups_and_the_momentum_are_shown_once():
+    """nanochat's: Muon for matrices, AdamW with three pairs."""
+    pairs = ((0.8, 0.95), (0.9, 0.95), (0.96, 0.95))
+    advice = advice_of(steady(1000.0), machine(fixed=0.003), betas=pairs, momentum=(0.95,))
+    assert 192 == advice.batch_size  # three times as many
+    betas = "; ".join(f"{a:g}, {b:g} to {a**3:.4g}, {b**3:.4g}" for a, b in pairs)
+    assert f"betas of the same half-life in samples: {betas} (worth" in str(advice)
+    assert "momentum of the same half-life in samples: 0.95 to 0.8574 (worth" in str(advice)
+    found = json.loads(json.dumps(advice.as_dict()))
+    assert [[*pair] for pair in pairs] == found["found"]["betas"]
+    assert [pytest.approx(0.95**3)] == found["momentum"]
+    assert [pytest.approx([a**3, b**3]) for a, b in pairs] == found["betas"]
 
 
 @pytest.mark.parametrize(

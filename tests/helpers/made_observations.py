@@ -28,7 +28,8 @@ def found(batch_size=64, ranks=1, **others):
         "autocast": "",
         "scaler": False,
         "lr": (0.001,),
-        "betas": (0.9, 0.999),
+        "betas": ((0.9, 0.999),),
+        "momentum": (),
     }
     return Found(**settings | others)
 

@@ -122,12 +122,19 @@ class BatchAdvice:
         """Whether every optimizer's step is proportional to the gradient."""
         return set(self.found.optimizer.split(" and ")) == {"SGD"}
 
-    def betas(self, batch_size: int) -> tuple[float, ...]:
+    def betas(self, batch_size: int) -> tuple[tuple[float, ...], ...]:
         """Betas of the same half-life in samples; empty beyond a factor of 4, or without betas."""
-        factor = batch_size / self.found.batch_size
-        is_near = 1 / RANGE <= factor <= RANGE
+        moved = (self._moved(betas, batch_size) for betas in self.found.betas)
+        return tuple(betas for betas in moved if betas)
+
+    def momentum(self, batch_size: int) -> tuple[float, ...]:
+        """Likewise, the momentum."""
+        return self._moved(self.found.momentum, batch_size)
+
+    def _moved(self, decays: tuple[float, ...], batch_size: int) -> tuple[float, ...]:
         present = self.found.batch_size
-        return tuple(ema_decay(b, batch_size, present) for b in self.found.betas) if is_near else ()
+        is_near = 1 / RANGE <= batch_size / present <= RANGE
+        return tuple(ema_decay(b, batch_size, present) for b in decays) if is_near else ()
 
     @property
     def doubts(self) -> list[str]:
@@ -144,6 +151,12 @@ class BatchAdvice:
                 "groups of a backward assume a loss that is a mean over samples, none of which "
                 "changes another's part (no contrastive loss, no mining of hard samples, no mean "
                 "over a varying number of tokens); bb.check_groups compares them with a loop"
+            )
+        if self.observations.coupling:
+            doubts.append(
+                "samples of a backward influence each other in "
+                f"{self.observations.coupling}, so this is about the number of backwards; "
+                f"the {self.found.micro_batch} samples of each are part of the loss, and stay"
             )
         if measured < _FEW:
             doubts.append(f"only {measured} steps were measured; observe more steps")
@@ -232,6 +245,7 @@ class BatchAdvice:
             "leave_it": self.leaves_batch or self.is_undecided,
             "lr_factor": None if advised is None else self.lr_factor(advised),
             "betas": [] if advised is None else self.betas(advised),
+            "momentum": [] if advised is None else self.momentum(advised),
             "largest_micro_batch": None if time is None else time.largest,
             "network": vars(self.network),
             "devices": [*map(vars, self.devices)],

@@ -1,6 +1,5 @@
 """The forwards of a training: which modules the loop calls, with how many samples."""
 
-import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -14,7 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from bigbatch.advisor.found_training import living
 from bigbatch.errors import GradientError, SettingError
+from bigbatch.gradients.groups.backward_graph import Node
+from bigbatch.gradients.groups.coupling import coupling_function, running_roots
 
 _REMEDY = "state the samples of a backward and rank by --micro-batch (bb.advise: micro_batch=)"
 
@@ -87,6 +89,7 @@ class ForwardWatch:
         self._started = 0.0
         self._samples: list[int | None] = []  # of the forwards since the last backward
         self._inputs: list[Input] = []  # likewise
+        self._outputs: list[Node] = []  # likewise, what computed their outputs
         self._earlier_inputs: list[Input] = []  # of earlier backwards of the step
         self._handles: list[RemovableHandle] = []
 
@@ -99,6 +102,7 @@ class ForwardWatch:
         self._depth = 0
         self._samples.clear()
         self._inputs.clear()
+        self._outputs.clear()
         self._earlier_inputs.clear()
         self.waited, self._started = 0.0, time.perf_counter()
         for module in self._modules:
@@ -113,6 +117,7 @@ class ForwardWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._outputs.clear()
 
     def take_samples(self) -> list[int | None]:
         """The samples of each forward since the last backward; None where no tensor has any.
@@ -130,6 +135,12 @@ class ForwardWatch:
             )
         self._earlier_inputs += inputs
         return samples
+
+    def take_coupling(self) -> str:
+        """The function above these forwards by which the running backward's loss mixes samples."""
+        outputs, self._outputs = self._outputs, []
+        call = self.last
+        return "" if call is None else coupling_function(running_roots(), outputs, call.samples)
 
     def input_moments(self) -> tuple[float, ...]:
         """Mean and mean square of each tensor of the last call, to six digits.
@@ -164,6 +175,7 @@ class ForwardWatch:
         if not roots:
             return
         self.called[module] = None
+        self._outputs += [x.grad_fn for x in roots if x.grad_fn is not None]
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
         first = tensors[0] if tensors else None
         self._samples.append(None if first is None else len(first))
@@ -194,7 +206,7 @@ def check_sample_count(call: ModuleCall, model: nn.Module) -> str:
     Raises:
         SettingError: it is unknown how many samples the call has.
     """
-    loaders = data_loaders()
+    loaders = living(DataLoader)
     samplers = [getattr(loader, "batch_sampler", None) for loader in loaders]
     sizes = {getattr(thing, "batch_size", None) for thing in (*loaders, *samplers)}
     known = sorted(size for size in sizes if isinstance(size, int))
@@ -219,11 +231,6 @@ def check_sample_count(call: ModuleCall, model: nn.Module) -> str:
         f"batches, but of {_join(known)}; if they are not {call.samples} independent samples "
         f"(two views of each?), {_REMEDY}"
     )
-
-
-def data_loaders() -> list[DataLoader[Any]]:
-    """The program's loaders."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), DataLoader)]
 
 
 def _join(numbers: Iterable[int]) -> str:

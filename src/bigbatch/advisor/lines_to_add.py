@@ -56,5 +56,7 @@ def _split(advice: BatchAdvice, samples: int) -> tuple[int, int]:
     """(samples of a backward, backwards) of a rank, as few equal backwards as memory allows."""
     time = advice.observations.time
     largest = time.largest if time is not None and time.largest else samples
+    if advice.observations.coupling:
+        largest = advice.found.micro_batch
     micro = next(n for n in range(min(largest, samples), 0, -1) if not samples % n)
     return micro, samples // micro

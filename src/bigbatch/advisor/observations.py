@@ -70,7 +70,9 @@ class Found:
     autocast: str  # the type of autocast in the forward; empty without it
     scaler: bool  # whether a GradScaler scales the loss
     lr: tuple[float, ...]  # the learning rates of the parameter groups at the end
-    betas: tuple[float, ...]  # of the first parameter group; empty without them
+    # betas, momentum: each value that a parameter group has, once
+    betas: tuple[tuple[float, ...], ...]
+    momentum: tuple[float, ...]
 
 
 @dataclass
@@ -86,4 +88,6 @@ class Observations:
     step_seconds: float = 0.0  # median time of a step that was not measured
     measurements: list[Measurement] = field(default_factory=list)  # of the measured steps
     time: MachineTime | None = None  # where the seconds go; None if it is unknown
+    # the function in which the samples of a backward influence each other; empty if none is known
+    coupling: str = ""
     unseen: list[str] = field(default_factory=list)  # what could not be seen, in sentences

@@ -2,19 +2,16 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median, mode
+from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from bigbatch.advisor.forward_watch import (
-    ForwardWatch,
-    ModuleCall,
-    check_sample_count,
-    data_loaders,
-)
-from bigbatch.advisor.found_training import LATER, FoundTraining, candidates
+from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall, check_sample_count
+from bigbatch.advisor.found_training import LATER, FoundTraining, candidates, living
 from bigbatch.advisor.observations import Found, Limits, MachineTime, Measurement, Observations, Way
 from bigbatch.advisor.rank_agreement import sign_in
 from bigbatch.advisor.sampled_steps import SampledSteps
@@ -23,6 +20,13 @@ from bigbatch.advisor.time_probe import probe
 from bigbatch.errors import SettingError
 from bigbatch.policies.step_time import StepTime
 
+Value = TypeVar("Value")
+
+_COUPLED = (
+    "the samples of a backward influence each other in {}: a loss that compares them (contrastive, "
+    "ranking, hard negatives, a correlation) or a model that mixes them. Another batch size is then "
+    "another loss, and no noise scale says which is faster; train two or three sizes and compare"
+)
 _MICRO_BATCHES = 4  # backwards of all ranks from which they are compared themselves
 _LEARNED = 2  # equal steps that show how many backwards a step has
 _MAX_LEARNED = 8  # steps that may pass until then
@@ -120,6 +124,9 @@ class ObservedTraining:
     def _begin_measuring(self, reading: StepReading) -> None:
         backwards = reading.backwards
         refusal = reading.failure or ("" if backwards else _irregular(self._learned))
+        self._observations.coupling = reading.coupling
+        if backwards * self._reader.ranks < _MICRO_BATCHES and reading.coupling:
+            refusal = refusal or _COUPLED.format(reading.coupling)
         refusal = refusal or self._check_samples()
         if self._reader.ranks > 1:
             self.signed_in = True
@@ -190,7 +197,11 @@ class ObservedTraining:
         failure = "" if reading is None else reading.failure
         shared = None if reading is None else reading.shared
         seconds = time.perf_counter() - self._last_end  # with those of reading it
-        samples.end_step(seconds, shared, failed=bool(failure))
+        coupling = self._observations.coupling or ("" if reading is None else reading.coupling)
+        self._observations.coupling = coupling
+        samples.end_step(seconds, shared, failed=bool(failure), is_coupled=bool(coupling))
+        if samples.is_coupled and self._reader.way != "micro-batches":
+            raise SettingError(_COUPLED.format(coupling or "the loss of another rank"))
         if failure:
             self._failures.append(failure)
         if reading is not None and reading.statistics is not None:
@@ -226,6 +237,8 @@ class ObservedTraining:
         observations.seconds = time.perf_counter() - self._began
         if not self._training.has_all_parameters:
             raise SettingError(LATER)
+        if observations.coupling and self._reader.way != "micro-batches":
+            raise SettingError(_COUPLED.format(observations.coupling))
         if not observations.measurements or call is None or self._samples is None:
             reason = self._failures[-1] if self._failures else too_short(self._steps)
             raise SettingError(reason)
@@ -263,7 +276,8 @@ class ObservedTraining:
             lr=tuple(
                 float(group.get("initial_lr", group["lr"])) for group in groups if "lr" in group
             ),
-            betas=tuple(float(beta) for beta in groups[0].get("betas", ())),
+            betas=_each_once(tuple(map(float, g["betas"])) for g in groups if g.get("betas")),
+            momentum=_each_once(float(g["momentum"]) for g in groups if g.get("momentum")),
         )
 
     def time_other_sizes(self) -> None:
@@ -281,7 +295,7 @@ class ObservedTraining:
         optimizer = median(self._optimizer_seconds or [0.0])
         backwards = times.seconds([found.micro_batch] * found.accumulation)
         rest = max(0.0, self._observations.step_seconds - backwards - optimizer)
-        in_process = any(not loader.num_workers for loader in data_loaders())
+        in_process = any(not loader.num_workers for loader in living(DataLoader))
         data = min(rest, median(self._waits or [0.0])) if in_process else 0.0
         self._observations.time = MachineTime(
             times, optimizer, data, rest - data, largest, sample_bytes
@@ -298,6 +312,10 @@ class ObservedTraining:
         if self._limits.micro_batch not in (None, call.samples):
             raise SettingError("it is unknown where the samples of the model's tensors are")
         return probe(call, training.parameters, copies=not is_last)
+
+
+def _each_once(values: Iterable[Value]) -> tuple[Value, ...]:
+    return tuple(dict.fromkeys(values))
 
 
 def too_short(steps: int) -> str:

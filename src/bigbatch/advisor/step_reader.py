@@ -41,6 +41,7 @@ class StepReading:
     sizes: Sequence[float]  # samples of these
     features: Sequence[Sequence[float]]  # |h_d|^2 and 8 projections of each of these
     shared: Sequence[float]  # sums over the ranks of the values that each has passed
+    coupling: str  # the function in which samples influence others; empty if none is known
 
 
 class StepReader(Subscriber):
@@ -73,7 +74,7 @@ class StepReader(Subscriber):
             tap.on_error = self._note_error_of_groups
             forwards.after_forward = PrepareAfterForward(self.source)
         self._due = False
-        self._failure = ""
+        self._failure = self._coupling = ""
         self._sizes: list[float] = []
         self._values: Tensor | None = None  # of the meter, on the device
         self._features: Tensor | None = None  # of each micro-batch
@@ -87,6 +88,7 @@ class StepReader(Subscriber):
     def start(self, number: int, shared: Sequence[float], *, due: bool) -> None:
         """A step starts."""
         self._failure, self._values, self._shared, self._due = "", None, shared, due
+        self._coupling = ""
         self._version, self._is_begun = None, False
         if due:
             if not self._training.has_all_parameters:
@@ -112,7 +114,8 @@ class StepReader(Subscriber):
         self.source.restart()
         self.source.unsubscribe(self)
         self._meter.at_step(0, due=False)
-        return StepReading(statistics, failure, backwards, [*self._sizes], features, shared)
+        sizes, coupling = [*self._sizes], self._coupling
+        return StepReading(statistics, failure, backwards, sizes, features, shared, coupling)
 
     def close(self) -> None:
         """Removes every hook."""
@@ -143,6 +146,9 @@ class StepReader(Subscriber):
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A backward starts."""
+        tap = self.source.group_tap
+        of_model = "" if tap is None else tap.coupling
+        self._coupling = self._coupling or of_model or self._forwards.take_coupling()
         samples = self._forwards.take_samples()
         if not samples:
             raise GradientError(

@@ -157,11 +157,19 @@ def _rate(advice: BatchAdvice) -> Iterator[str]:
     rates = ", ".join(f"{lr:.3g} to {lr * factor:.3g}" for lr in dict.fromkeys(advice.found.lr))
     rule = "1 / (1 + noise scale / batch)" if advice.follows_sgd else "sqrt(batch)"
     yield f"learning rate for {batch}: x {factor:.3g} ({rates}), proportional to {rule}"
-    if betas := advice.betas(batch):
+    found, same = advice.found, "of the same half-life in samples"
+    pairs = zip(found.betas, advice.betas(batch), strict=False)  # empty beyond a factor of 4
+    if betas := "; ".join(f"{_decays(old)} to {_decays(new)}" for old, new in pairs):
+        yield f"betas {same}: {betas} (worth a try; not always better)"
+    if momentum := advice.momentum(batch):
         yield (
-            f"betas of the same half-life in samples: {', '.join(f'{b:.4g}' for b in betas)} "
-            "(worth a try; not always better)"
+            f"momentum {same}: {_decays(found.momentum)} to {_decays(momentum)} (worth a try; SGD "
+            "adds gradients up, so multiply its rate by (1 - the new) / (1 - the old momentum))"
         )
+
+
+def _decays(decays: tuple[float, ...]) -> str:
+    return ", ".join(f"{decay:.4g}" for decay in decays)
 
 
 def _memory(advice: BatchAdvice) -> Iterator[str]:

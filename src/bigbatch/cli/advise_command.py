@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -60,25 +61,35 @@ def advise(arguments: Sequence[str]) -> NoReturn:
         advice = Advice(observer.observations, network)
         _show(advice, paths)
     if not status and not options.go_on:
-        status = int(bool(advice.refusal))
+        status = int(advice.batch_size is None)
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
 
 
 def _show(advice: Advice, paths: Sequence[Path]) -> None:
-    """Prints the page and writes the files, on rank 0."""
+    """Writes the files and prints the page, on rank 0."""
     if os.environ.get("RANK", "0") != "0":
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    print(f"\n{advice}", flush=True)  # noqa: T201
+    lines = [f"\n{advice}"]
     for path in paths:
         try:
             advice.write(path)
-            print(f"advice: {path}", flush=True)  # noqa: T201
+            lines.append(f"advice: {path}\n")
         except OSError as error:
-            sys.stderr.write(f"bigbatch: {path} cannot be written: {error.strerror}\n")
+            lines.append(f"bigbatch: {path} cannot be written: {error.strerror}\n")
+    _print("".join(lines))
+
+
+def _print(text: str) -> None:
+    """Prints on the first stream that the program has left open."""
+    for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
+        with suppress(AttributeError, OSError, ValueError):  # None, broken or closed
+            stream.flush()
+            encoding = stream.encoding or "utf-8"
+            stream.write(text.encode(encoding, "replace").decode(encoding))
+            stream.flush()
+            return
 
 
 def argument_parser() -> argparse.ArgumentParser:

@@ -132,6 +132,11 @@ class GroupTap:
         for use in plan.uses:
             nodes[use.number].register_prehook(partial(on_gradient, self._prepared, use))
 
+    @property
+    def coupling(self) -> str:
+        """The function in which samples of the prepared backward influence others; "" if none."""
+        return "" if self._plan is None else self._plan.coupling
+
     def take(self, parameter: Tensor, gradient: Tensor) -> GroupGradients | None:
         """The groups' gradients, complete when the parameter's `gradient` is; None if unseen."""
         images = self._images.pop(parameter, None)
@@ -266,8 +271,8 @@ def refusal_message(
         if len(parameters) > _NAMED:
             shown.append(f"{len(parameters) - _NAMED} more")
         share = sum(squares[p] for p in parameters) / total
-        parts.append(f"{', '.join(shown)} with {share:.2g} of |G|^2 ({reason})")
+        parts.append(f"{', '.join(shown)} with {share:.2g} of |G|^2")
     return (
-        "the gradients of the groups of one backward cannot be seen for these parameters: "
-        f"{'; '.join(parts)}"
+        f"{'; '.join(by_reason)}; so the gradients of the groups of one backward cannot be seen "
+        f"for {'; '.join(parts)}"
     )
