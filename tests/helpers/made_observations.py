@@ -23,6 +23,8 @@ def found(batch_size=64, ranks=1, **others):
         "ranks": ranks,
         "accumulation": 1,
         "micro_batch": batch_size // ranks,
+        "counted": "counted in dimension 0 of the model's first tensor",
+        "is_loaders": True,
         "batch_size": batch_size,
         "device": "cpu",
         "autocast": "",

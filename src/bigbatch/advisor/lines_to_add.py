@@ -11,7 +11,7 @@ _MOVES = 2.0  # factor of the fastest batch size from which a schedule is worth 
 def lines_to_add(advice: BatchAdvice) -> dict[str, str]:
     """The settings for the advised batch size by trainer, those of the observed one first."""
     batch = advice.batch_size
-    if batch is None:
+    if batch is None or not advice.found.is_loaders:
         return {}
     ranks = advice.found.ranks
     micro, accumulation = _split(advice, batch // ranks)

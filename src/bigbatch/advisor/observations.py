@@ -19,8 +19,8 @@ class Limits:
     # whether nothing of the program comes after `__exit__`, so that a probe may change what a
     # module keeps outside its buffers
     is_last: bool = False
-    # samples of a backward and rank; None for dimension 0 of the first tensor
-    micro_batch: int | None = None
+    # samples of a backward and rank, and their dimension if it is stated; None to find them
+    micro_batch: tuple[int, int | None] | None = None
 
 
 NOT_ENDED = "the observation has not ended"
@@ -65,6 +65,8 @@ class Found:
     ranks: int  # processes that share a step
     accumulation: int  # backwards of a step and rank
     micro_batch: int  # samples of a backward
+    counted: str  # where these were counted, in words
+    is_loaders: bool  # whether a loader counts them likewise, as far as is known
     batch_size: int  # samples of a step, of all ranks
     device: str  # "cpu", or the name of the GPU
     autocast: str  # the type of autocast in the forward; empty without it

@@ -60,6 +60,7 @@ class StepReader(Subscriber):
         self.ended = 0.0  # when the last backward had ended and was read
         self._forwards = forwards
         self._training, self._stated = training, limits.micro_batch
+        self.samples_per_row = 1.0  # samples of an entry in the model's first tensor
         self._meter = meter = GradientMeter(
             training.model, per_layer=True, scaler=training.caller.scaler
         )
@@ -72,7 +73,7 @@ class StepReader(Subscriber):
             tap = self.source.group_tap
             assert tap is not None
             tap.on_error = self._note_error_of_groups
-            forwards.after_forward = PrepareAfterForward(self.source)
+            forwards.after_forward = PrepareAfterForward(self.source, forwards.dim)
         self._due = False
         self._failure = self._coupling = ""
         self._sizes: list[float] = []
@@ -161,7 +162,8 @@ class StepReader(Subscriber):
                 f"the model was called {len(samples)} times before one backward, with "
                 f"{', '.join(map(str, samples))} samples, so it is unknown how many there are"
             )
-        self._sizes.append(float(self._stated or samples[0] or 0))
+        stated = None if self._stated is None else self._stated[0]
+        self._sizes.append(float(stated or self.samples_per_row * (samples[0] or 0)))
 
     def end(self) -> None:
         """A backward is complete."""
@@ -178,6 +180,10 @@ class StepReader(Subscriber):
                     f"the backwards of a step are of {sizes} samples, and it cannot be seen how "
                     "the loss weights them"
                 )
+            for size, norms in zip(self._sizes, self.source.group_norms, strict=True):
+                if norms is not None:  # whose weights are rows
+                    rows = sum(norms.weights)
+                    norms.weights = tuple(size * weight / rows for weight in norms.weights)
             sqnorms = torch.stack([squares.sum() for squares in self._meter.micro_batch_sqnorms])
             projections = self._meter.micro_batch_projections.to(sqnorms)
             self._features = torch.cat([sqnorms[:, None], projections], 1)

@@ -81,8 +81,7 @@ def _training(advice: BatchAdvice) -> Iterator[str]:
     )
     yield (
         f"a batch of {found.batch_size}: ranks x backwards x samples = {found.ranks} x "
-        f"{found.accumulation} x {found.micro_batch}, counted in dimension 0 of the model's first "
-        "tensor"
+        f"{found.accumulation} x {found.micro_batch}, {found.counted}"
     )
     yield (
         f"{observations.steps} steps in {observations.seconds:.1f} s, "

@@ -17,6 +17,7 @@ from bigbatch.advisor.advise import Advice, parse_seconds, require_ending
 from bigbatch.advisor.cluster_time import Network
 from bigbatch.advisor.observations import Limits
 from bigbatch.advisor.run_program import require_program, run_program
+from bigbatch.advisor.sample_count import parse_samples
 from bigbatch.advisor.training_observer import EndOfProgram, TrainingObserver
 from bigbatch.errors import SettingError
 
@@ -39,7 +40,7 @@ def advise(arguments: Sequence[str]) -> NoReturn:
             options.groups,
             ends_program=not options.go_on,
             is_last=True,
-            micro_batch=options.micro_batch,
+            micro_batch=parse_samples(options.micro_batch),
         )
         network = Network(options.bandwidth, options.latency)
         require_program(options.target, is_module=options.module)
@@ -115,8 +116,8 @@ def argument_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("assumptions").add_argument
     groups = "groups of samples of a backward that are compared [8]"
     add("--groups", type=_count, default=8, help=groups)
-    micro_batch = "samples of a backward and rank [dimension 0 of the model's first tensor]"
-    add("--micro-batch", type=_count, metavar="N", help=micro_batch)
+    micro_batch = "samples of a backward and rank, 20@1 if they are in dimension 1 [found]"
+    add("--micro-batch", metavar="N", help=micro_batch)
     bandwidth = "assumed for a device's network [12.5]"
     add("--bandwidth", type=float, default=12.5, metavar="GB/s", help=bandwidth)
     latency = "assumed for a message, in microseconds [30]"

@@ -266,7 +266,7 @@ def refusal_message(
     for parameter, reason in refusals.items():
         by_reason.setdefault(reason, []).append(parameter)
     parts = []
-    for reason, parameters in by_reason.items():
+    for parameters in by_reason.values():
         shown = [names.get(p, f"one of shape {tuple(p.shape)}") for p in parameters[:_NAMED]]
         if len(parameters) > _NAMED:
             shown.append(f"{len(parameters) - _NAMED} more")
