@@ -79,7 +79,8 @@ def advise(
         budget: a time to observe, "5min" or "90s"; None for no limit.
         groups: k, groups of one backward.
         micro_batch: samples of a backward and rank, if they are not those of the DataLoader or
-            dimension 0 of the model's first tensor; "20@1" for 20 in dimension 1; None to find them.
+            dimension 0 of the model's first tensor; "20@1" for 20 in dimension 1; None to find
+            them.
         network: what an all-reduce between devices is assumed to take.
     Yields:
         The advice, which is empty until the block or the observation ends.

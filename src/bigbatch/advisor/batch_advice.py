@@ -16,6 +16,7 @@ DEVICES = (1, 8, 64, 512)
 _ENOUGH = 2.0  # factor within which the present batch is left as it is
 _FEW = 16  # measured steps below which little is known
 _REACH = 1024  # factor beyond the present batch size up to which the fastest one is looked for
+FARTHEST = 32  # factor up to which a size is advised: docs/advise.md shows advice up to there
 
 
 @dataclass(frozen=True)
@@ -75,31 +76,53 @@ class BatchAdvice:
 
     @property
     def batch_size(self) -> int | None:
-        """The advised batch size on the observed ranks; None if nothing is known."""
+        """The advised batch size on the observed ranks; None if none is known well enough."""
         row = self.this_machine
         return None if row is None else row.batch_size
 
     @property
     def this_machine(self) -> DeviceAdvice | None:
         """The advice for the observed ranks."""
+        return self._fastest if self.bound is None else None
+
+    @cached_property
+    def _fastest(self) -> DeviceAdvice | None:
         return None if self.refusal else self._row(self.found.ranks)
+
+    @property
+    def bound(self) -> int | None:
+        """The size that the fastest one is beyond, if it is too far or too little known to advise.
+
+        That is where the noise scale's interval has no upper end, or the fastest size is more than
+        32 times the present one, or less than a 32nd. The bound itself is not farther than that.
+        """
+        row = self._fastest
+        if row is None or self.leaves_batch or self.is_undecided:
+            return None
+        present = self.found.batch_size
+        is_far = max(row.batch_size / present, present / row.batch_size) > FARTHEST
+        if not (is_far or math.isinf(self.trend.high)):
+            return None
+        if row.batch_size > present:
+            return min(row.low, FARTHEST * present)
+        return max(row.high, -(-present // FARTHEST))
 
     @property
     def devices(self) -> tuple[DeviceAdvice, ...]:
         """The advice for 1, 8, 64 and 512 devices."""
-        rows = () if self.refusal else map(self._row, DEVICES)
+        rows = () if self.this_machine is None else map(self._row, DEVICES)
         return tuple(row for row in rows if row is not None)
 
     @property
     def leaves_batch(self) -> bool:
-        """Whether the present batch size is within a factor of 2 of the advised one."""
-        advised, present = self.batch_size, self.found.batch_size
-        return advised is not None and max(advised / present, present / advised) <= _ENOUGH
+        """Whether the present batch size is within a factor of 2 of the fastest one."""
+        row, present = self._fastest, self.found.batch_size
+        return row is not None and 1 / _ENOUGH <= row.batch_size / present <= _ENOUGH
 
     @property
     def is_undecided(self) -> bool:
         """Whether the present batch size is farther, but may be the fastest for what is known."""
-        row, present = self.this_machine, self.found.batch_size
+        row, present = self._fastest, self.found.batch_size
         return row is not None and not self.leaves_batch and row.low <= present <= row.high
 
     def lr_factor(self, batch_size: float) -> float:
@@ -242,6 +265,7 @@ class BatchAdvice:
             "segments": [*map(vars, trend.segments)],
             "layers": [*map(vars, trend.layers)],
             "batch_size": advised,
+            "bound": self.bound,
             "leave_it": self.leaves_batch or self.is_undecided,
             "lr_factor": None if advised is None else self.lr_factor(advised),
             "betas": [] if advised is None else self.betas(advised),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from bigbatch.advisor.batch_advice import BatchAdvice, DeviceAdvice
+from bigbatch.advisor.batch_advice import FARTHEST, BatchAdvice, DeviceAdvice
 from bigbatch.advisor.lines_to_add import lines_to_add
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -57,12 +57,25 @@ def conclusion(advice: BatchAdvice) -> str:
 
 def unknown(advice: BatchAdvice) -> str:
     """Why there is no batch size."""
-    trend = advice.trend
+    trend, present, bound = advice.trend, advice.found.batch_size, advice.bound
+    if bound is not None:
+        side = "At least" if bound > present else "At most"
+        if math.isinf(trend.high):
+            return (
+                f"{side} {bound}, where the present batch is {present}; no size is advised, since "
+                "the noise scale's interval has no upper end. Observe more steps (--steps, "
+                "--budget)."
+            )
+        return (
+            f"{side} {bound}; no size is advised, since the fastest one is more than a factor of "
+            f"{FARTHEST} from the present {present}, farther than this advice was ever tested. "
+            f"Train with {bound}, and observe that run."
+        )
     if math.isinf(trend.noise_scale):
-        bound = f" The noise scale is at least {number(trend.low)}." * math.isfinite(trend.low)
+        lower = f" The noise scale is at least {number(trend.low)}." * math.isfinite(trend.low)
         return (
             "No batch size: the gradient's signal was not distinguished from noise; observe more "
-            f"steps.{bound}"
+            f"steps.{lower}"
         )
     return (
         "No fastest batch size, since the time of other sizes is unknown. Near the noise scale of "
@@ -187,10 +200,11 @@ def _lines(advice: BatchAdvice) -> Iterator[str]:
     if not found or advice.leaves_batch or advice.is_undecided:
         return
     yield "Lines to add:"
-    for trainer, lines in found.items():
-        first, *others = lines.splitlines()
-        yield f"  {trainer + ':':<22} {first}"
-        yield from (f"  {'':<22} {line}" for line in others)
+    trainer, *others = found
+    first, *rest = found[trainer].splitlines()
+    yield f"  {trainer + ':':<22} {first}"
+    yield from (f"  {'':<22} {line}" for line in rest)
+    yield f"  -o advice.html shows those of {', '.join(others)}"
 
 
 def bars(scales: list[float]) -> str:

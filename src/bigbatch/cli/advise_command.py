@@ -84,8 +84,9 @@ def _show(advice: Advice, paths: Sequence[Path]) -> None:
 
 def _print(text: str) -> None:
     """Prints on the first stream that the program has left open."""
-    for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
-        with suppress(AttributeError, OSError, ValueError):  # None, broken or closed
+    streams = (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__)
+    for stream in filter(None, streams):
+        with suppress(OSError, ValueError):  # broken or closed
             stream.flush()
             encoding = stream.encoding or "utf-8"
             stream.write(text.encode(encoding, "replace").decode(encoding))
