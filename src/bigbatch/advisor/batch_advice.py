@@ -8,6 +8,7 @@ from typing import Any
 from bigbatch.advisor.cluster_time import ClusterTime, Network
 from bigbatch.advisor.noise_trend import LEVEL, NoiseTrend
 from bigbatch.advisor.observations import Found, Observations
+from bigbatch.advisor.paired_groups import Pairing
 from bigbatch.advisor.position_test import differs_by_position
 from bigbatch.errors import LoopError
 from bigbatch.training.transport import RANGE, ema_decay
@@ -62,7 +63,15 @@ class BatchAdvice:
         """The noise scale and how it moved; a LoopError if there is no advice."""
         if self.refusal:
             raise LoopError(f"no advice: {self.refusal}")
-        return NoiseTrend.of(self.observations.measurements, self.found.batch_size)
+        measurements = self.observations.measurements
+        if self.pairing is not None:
+            measurements = [one for one in map(self.pairing.join, measurements) if one is not None]
+        return NoiseTrend.of(measurements, self.found.batch_size)
+
+    @cached_property
+    def pairing(self) -> Pairing | None:
+        """The groups of a backward whose samples belong together, which are joined."""
+        return Pairing.find(self.observations.measurements, self.found.rows)
 
     @property
     def noise_scale(self) -> float:
@@ -174,6 +183,12 @@ class BatchAdvice:
                 "groups of a backward assume a loss that is a mean over samples, none of which "
                 "changes another's part (no contrastive loss, no mining of hard samples, no mean "
                 "over a varying number of tokens); bb.check_groups compares them with a loop"
+            )
+        if self.pairing is not None:
+            doubts.append(
+                f"rows {self.pairing.rows} of the B rows of a backward belong together (Mixup with "
+                "the reversed batch, chosen and rejected answers, two views), so the groups that "
+                "have them were joined"
             )
         if self.observations.coupling:
             doubts.append(

@@ -36,6 +36,8 @@ class Measurement:
     statistics: GradientStatistics  # signal and noise, also by layer
     # |h_d|^2 and 8 random projections of this rank's micro-batches, in their order
     features: Sequence[Sequence[float]] = ()
+    # <h_d, h_e> of the groups of this rank's backwards, (k, k); empty if their sizes differ
+    products: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Found:
     accumulation: int  # backwards of a step and rank
     micro_batch: int  # samples of a backward
     counted: str  # where these were counted, in words
+    rows: float  # of the model's first tensor for a sample
     is_loaders: bool  # whether a loader counts them likewise, as far as is known
     batch_size: int  # samples of a step, of all ranks
     device: str  # "cpu", or the name of the GPU

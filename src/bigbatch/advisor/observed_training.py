@@ -231,7 +231,7 @@ class ObservedTraining:
     def _note(self, reading: StepReading, now: float) -> None:
         assert reading.statistics is not None
         self._observations.measurements.append(
-            Measurement(self._steps - 1, reading.statistics, reading.features)
+            Measurement(self._steps - 1, reading.statistics, reading.features, reading.products)
         )
         self._backward_samples.append(round(reading.sizes[0]))
         self._waits.append(self._forwards.waited)
@@ -281,6 +281,7 @@ class ObservedTraining:
             accumulation=reader.backwards,
             micro_batch=mode(self._backward_samples),
             counted=self._counted(),
+            rows=1 / self._reader.samples_per_row,
             is_loaders=self._count is None or not self._count.doubt,
             batch_size=round(samples / steps),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

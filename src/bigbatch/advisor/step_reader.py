@@ -41,6 +41,7 @@ class StepReading:
     sizes: Sequence[float]  # samples of these
     features: Sequence[Sequence[float]]  # |h_d|^2 and 8 projections of each of these
     shared: Sequence[float]  # sums over the ranks of the values that each has passed
+    products: Sequence[Sequence[float]]  # see `Measurement`
     coupling: str  # the function in which samples influence others; empty if none is known
 
 
@@ -73,12 +74,14 @@ class StepReader(Subscriber):
             tap = self.source.group_tap
             assert tap is not None
             tap.on_error = self._note_error_of_groups
+            tap.with_products = True
             forwards.after_forward = PrepareAfterForward(self.source, forwards.dim)
         self._due = False
         self._failure = self._coupling = ""
         self._sizes: list[float] = []
         self._values: Tensor | None = None  # of the meter, on the device
         self._features: Tensor | None = None  # of each micro-batch
+        self._products: list[Tensor] = []  # of the groups of each backward
         self._shared: Sequence[float] = ()
         self._probes = (training.parameters[0], training.parameters[-1])
         self._version: int | None = None  # of these, at the first backward
@@ -89,7 +92,7 @@ class StepReader(Subscriber):
     def start(self, number: int, shared: Sequence[float], *, due: bool) -> None:
         """A step starts."""
         self._failure, self._values, self._shared, self._due = "", None, shared, due
-        self._coupling = ""
+        self._coupling, self._products = "", []
         self._version, self._is_begun = None, False
         if due:
             if not self._training.has_all_parameters:
@@ -115,8 +118,17 @@ class StepReader(Subscriber):
         self.source.restart()
         self.source.unsubscribe(self)
         self._meter.at_step(0, due=False)
-        sizes, coupling = [*self._sizes], self._coupling
-        return StepReading(statistics, failure, backwards, sizes, features, shared, coupling)
+        products = torch.stack(self._products).mean(0).tolist() if self._products else ()
+        return StepReading(
+            statistics,
+            failure,
+            backwards,
+            [*self._sizes],
+            features,
+            shared,
+            products,
+            self._coupling,
+        )
 
     def close(self) -> None:
         """Removes every hook."""
@@ -183,6 +195,8 @@ class StepReader(Subscriber):
             for size, norms in zip(self._sizes, self.source.group_norms, strict=True):
                 if norms is not None:  # whose weights are rows
                     rows = sum(norms.weights)
+                    if norms.products is not None and len({*norms.weights}) == 1:
+                        self._products.append(norms.products)
                     norms.weights = tuple(size * weight / rows for weight in norms.weights)
             sqnorms = torch.stack([squares.sum() for squares in self._meter.micro_batch_sqnorms])
             projections = self._meter.micro_batch_projections.to(sqnorms)

@@ -74,6 +74,7 @@ class GroupTap:
         self.groups = groups
         self.on_error: Callable[[Exception], None] | None = None  # see `hands_errors_over`
         self.failed = False
+        self.with_products = False  # whether norms have the products of all groups
         self.exact = False  # whether a subscriber needs the gradients themselves
         self._layers, self.model = layers, model
         self.step = 0  # chooses the random signs, together with `_backwards`
@@ -124,7 +125,13 @@ class GroupTap:
         counting = [number for number, weight in enumerate(sums) if weight]
         self._counting = None if len(counting) == len(sums) else counting
         self.grouping, self.weights = grouping, tuple(sums[number] for number in counting)
-        self._norms = NormsOfGroups(self.weights, self._layers, plan.eps, by_parameter=self.exact)
+        self._norms = NormsOfGroups(
+            self.weights,
+            self._layers,
+            plan.eps,
+            by_parameter=self.exact,
+            with_products=self.with_products,
+        )
         self._backwards += 1
         self._compares = is_surprising or plan.backwards % _COMPARED == 1
         self._prepared += 1
