@@ -1,4 +1,4 @@
-"""Rows of a backward that belong together: the noise is that of whole batches, as a loop sees it."""
+"""Rows of a backward that belong together: the noise is that of whole batches."""
 
 import pytest
 import torch

@@ -93,7 +93,7 @@ class ForwardWatch:
         self.called: dict[nn.Module, None] = {}
         self.last: ModuleCall | None = None
         self.dim = 0  # of the first tensor in which the samples are
-        self.calls = 0  # forwards before the last backward
+        self.sizes: list[int | None] = []  # samples of the forwards before the last backward
         self.is_sum = False  # whether the forwards of a backward are of different samples
         self.waited = 0.0  # seconds from `start` to the first forward of the step
         self.after_forward: Callable[[nn.Module, Any, Any, Any], None] | None = None
@@ -141,7 +141,7 @@ class ForwardWatch:
         """
         self._depth = 0
         samples, self._samples = self._samples, []
-        self.calls = len(samples)
+        self.sizes = samples
         inputs, self._inputs = self._inputs, []
         if any(one.is_same(other) for one in inputs for other in self._earlier_inputs):
             raise GradientError(

@@ -85,10 +85,9 @@ class Pairing:
 
 
 def _t_values(values: np.ndarray) -> np.ndarray:
-    deviations = values.std(0, ddof=1) / math.sqrt(len(values))
-    return np.divide(
-        values.mean(0), deviations, where=deviations > 0, out=np.zeros(values.shape[1])
-    )
+    means: np.ndarray = values.mean(0)
+    deviations: np.ndarray = values.std(0, ddof=1) / math.sqrt(len(values))
+    return means / np.where(deviations > 0, deviations, math.inf)
 
 
 def _variance(products: np.ndarray) -> float:

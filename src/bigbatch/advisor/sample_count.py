@@ -1,7 +1,7 @@
 """How many samples a backward has, and where they are in the tensors of the model's call."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +57,14 @@ def count_samples(
     Raises:
         SettingError: it is unknown how many samples the call has, or the stated dimension has none.
     """
-    call, calls = forwards.last, forwards.calls
+    call, calls = forwards.last, len(forwards.sizes)
     assert call is not None
     samples, dim = stated or (int(of_loader) if of_loader.is_integer() else 0, None)
-    is_sum = forwards.is_sum or (calls > 1 and dim is None and samples == calls * call.shape[0])
-    shape = (calls * call.shape[0] if is_sum else call.shape[0], *call.shape[1:])
+    total = sum(filter(None, forwards.sizes))
+    is_sum = forwards.is_sum or (calls > 1 and dim is None and samples == total)
+    if stated is None and not is_sum:
+        require_one_size(forwards.sizes)
+    shape = (total if is_sum else call.shape[0], *call.shape[1:])
     if dim is None:
         dim = shape.index(samples) if samples in shape else 0
     rows = shape[dim] if dim < len(shape) else 0
@@ -77,6 +80,15 @@ def count_samples(
         return SampleCount(samples, 0, 0)
     doubt = "" if is_sum and not samples else _doubt(call, calls, model, samples)
     return SampleCount(shape[0], shape[0], 0, is_sum, doubt=doubt)
+
+
+def require_one_size(sizes: Sequence[int | None]) -> None:
+    """Raises SettingError if the forwards before a backward have different numbers of samples."""
+    if None in sizes or len(set(sizes)) > 1:
+        raise SettingError(
+            f"the model was called {len(sizes)} times before one backward, with "
+            f"{', '.join(map(str, sizes))} samples, so it is unknown how many there are; {_REMEDY}"
+        )
 
 
 def _doubt(call: ModuleCall, calls: int, model: nn.Module, of_loader: int) -> str:

@@ -12,8 +12,9 @@ from torch import Tensor
 from bigbatch.advisor.forward_watch import ForwardWatch
 from bigbatch.advisor.found_training import LATER, FoundTraining
 from bigbatch.advisor.observations import Limits, Way
+from bigbatch.advisor.sample_count import require_one_size
 from bigbatch.advisor.time_probe import synchronize
-from bigbatch.errors import GradientError
+from bigbatch.errors import BigbatchError, GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.forward_hook import PrepareAfterForward
@@ -139,7 +140,7 @@ class StepReader(Subscriber):
     def note_error(self, error: Exception) -> None:
         """The step cannot be read."""
         self._failure = self._failure or (
-            str(error) if isinstance(error, GradientError) else f"{type(error).__name__}: {error}"
+            str(error) if isinstance(error, BigbatchError) else f"{type(error).__name__}: {error}"
         )
 
     def _note_error_of_groups(self, error: Exception) -> None:
@@ -169,11 +170,8 @@ class StepReader(Subscriber):
                 "of another loss of the same samples (actor and critic, a penalty, several tasks), "
                 "or of reentrant checkpointing (use_reentrant=False avoids it), and no micro-batch"
             )
-        if self._stated is None and (None in samples or len(set(samples)) > 1):
-            raise GradientError(
-                f"the model was called {len(samples)} times before one backward, with "
-                f"{', '.join(map(str, samples))} samples, so it is unknown how many there are"
-            )
+        if self._stated is None and self.backwards:
+            require_one_size(samples)
         stated = None if self._stated is None else self._stated[0]
         self._sizes.append(float(stated or self.samples_per_row * (samples[0] or 0)))
 
