@@ -173,6 +173,8 @@ def test_the_help_of_bigbatch_lists_advise():
         (["--bandwidth", "0", __file__], "gigabytes_per_second"),
         (["--latency", "-1", __file__], "microseconds"),
         (["-o", "page.pdf", __file__], "page.pdf must end in .html, .json, .txt"),
+        (["--micro-batch", "0", __file__], "'0' must be samples of a backward, as 20, or as 20@1"),
+        (["--micro-batch", "20@", __file__], "'20@' must be samples of a backward"),
         (["--step", "5", __file__], "unrecognized arguments: --step"),
     ],
 )

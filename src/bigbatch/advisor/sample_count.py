@@ -37,7 +37,9 @@ def parse_samples(value: int | str | None) -> Stated | None:
         return None
     match = re.fullmatch(r"([0-9]+)(?:@([0-9]+))?", str(value))
     if match is None or not int(match[1]):
-        raise SettingError(f"{value!r} is no number of samples such as 20, or 20@1 in dimension 1")
+        raise SettingError(
+            f"{value!r} must be samples of a backward, as 20, or as 20@1 in dimension 1"
+        )
     return int(match[1]), None if match[2] is None else int(match[2])
 
 
