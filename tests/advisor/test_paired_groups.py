@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from advised_loops import advised, sgd
 
-BATCH, STEPS = 16, 240
+STEPS = 240
 
 
 def network():
@@ -45,35 +45,37 @@ def noise_of_batches(model, loss, batches):
     for x, y in batches:
         gradients = torch.autograd.grad(loss(model, x, y), list(model.parameters()))
         rows.append(torch.cat([g.flatten() for g in gradients]))
-    return BATCH * float(torch.stack(rows).double().var(0).sum())
+    return len(x) * float(torch.stack(rows).double().var(0).sum())
 
 
 @pytest.mark.parametrize(
-    ("loss", "rows", "ratio"),
+    ("loss", "batch", "rows", "ratio"),
     [
-        (independent, "", 1.0),
-        (mixed, "i and B - 1 - i", 2.0),
-        (preferred, "i and i + B / 2", None),
-        (interleaved, "next to each other", None),
+        (independent, 16, "", 1.0),
+        (mixed, 16, "i and B - 1 - i", 2.0),
+        (preferred, 16, "i and i + B / 2", None),
+        (preferred, 4, "i and i + B / 2", None),
+        (interleaved, 16, "", 1.0),  # a group has four rows, of two pairs
+        (interleaved, 4, "next to each other", None),
     ],
 )
-def test_the_noise_is_that_of_batches(loss, rows, ratio):
+def test_the_noise_is_that_of_batches(loss, batch, rows, ratio):
     """The rate is so small that the weights stay; 240 batches give it to 10 %."""
     torch.manual_seed(1)
-    x = torch.randn(BATCH * STEPS, 6)
-    data = TensorDataset(x, x[:, :2] + torch.randn(BATCH * STEPS, 2))
-    loader = DataLoader(data, BATCH)
+    x = torch.randn(batch * STEPS, 6)
+    data = TensorDataset(x, x[:, :2] + torch.randn(batch * STEPS, 2))
+    loader = DataLoader(data, batch)
     model = network()
     optimizer = sgd(model, lr=1e-12)
 
-    def step(batch):
+    def step(samples):
         optimizer.zero_grad()
-        loss(model, *batch).backward()
+        loss(model, *samples).backward()
         optimizer.step()
 
     expected = noise_of_batches(network(), loss, loader)
     advice = advised(model, optimizer, step, loader)
-    assert ("", "groups", BATCH) == (
+    assert ("", "groups", batch) == (
         advice.refusal,
         advice.observations.way,
         advice.found.batch_size,

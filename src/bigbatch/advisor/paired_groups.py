@@ -28,10 +28,9 @@ class Pairing:
 
     @classmethod
     def find(cls, measurements: Sequence[Measurement], rows_per_sample: float) -> "Pairing | None":
-        """The pairing by which groups differ most.
+        """The pairing by which groups differ most; None if it is not more than chance shows.
 
-        Where a sample is one row, only if they differ more than chance lets them, by a t-test at a
-        level of 1e-5.
+        That is a t-test at a level of 1e-5.
         """
         products = [one.products for one in measurements if len(one.products)]
         groups = range(len(products[0]) if products else 0)
@@ -48,13 +47,13 @@ class Pairing:
             pairing: np.array([pairing._differences(p) for p in products if len(p) == len(groups)])
             for pairing in ((apart, adjacent) if parts > 1 else (mirrored, apart))
         }
-        if parts > 1:
-            return max(scores, key=lambda pairing: np.abs(scores[pairing].mean(0)).sum())
         if len(scores[apart]) < _FEWEST:
             return None
-        scores[mirrored] = scores[mirrored][:, :1]
+        if parts == 1:
+            scores[mirrored] = scores[mirrored][:, :1]
         tests = {pairing: np.abs(_t_values(values)).max() for pairing, values in scores.items()}
-        best = max(tests, key=tests.__getitem__)
+        sizes = {pairing: np.abs(values.mean(0)).sum() for pairing, values in scores.items()}
+        best = max(scores, key=(sizes if parts > 1 else tests).__getitem__)
         return best if tests[best] > student_t(_LEVEL, len(scores[best]) - 1) else None
 
     def join(self, measurement: Measurement) -> Measurement | None:
