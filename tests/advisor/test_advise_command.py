@@ -13,14 +13,14 @@ LOOP = """
 import atexit, sys, torch
 from torch.utils.data import DataLoader, TensorDataset
 
-def main(steps, workers=0, context=None):
+def main(steps, workers=0, context=None, target=5, lr=0.001):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = TensorDataset(torch.randn(16 * steps, 4))
-    for (x,) in DataLoader(data, 16, num_workers=workers, multiprocessing_context=context):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    data = TensorDataset(torch.randn(64 * steps, 4))
+    for (x,) in DataLoader(data, 64, num_workers=workers, multiprocessing_context=context):
         optimizer.zero_grad()
-        (model(x) - 1).square().mean().backward()
+        (model(x) - target).square().mean().backward()
         optimizer.step()
     print("trained", steps)
 
@@ -49,7 +49,66 @@ def test_a_program_prints_what_it_prints_and_then_the_advice(tmp_path):
     assert (tmp_path / "page.html").exists()
 
 
+ENDS_WITHOUT_STDOUT = {
+    "None": "sys.stdout = None",
+    "closed": "sys.stdout.close()",
+    "a closed file of its own": "sys.stdout = open('log.txt', 'w'); sys.stdout.close()",
+    "ASCII": "sys.stdout.reconfigure(encoding='ascii')",
+}
+
+
+@pytest.mark.parametrize("name", ENDS_WITHOUT_STDOUT)
+def test_the_files_and_the_page_survive_what_the_program_did_to_its_output(tmp_path, name):
+    page = tmp_path / "page.json"
+    options = ("--steps", 20, "--go-on", "-o", page)
+    status, out, error = advise(tmp_path, f"main(30)\n{ENDS_WITHOUT_STDOUT[name]}", *options)
+    assert 0 == status
+    assert "" == json.loads(page.read_text())["refusal"]
+    assert "Noise scale" in out + error
+    assert f"advice: {page}" in out + error
+
+
+SHAPES = """
+model, optimizer = torch.nn.LSTM(6, 8), None
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(25):
+    optimizer.zero_grad()
+    model(torch.randn(9, 20, 6))[0].square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("stated", ["20", "20@1"])
+def test_samples_in_another_dimension_are_stated_once_and_timed(tmp_path, stated):
+    page = tmp_path / "page.json"
+    options = ("--micro-batch", stated, "-o", page)
+    _, out, error = advise(tmp_path, SHAPES, *options)
+    found = json.loads(page.read_text())
+    assert ("", "", 20) == (error, found["refusal"], found["found"]["batch_size"])
+    counted = "1 x 1 x 20, counted in dimension 1 of the model's first tensor"
+    assert counted in out
+    assert 1 == out.count("counted")
+    assert not any("time of other" in unseen for unseen in found["unseen"])
+    assert found["largest_micro_batch"] > 20
+
+
+def test_a_dimension_without_the_stated_samples_is_refused(tmp_path):
+    status, out, _ = advise(tmp_path, SHAPES, "--micro-batch", "20@2")
+    assert 1 == status
+    assert "20@2, but the model's first tensor has shape (9, 20, 6)" in out
+
+
+def test_a_program_that_freezes_its_garbage_is_seen(tmp_path):
+    """Before the first step, as before forks."""
+    body = "import gc\nzeros = torch.optim.SGD.zero_grad\n"
+    body += "def zero_grad(self): zeros(self); gc.freeze()\n"
+    body += "torch.optim.SGD.zero_grad = zero_grad\nmain(30)"
+    _, out, _ = advise(tmp_path, body)
+    assert "Noise scale" in out
+
+
 STATUSES = {
+    "without a size": ("main(60, target=0, lr=1e-9)", 1, "no size is advised", ""),
     "without a training": ("pass", 1, "No advice: the program ended without a step", ""),
     "too short": ("main(3)", 1, "at least 6 are needed", ""),
     "of its own": ("main(30)\nsys.exit(3)", 3, "Noise scale", ""),
@@ -114,6 +173,8 @@ def test_the_help_of_bigbatch_lists_advise():
         (["--bandwidth", "0", __file__], "gigabytes_per_second"),
         (["--latency", "-1", __file__], "microseconds"),
         (["-o", "page.pdf", __file__], "page.pdf must end in .html, .json, .txt"),
+        (["--micro-batch", "0", __file__], "'0' must be samples of a backward, as 20, or as 20@1"),
+        (["--micro-batch", "20@", __file__], "'20@' must be samples of a backward"),
         (["--step", "5", __file__], "unrecognized arguments: --step"),
     ],
 )

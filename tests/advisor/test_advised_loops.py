@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
 from advised_loops import advised, batches, loss_of, network, plain_step, sgd
+from bigbatch.advisor.lines_to_add import lines_to_add
 from bigbatch.data.rng_state import random_state
 from tensors import same
 
@@ -267,7 +268,7 @@ def test_an_exception_of_the_loop_passes_and_the_advice_is_there():
     assert caught.value is error
     (advice,) = found
     assert ("", 21) == (advice.refusal, advice.observations.steps)
-    assert advice.batch_size
+    assert advice.noise_scale > 0
 
 
 @pytest.mark.parametrize("steps", [6, 10, 25])
@@ -376,6 +377,118 @@ def test_several_models_of_one_optimizer_are_one_training():
     assert {"0.0", "0.2", "1"} == {layer.name for layer in advice.trend.layers}
     assert advice.observations.time is None
     assert any("one module" in unseen for unseen in advice.observations.unseen)
+
+
+class WithCriterion(nn.Module):
+    """Its criterion is a submodule, as Lightning's modules often have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.loss_fn = network(), nn.MSELoss()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_a_criterion_inside_the_model_does_not_hide_the_time():
+    model = WithCriterion()
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        model.loss_fn(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step)
+    assert ("", []) == (advice.refusal, advice.observations.unseen)
+    assert advice.observations.time.backward.per_sample >= 0
+
+
+def test_parts_of_one_batch_before_a_backward_add_up():
+    model = network()
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        output = torch.cat([model(part) for part in batch[0].chunk(3)])  # of 6, 6 and 4
+        F.mse_loss(output, batch[1]).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step)
+    assert ("", 16, 16) == (advice.refusal, advice.found.batch_size, advice.found.micro_batch)
+    assert "counted in all calls of the model" in str(advice)
+
+
+def doubled(model, x, y):
+    return F.mse_loss(model(torch.cat([x, x + 1])), torch.cat([y, y]))
+
+
+def packed(model, x, y):
+    """All samples of a batch in one row."""
+    return F.mse_loss(model(x.view(1, -1))[0], y)
+
+
+def moved(model, x, y):
+    """Parts that are copied, as to a GPU, and no views of one batch."""
+    return F.mse_loss(torch.cat([model(part.clone()) for part in x.chunk(2)]), y)
+
+
+def time_first(model, x, y):
+    return F.mse_loss(model(x[None].expand(5, -1, -1)).mean(0), y)
+
+
+@pytest.mark.parametrize(
+    ("loss", "counted"),
+    [
+        (doubled, "as its DataLoader counts them; dimension 0 of the model's first tensor has 38"),
+        (packed, "as its DataLoader counts them; dimension 0 of the model's first tensor has 1"),
+        (moved, "counted in all calls of the model, in dimension 0"),
+        (time_first, "counted in dimension 1"),
+    ],
+)
+def test_samples_are_those_of_the_loader(loss, counted):
+    """Lines to add are settings of it."""
+    model, data = network(), TensorDataset(torch.randn(19 * 20, 6), torch.randn(19 * 20, 2) + 1)
+    if loss is packed:
+        model = nn.Sequential(nn.Unflatten(1, (-1, 6)), *model)
+    optimizer, loader = sgd(model), DataLoader(data, 19)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss(model, *batch).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step, loader)
+    assert ("", 19, 19) == (advice.refusal, advice.found.batch_size, advice.found.micro_batch)
+    assert f"1 x 1 x 19, {counted}" in str(advice)
+
+
+def test_rows_that_no_whole_number_of_samples_has_give_no_lines():
+    """Packed into 7 rows, of 20 samples."""
+    model, data = network(), TensorDataset(torch.randn(20 * 20, 6))
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        (model(batch[0][:14].view(7, 2, 6)) - 1).square().mean().backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step, DataLoader(data, 20))
+    assert ("", 7, False) == (advice.refusal, advice.found.batch_size, advice.found.is_loaders)
+    assert "no DataLoader has such batches, but of 20" in str(advice)
+    assert {} == lines_to_add(advice)
+
+
+def test_each_value_of_the_parameter_groups_is_found_once():
+    model = network()
+    pairs = [(0.9, 0.95), (0.8, 0.95)]
+    groups = [{"params": [p], "betas": pairs[i % 2]} for i, p in enumerate(model.parameters())]
+    optimizer = torch.optim.AdamW(groups, 0.01)
+    advice = advised(model, optimizer, plain_step)
+    assert (((0.9, 0.95), (0.8, 0.95)), ()) == (advice.found.betas, advice.found.momentum)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 2, bias=False))
+    advice = advised(model, torch.optim.Muon(model.parameters(), momentum=0.93), plain_step)
+    assert ((), (0.93,)) == (advice.found.betas, advice.found.momentum)
 
 
 def test_the_largest_micro_batch_is_that_of_the_activations():

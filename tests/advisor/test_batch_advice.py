@@ -59,7 +59,7 @@ def rising(first=100.0, last=40_000.0, steps=64):
 REFUSED = Advice(Observations(refusal="LBFGS <b>& others</b>"))
 MADE = {
     "grow": advice_of(steady(10_000.0), machine()),
-    "shrink": advice_of(steady(10.0), machine(fixed=1e-5), batch_size=4096),
+    "shrink": advice_of(steady(10.0), machine(fixed=1e-5), batch_size=256),
     "leave": advice_of(steady(64.0), machine(fixed=0.0064)),
     "uncertain": advice_of(uncertain(), machine(), batch_size=8192),
     "unknown time": advice_of(steady(500.0), unseen=["the time of other batch sizes: no"]),
@@ -165,9 +165,38 @@ def test_the_advised_batch_is_the_fastest_of_its_noise_scale_on_each_number_of_d
     assert pytest.approx(advice.this_machine.time) == advice.relative_time(advice.batch_size)
 
 
-def test_no_size_beyond_1024_times_the_present_one_is_advised():
-    endless = advice_of(steady(10.0), machine(fixed=1.0, per_sample=0.0))
-    assert 64 * 1024 >= endless.batch_size > 64 * 500
+def withheld(advice):
+    """The bound of a page that advises no size."""
+    found = advice.as_dict()
+    assert (None, advice.bound) == (advice.batch_size, found["bound"])
+    assert ((), {}, []) == (advice.devices, lines_to_add(advice), found["devices"])
+    assert not re.search("Grow|Shrink|Lines to add", str(advice) + html_page(advice))
+    return advice.bound
+
+
+@pytest.mark.parametrize(("fixed", "size"), [(0.07, 2048), (0.15, None)])
+def test_a_size_beyond_32_times_the_present_one_is_a_bound(fixed, size):
+    advice = advice_of(steady(8000.0), machine(fixed=fixed), batch_size=64)
+    assert size == advice.batch_size
+    if size is None:
+        assert 2048 == withheld(advice)
+        assert "At least 2048; no size is advised" in conclusion(advice)
+        assert "Train with 2048, and observe that run" in conclusion(advice)
+
+
+def test_a_size_below_a_32nd_of_the_present_one_is_a_bound():
+    advice = advice_of(steady(10.0), machine(fixed=1e-5), batch_size=4096)
+    assert 128 == withheld(advice)
+    assert conclusion(advice).startswith("At most 128; no size is advised")
+
+
+def test_an_interval_without_an_upper_end_gives_a_bound():
+    """The signal is lost in one step of four; at its lower end the noise scale is far above 16."""
+    advice = advice_of(uncertain(), machine(), batch_size=16)
+    assert math.inf == advice.trend.high
+    assert 16 < withheld(advice) <= 512
+    assert f"At least {advice.bound}, where the present batch is 16" in conclusion(advice)
+    assert "no upper end. Observe more steps" in conclusion(advice)
 
 
 def test_sgd_grows_its_rate_by_its_gain_and_adam_by_the_root():
@@ -180,11 +209,25 @@ def test_sgd_grows_its_rate_by_its_gain_and_adam_by_the_root():
 
 def test_betas_keep_their_half_life_in_samples_within_a_factor_of_four():
     advice = MADE["grow"]
-    assert (0.9, 0.999) == advice.betas(64)
-    assert pytest.approx((0.81, 0.998001)) == advice.betas(128)
-    assert pytest.approx((0.9**4, 0.999**4)) == advice.betas(256)
+    assert ((0.9, 0.999),) == advice.betas(64)
+    assert [pytest.approx((0.81, 0.998001))] == [*advice.betas(128)]
+    assert [pytest.approx((0.9**4, 0.999**4))] == [*advice.betas(256)]
     assert () == advice.betas(257) == advice.betas(15)
     assert () == MADE["sgd"].betas(128)
+
+
+def test_each_betas_of_the_parameter_groups_and_the_momentum_are_shown_once():
+    """nanochat's: Muon for matrices, AdamW with three pairs."""
+    pairs = ((0.8, 0.95), (0.9, 0.95), (0.96, 0.95))
+    advice = advice_of(steady(1000.0), machine(fixed=0.003), betas=pairs, momentum=(0.95,))
+    assert 192 == advice.batch_size  # three times as many
+    betas = "; ".join(f"{a:g}, {b:g} to {a**3:.4g}, {b**3:.4g}" for a, b in pairs)
+    assert f"betas of the same half-life in samples: {betas} (worth" in str(advice)
+    assert "momentum of the same half-life in samples: 0.95 to 0.8574 (worth" in str(advice)
+    found = json.loads(json.dumps(advice.as_dict()))
+    assert [[*pair] for pair in pairs] == found["found"]["betas"]
+    assert [pytest.approx(0.95**3)] == found["momentum"]
+    assert [pytest.approx([a**3, b**3]) for a, b in pairs] == found["betas"]
 
 
 @pytest.mark.parametrize(
@@ -273,6 +316,9 @@ def test_the_lines_of_all_trainers_are_the_advised_batch(name, ranks, largest):
     observations = replace(made, time=time, found=replace(made.found, ranks=ranks))
     advice = Advice(observations)
     lines, batch = lines_to_add(advice), advice.batch_size
+    if batch is None:
+        assert withheld(advice)
+        return
     deepspeed = json.loads(lines["DeepSpeed"])
     micro = deepspeed["train_micro_batch_size_per_gpu"]
     accumulation = deepspeed["gradient_accumulation_steps"]
@@ -296,6 +342,9 @@ def test_megatron_accepts_its_lines(name, ranks, largest):
     made = MADE[name].observations
     time = replace(made.time, largest=largest)
     advice = Advice(replace(made, time=time, found=replace(made.found, ranks=ranks)))
+    if advice.batch_size is None:
+        assert withheld(advice)
+        return
     line = lines_to_add(advice)["Megatron-LM"]
     micro, size = numbers_in(line, "micro-batch-size", "global-batch-size")
     assert 0 == size % (micro * ranks)
@@ -315,6 +364,13 @@ def test_the_observed_trainer_comes_first():
     for engine, first in [("HF Trainer", "HF Trainer"), ("DDP", "PyTorch"), ("DeepSpeed",) * 2]:
         advice = advice_of(steady(1e4), machine(), engine=engine)
         assert first == next(iter(lines_to_add(advice)))
+
+
+def test_the_text_shows_the_lines_of_the_observed_trainer_alone():
+    text = str(advice_of(steady(1e4), machine(), engine="HF Trainer"))
+    assert "per_device_train_batch_size=" in text
+    assert "--micro-batch-size" not in text
+    assert "-o advice.html shows those of PyTorch, Lightning, DeepSpeed, Megatron-LM, " in text
 
 
 # details of pages

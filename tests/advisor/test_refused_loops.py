@@ -297,6 +297,151 @@ def test_a_number_of_backwards_that_changes_at_times_is_measured_at_the_others()
     assert {4} == {one.statistics.micro_batches for one in advice.observations.measurements}
 
 
+# samples that influence each other
+
+
+def info_nce(one, other):
+    similarities = 10 * F.normalize(one, dim=1) @ F.normalize(other, dim=1).t()
+    return F.cross_entropy(similarities, torch.arange(len(one)))
+
+
+def views(x):
+    return [x + 0.1 * torch.randn_like(x) for _ in range(2)]
+
+
+class OwnLoss(nn.Module):
+    """Returns a loss of its encoder's outputs."""
+
+    def __init__(self, loss, *parts):
+        super().__init__()
+        self.encoder, self.loss = network(*parts), loss
+
+    def forward(self, x):
+        return self.loss(self.encoder, x)
+
+
+def of_doubled_batch(encoder, x):
+    return info_nce(*encoder(torch.cat(views(x))).chunk(2))
+
+
+def of_two_calls(encoder, x):
+    return info_nce(*map(encoder, views(x)))
+
+
+def triplets(encoder, x):
+    z = encoder(x)
+    distances = torch.cdist(z, z)
+    return F.softplus(distances.amin(1) - distances.amax(1)).mean()
+
+
+def decorrelated(encoder, x):
+    z = encoder(x)
+    return F.relu(1 - z.std(0)).mean() + (z.t() @ z).square().mean()
+
+
+def ranked(encoder, x):
+    score = encoder(x)[:, 0]
+    return F.softplus(score[:, None] - score[None]).mean()
+
+
+def dice(encoder, x):
+    share = encoder(x).sigmoid()
+    return 1 - 2 * (share * (x[:, :2] > 0)).sum(0).div(share.sum(0) + 1).mean()
+
+
+def attention_over_the_batch(encoder, x):
+    z = encoder(x)
+    return ((z @ z.t()).softmax(1) @ z - 1).square().mean()
+
+
+COUPLED = [
+    of_doubled_batch,
+    of_two_calls,
+    triplets,
+    decorrelated,
+    ranked,
+    dice,
+    attention_over_the_batch,
+]
+
+
+@pytest.mark.parametrize("loss", COUPLED)
+@pytest.mark.parametrize("is_in_model", [False, True])
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_a_loss_that_couples_samples_is_refused_by_name(loss, is_in_model, normalizes):
+    parts = [nn.BatchNorm1d(8)] if normalizes else []
+    model = OwnLoss(loss, *parts) if is_in_model else network(*parts)
+    optimizer = sgd(model, lr=1e-3)
+
+    def step(batch):
+        optimizer.zero_grad()
+        (model(batch[0]) if is_in_model else loss(model, batch[0])).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step)
+    assert "the samples of a backward influence each other in " in advice.refusal
+    assert (None, True) == (advice.batch_size, str(advice).startswith("No advice"))
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_batch_norm_alone_is_measured_by_consecutive_steps(affine):
+    model = network(nn.BatchNorm1d(8, affine=affine))
+    advice = advised(model, sgd(model), plain_step)
+    assert ("", "consecutive steps") == (advice.refusal, advice.observations.way)
+    (unseen,) = advice.observations.unseen
+    assert unseen.startswith("groups of samples of one backward: BatchNorm normalizes over")
+
+
+def test_a_coupled_loss_is_measured_by_backwards_that_keep_their_size():
+    model = network()
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        for x in batch[0].chunk(4):
+            of_doubled_batch(model, x).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step)
+    assert ("", "micro-batches") == (advice.refusal, advice.observations.way)
+    assert "so this is about the number of backwards" in str(advice)
+
+
+def per_sample_dice(encoder, x):
+    share = encoder(x).sigmoid()
+    overlap = (share * (x[:, :2] > 0)).sum(1)
+    return (1 - 2 * overlap / (share.sum(1) + 1)).mean()
+
+
+def with_constant_negatives(encoder, x):
+    return F.cross_entropy(encoder(x) @ torch.randn(2, 16), torch.arange(16))
+
+
+def root_of_the_mean(encoder, x):
+    return F.mse_loss(encoder(x), x[:, :2] + 1).sqrt()
+
+
+def of_matched_rows(encoder, x):
+    boxes = encoder(x)[[0, 3, 5]].exp()
+    return (1 - boxes[:, 0] / (boxes[:, 1] + 1)).mean()
+
+
+@pytest.mark.parametrize(
+    "loss", [per_sample_dice, with_constant_negatives, root_of_the_mean, of_matched_rows]
+)
+def test_a_loss_that_couples_no_samples_is_measured_by_groups(loss):
+    model = network()
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss(model, batch[0]).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step)
+    assert ("", "groups") == (advice.refusal, advice.observations.way)
+
+
 # what a whole program shows
 
 

@@ -113,14 +113,14 @@ def test_failures_in_a_row_are_counted(failures, expected):
 
 def test_a_failure_of_another_rank_counts():
     samples = SampledSteps(math.inf)
-    samples.end_step(0.01, (2.0, 0.0, 0.0, 0.0, 1.0), failed=False)
+    samples.end_step(0.01, (2.0, 0.0, 0.0, 0.0, 1.0, 0.0), failed=False)
     assert 1 == samples.failed
 
 
 @pytest.mark.parametrize(("elapsed", "expected"), [(9.0, False), (11.0, True)])
 def test_the_time_is_over_when_the_mean_of_the_ranks_is(elapsed, expected):
     samples = SampledSteps(10.0)
-    samples.end_step(0.01, (2.0, 0.0, 0.0, 2 * elapsed, 0.0), failed=False)
+    samples.end_step(0.01, (2.0, 0.0, 0.0, 2 * elapsed, 0.0, 0.0), failed=False)
     assert expected == samples.timed_out
 
 

@@ -23,12 +23,16 @@ def found(batch_size=64, ranks=1, **others):
         "ranks": ranks,
         "accumulation": 1,
         "micro_batch": batch_size // ranks,
+        "counted": "counted in dimension 0 of the model's first tensor",
+        "rows": 1.0,
+        "is_loaders": True,
         "batch_size": batch_size,
         "device": "cpu",
         "autocast": "",
         "scaler": False,
         "lr": (0.001,),
-        "betas": (0.9, 0.999),
+        "betas": ((0.9, 0.999),),
+        "momentum": (),
     }
     return Found(**settings | others)
 

@@ -51,7 +51,8 @@ def lightning_arguments(folder):
 
 def assert_advised(advised, **found):
     assert "" == advised.page["refusal"]
-    assert 0 == advised.process.returncode, advised.process.stderr
+    without_size = advised.page["batch_size"] is None
+    assert without_size == advised.process.returncode, advised.process.stderr
     assert found == {name: advised.page["found"][name] for name in found}
     assert advised.page["measurements"]
     assert all(measurement["grad_variance"] > 0 for measurement in advised.page["measurements"])
@@ -126,3 +127,43 @@ def test_lightnings_transformer_trains_as_without_the_command(tmp_path):
     arguments = [lightning_arguments(folder) for folder in folders]
     run_twice(SCRIPTS / "lightning_transformer.py", *arguments)
     assert same_weights(*(torch.load(folder / "weights.pt") for folder in folders))
+
+
+def test_preferences_are_counted_in_pairs(tmp_path):
+    """DPO: the forward has 8 answers for 4 pairs, whose gradients are nearly opposite."""
+    pages = [
+        advise(
+            tmp_path,
+            SCRIPTS / "dpo.py",
+            f"--per_device_train_batch_size={pairs}",
+            f"--steps={1600 // pairs}",
+            options=["-o", tmp_path / "page.txt"],
+        ).page
+        for pairs in (4, 16)
+    ]
+    assert [4, 16] == [page["found"]["batch_size"] for page in pages]
+    assert ["groups"] * 2 == [page["found"]["way"] for page in pages]
+    # of rows that are compared alone it is infinite
+    few, many = (page["noise_scale"]["value"] for page in pages)
+    assert 1 / 3 < few / many < 3
+    assert all(any("i and i + B / 2" in doubt for doubt in page["doubts"]) for page in pages)
+
+
+def test_the_lines_of_preferences_are_settings_of_the_loader(tmp_path):
+    given = ["--per_device_train_batch_size=16", "--steps=100"]
+    page = tmp_path / "page.txt"
+    advised = advise(tmp_path, SCRIPTS / "dpo.py", *given, options=["-o", page])
+    text, size = page.read_text(), advised.page["batch_size"]
+    assert "1 x 1 x 16, as its DataLoader counts them; dimension 0" in text
+    assert "Lines to add" not in text or f"DataLoader(..., batch_size={size})" in text
+    assert (size is None) == advised.process.returncode
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+@pytest.mark.parametrize("loss", ["loop", "two-calls", "model"])
+def test_an_in_batch_contrastive_loss_is_refused_by_name(tmp_path, loss, norm):
+    advised = advise(tmp_path, SCRIPTS / "simclr.py", f"--loss={loss}", f"--norm={norm}")
+    assert 1 == advised.process.returncode
+    assert "the samples of a backward influence each other in Mm" in advised.page["refusal"]
+    assert advised.page.keys().isdisjoint({"batch_size", "noise_scale", "devices"})
+    assert not any(word in advised.process.stdout for word in ("Grow", "Noise scale", "Lines"))

@@ -14,6 +14,7 @@ from bigbatch.advisor.batch_advice import BatchAdvice
 from bigbatch.advisor.cluster_time import Network
 from bigbatch.advisor.html_page import html_page
 from bigbatch.advisor.observations import Limits
+from bigbatch.advisor.sample_count import parse_samples
 from bigbatch.advisor.text_page import text_page
 from bigbatch.advisor.training_observer import TrainingObserver
 from bigbatch.errors import SettingError
@@ -58,7 +59,7 @@ def advise(
     steps: Count | None = None,
     budget: str | None = None,
     groups: Groups = 8,
-    micro_batch: Count | None = None,
+    micro_batch: Annotated[int | str | None, CHECKED_ELSEWHERE] = None,
     network: Network | None = None,
 ) -> Iterator[Advice]:
     """Observes the training inside a `with` block, and advises a batch size for it.
@@ -77,8 +78,9 @@ def advise(
         steps: optimizer steps to observe; None for all in the block.
         budget: a time to observe, "5min" or "90s"; None for no limit.
         groups: k, groups of one backward.
-        micro_batch: samples of a backward and rank, if dimension 0 of the model's first tensor is
-            something else; None to take that.
+        micro_batch: samples of a backward and rank, if they are not those of the DataLoader or
+            dimension 0 of the model's first tensor; "20@1" for 20 in dimension 1; None to find
+            them.
         network: what an all-reduce between devices is assumed to take.
     Yields:
         The advice, which is empty until the block or the observation ends.
@@ -100,7 +102,7 @@ def advise(
         <BLANKLINE>
     """
     seconds = None if budget is None else parse_seconds(budget)
-    limits = Limits(steps, seconds, groups, micro_batch=micro_batch)
+    limits = Limits(steps, seconds, groups, micro_batch=parse_samples(micro_batch))
     observer = TrainingObserver(limits, model=model, optimizer=optimizer)
     with observer:
         yield Advice(observer.observations, network or Network())

@@ -8,6 +8,7 @@ from typing import Any
 from bigbatch.advisor.cluster_time import ClusterTime, Network
 from bigbatch.advisor.noise_trend import LEVEL, NoiseTrend
 from bigbatch.advisor.observations import Found, Observations
+from bigbatch.advisor.paired_groups import Pairing
 from bigbatch.advisor.position_test import differs_by_position
 from bigbatch.errors import LoopError
 from bigbatch.training.transport import RANGE, ema_decay
@@ -16,6 +17,7 @@ DEVICES = (1, 8, 64, 512)
 _ENOUGH = 2.0  # factor within which the present batch is left as it is
 _FEW = 16  # measured steps below which little is known
 _REACH = 1024  # factor beyond the present batch size up to which the fastest one is looked for
+FARTHEST = 32  # factor up to which a size is advised: docs/advise.md shows advice up to there
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,15 @@ class BatchAdvice:
         """The noise scale and how it moved; a LoopError if there is no advice."""
         if self.refusal:
             raise LoopError(f"no advice: {self.refusal}")
-        return NoiseTrend.of(self.observations.measurements, self.found.batch_size)
+        measurements = self.observations.measurements
+        if self.pairing is not None:
+            measurements = [one for one in map(self.pairing.join, measurements) if one is not None]
+        return NoiseTrend.of(measurements, self.found.batch_size)
+
+    @cached_property
+    def pairing(self) -> Pairing | None:
+        """The groups of a backward whose samples belong together, which are joined."""
+        return Pairing.find(self.observations.measurements, self.found.rows)
 
     @property
     def noise_scale(self) -> float:
@@ -75,31 +85,53 @@ class BatchAdvice:
 
     @property
     def batch_size(self) -> int | None:
-        """The advised batch size on the observed ranks; None if nothing is known."""
+        """The advised batch size on the observed ranks; None if none is known well enough."""
         row = self.this_machine
         return None if row is None else row.batch_size
 
     @property
     def this_machine(self) -> DeviceAdvice | None:
         """The advice for the observed ranks."""
+        return self._fastest if self.bound is None else None
+
+    @cached_property
+    def _fastest(self) -> DeviceAdvice | None:
         return None if self.refusal else self._row(self.found.ranks)
+
+    @property
+    def bound(self) -> int | None:
+        """The size that the fastest one is beyond, if it is too far or too little known to advise.
+
+        That is where the noise scale's interval has no upper end, or the fastest size is more than
+        32 times the present one, or less than a 32nd. The bound itself is not farther than that.
+        """
+        row = self._fastest
+        if row is None or self.leaves_batch or self.is_undecided:
+            return None
+        present = self.found.batch_size
+        is_far = max(row.batch_size / present, present / row.batch_size) > FARTHEST
+        if not (is_far or math.isinf(self.trend.high)):
+            return None
+        if row.batch_size > present:
+            return min(row.low, FARTHEST * present)
+        return max(row.high, -(-present // FARTHEST))
 
     @property
     def devices(self) -> tuple[DeviceAdvice, ...]:
         """The advice for 1, 8, 64 and 512 devices."""
-        rows = () if self.refusal else map(self._row, DEVICES)
+        rows = () if self.this_machine is None else map(self._row, DEVICES)
         return tuple(row for row in rows if row is not None)
 
     @property
     def leaves_batch(self) -> bool:
-        """Whether the present batch size is within a factor of 2 of the advised one."""
-        advised, present = self.batch_size, self.found.batch_size
-        return advised is not None and max(advised / present, present / advised) <= _ENOUGH
+        """Whether the present batch size is within a factor of 2 of the fastest one."""
+        row, present = self._fastest, self.found.batch_size
+        return row is not None and 1 / _ENOUGH <= row.batch_size / present <= _ENOUGH
 
     @property
     def is_undecided(self) -> bool:
         """Whether the present batch size is farther, but may be the fastest for what is known."""
-        row, present = self.this_machine, self.found.batch_size
+        row, present = self._fastest, self.found.batch_size
         return row is not None and not self.leaves_batch and row.low <= present <= row.high
 
     def lr_factor(self, batch_size: float) -> float:
@@ -122,12 +154,19 @@ class BatchAdvice:
         """Whether every optimizer's step is proportional to the gradient."""
         return set(self.found.optimizer.split(" and ")) == {"SGD"}
 
-    def betas(self, batch_size: int) -> tuple[float, ...]:
+    def betas(self, batch_size: int) -> tuple[tuple[float, ...], ...]:
         """Betas of the same half-life in samples; empty beyond a factor of 4, or without betas."""
-        factor = batch_size / self.found.batch_size
-        is_near = 1 / RANGE <= factor <= RANGE
+        moved = (self._moved(betas, batch_size) for betas in self.found.betas)
+        return tuple(betas for betas in moved if betas)
+
+    def momentum(self, batch_size: int) -> tuple[float, ...]:
+        """Likewise, the momentum."""
+        return self._moved(self.found.momentum, batch_size)
+
+    def _moved(self, decays: tuple[float, ...], batch_size: int) -> tuple[float, ...]:
         present = self.found.batch_size
-        return tuple(ema_decay(b, batch_size, present) for b in self.found.betas) if is_near else ()
+        is_near = 1 / RANGE <= batch_size / present <= RANGE
+        return tuple(ema_decay(b, batch_size, present) for b in decays) if is_near else ()
 
     @property
     def doubts(self) -> list[str]:
@@ -144,6 +183,18 @@ class BatchAdvice:
                 "groups of a backward assume a loss that is a mean over samples, none of which "
                 "changes another's part (no contrastive loss, no mining of hard samples, no mean "
                 "over a varying number of tokens); bb.check_groups compares them with a loop"
+            )
+        if self.pairing is not None:
+            doubts.append(
+                f"rows {self.pairing.rows} of the B rows of a backward belong together (Mixup with "
+                "the reversed batch, chosen and rejected answers, two views), so the groups that "
+                "have them were joined"
+            )
+        if self.observations.coupling:
+            doubts.append(
+                "samples of a backward influence each other in "
+                f"{self.observations.coupling}, so this is about the number of backwards; "
+                f"the {self.found.micro_batch} samples of each are part of the loss, and stay"
             )
         if measured < _FEW:
             doubts.append(f"only {measured} steps were measured; observe more steps")
@@ -229,9 +280,11 @@ class BatchAdvice:
             "segments": [*map(vars, trend.segments)],
             "layers": [*map(vars, trend.layers)],
             "batch_size": advised,
+            "bound": self.bound,
             "leave_it": self.leaves_batch or self.is_undecided,
             "lr_factor": None if advised is None else self.lr_factor(advised),
             "betas": [] if advised is None else self.betas(advised),
+            "momentum": [] if advised is None else self.momentum(advised),
             "largest_micro_batch": None if time is None else time.largest,
             "network": vars(self.network),
             "devices": [*map(vars, self.devices)],

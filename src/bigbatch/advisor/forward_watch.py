@@ -1,6 +1,6 @@
 """The forwards of a training: which modules the loop calls, with how many samples."""
 
-import gc
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from bigbatch.errors import GradientError, SettingError
-
-_REMEDY = "state the samples of a backward and rank by --micro-batch (bb.advise: micro_batch=)"
+from bigbatch.errors import GradientError
+from bigbatch.gradients.groups.backward_graph import Node
+from bigbatch.gradients.groups.coupling import coupling_function, running_roots
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,15 @@ class ModuleCall:
     # args, kwargs: what it was called with
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    samples: int  # length of dimension 0 of the first tensor in these
+    shape: torch.Size  # of the first tensor in these
+    dim: int  # its dimension in which the samples are looked for
     lengths: tuple[int, ...]  # those of all tensors, each once
     autocast_dtype: torch.dtype | None  # of autocast; None without it
+
+    @property
+    def samples(self) -> int:
+        """Entries of that dimension."""
+        return self.shape[self.dim]
 
     def autocast(self, device: str) -> torch.autocast:
         """The call's autocast."""
@@ -43,6 +48,14 @@ class Input:
 
     tensor: Tensor
     version: int
+
+    def follows(self, other: "Input") -> bool:
+        """Whether it is the part of one batch that comes after the other part."""
+        base, step = self.tensor._base, self.tensor.stride(0) * self.tensor.element_size()
+        is_part = base is not None and base is other.tensor._base
+        after = self.tensor.data_ptr() - other.tensor.data_ptr()
+        same_rows = is_part and base is not None and base.dim() == self.tensor.dim()
+        return same_rows and after == len(other.tensor) * step != 0
 
     def is_same(self, other: "Input") -> bool:
         """Whether both are the same samples."""
@@ -79,6 +92,9 @@ class ForwardWatch:
     def __init__(self, modules: Iterable[nn.Module], on_error: Callable[[Exception], None]) -> None:
         self.called: dict[nn.Module, None] = {}
         self.last: ModuleCall | None = None
+        self.dim = 0  # of the first tensor in which the samples are
+        self.sizes: list[int | None] = []  # samples of the forwards before the last backward
+        self.is_sum = False  # whether the forwards of a backward are of different samples
         self.waited = 0.0  # seconds from `start` to the first forward of the step
         self.after_forward: Callable[[nn.Module, Any, Any, Any], None] | None = None
         self._modules = list(modules)
@@ -87,6 +103,7 @@ class ForwardWatch:
         self._started = 0.0
         self._samples: list[int | None] = []  # of the forwards since the last backward
         self._inputs: list[Input] = []  # likewise
+        self._outputs: list[Node] = []  # likewise, what computed their outputs
         self._earlier_inputs: list[Input] = []  # of earlier backwards of the step
         self._handles: list[RemovableHandle] = []
 
@@ -99,6 +116,7 @@ class ForwardWatch:
         self._depth = 0
         self._samples.clear()
         self._inputs.clear()
+        self._outputs.clear()
         self._earlier_inputs.clear()
         self.waited, self._started = 0.0, time.perf_counter()
         for module in self._modules:
@@ -113,6 +131,7 @@ class ForwardWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._outputs.clear()
 
     def take_samples(self) -> list[int | None]:
         """The samples of each forward since the last backward; None where no tensor has any.
@@ -122,6 +141,7 @@ class ForwardWatch:
         """
         self._depth = 0
         samples, self._samples = self._samples, []
+        self.sizes = samples
         inputs, self._inputs = self._inputs, []
         if any(one.is_same(other) for one in inputs for other in self._earlier_inputs):
             raise GradientError(
@@ -129,7 +149,15 @@ class ForwardWatch:
                 "(actor and critic, several tasks), so they are no micro-batches"
             )
         self._earlier_inputs += inputs
-        return samples
+        parts = len(inputs) > 1 and all(b.follows(a) for a, b in itertools.pairwise(inputs))
+        self.is_sum |= parts
+        return [sum(filter(None, samples))] if samples and self.is_sum else samples
+
+    def take_coupling(self) -> str:
+        """The function above these forwards by which the running backward's loss mixes samples."""
+        outputs, self._outputs = self._outputs, []
+        call = self.last
+        return "" if call is None else coupling_function(running_roots(), outputs, call.samples)
 
     def input_moments(self) -> tuple[float, ...]:
         """Mean and mean square of each tensor of the last call, to six digits.
@@ -164,9 +192,11 @@ class ForwardWatch:
         if not roots:
             return
         self.called[module] = None
+        self._outputs += [x.grad_fn for x in roots if x.grad_fn is not None]
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
         first = tensors[0] if tensors else None
-        self._samples.append(None if first is None else len(first))
+        dim = self.dim if first is not None and self.dim < first.dim() else 0
+        self._samples.append(None if first is None else first.shape[dim])
         if first is not None:
             kind = first.device.type
             enabled = torch.is_autocast_enabled(kind)
@@ -174,57 +204,10 @@ class ForwardWatch:
             own_args, own_kwargs = tree_map(_detached, (args, kwargs))
             self._inputs.append(Input(first, first._version))
             lengths = tuple(dict.fromkeys(map(len, tensors)))
-            self.last = ModuleCall(module, own_args, own_kwargs, len(first), lengths, dtype)
+            self.last = ModuleCall(module, own_args, own_kwargs, first.shape, dim, lengths, dtype)
         if self.after_forward is not None:
             self.after_forward(module, args, kwargs, output)
 
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def check_sample_count(call: ModuleCall, model: nn.Module) -> str:
-    """Compares the length of the first tensor with the other tensors, the layers and the loaders.
-
-    A DataLoader of the program with batches of that length settles it. Otherwise tensors of
-    different lengths, or a layer that takes its samples in dimension 1, refuse it.
-
-    Returns:
-        What does not fit although the number is used; empty if everything does.
-    Raises:
-        SettingError: it is unknown how many samples the call has.
-    """
-    loaders = data_loaders()
-    samplers = [getattr(loader, "batch_sampler", None) for loader in loaders]
-    sizes = {getattr(thing, "batch_size", None) for thing in (*loaders, *samplers)}
-    known = sorted(size for size in sizes if isinstance(size, int))
-    if call.samples in known:
-        return ""
-    lengths = [length for length in call.lengths if length != 1]
-    if len(lengths) > 1:
-        raise SettingError(
-            f"the tensors of the model's call have {_join(lengths)} in dimension 0, so it is "
-            f"unknown how many samples it has; {_REMEDY}"
-        )
-    layer = next((m for m in model.modules() if getattr(m, "batch_first", None) is False), None)
-    if layer is not None:
-        raise SettingError(
-            f"{type(layer).__name__} has batch_first=False, so dimension 0 of the model's first "
-            f"tensor, of length {call.samples}, may be positions and not samples; {_REMEDY}"
-        )
-    if not known:
-        return ""
-    return (
-        f"the model gets {call.samples} samples in a backward, and no DataLoader has such "
-        f"batches, but of {_join(known)}; if they are not {call.samples} independent samples "
-        f"(two views of each?), {_REMEDY}"
-    )
-
-
-def data_loaders() -> list[DataLoader[Any]]:
-    """The program's loaders."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), DataLoader)]
-
-
-def _join(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from traceback import walk_stack
 from types import FrameType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ _ENGINES = {  # package whose function is on the stack of an optimizer step -> i
     "accelerate": "Accelerate",
 }
 
+
+Thing = TypeVar("Thing")
 
 LATER = (
     "parameters began to train after the training had been found (layers that were unfrozen, "
@@ -133,20 +136,38 @@ class FoundTraining:
 def outermost_modules(parameters: Iterable[Tensor]) -> list[nn.Module]:
     """The modules that hold some of these parameters and are in no other module."""
     wanted = set(parameters)
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    modules = living(nn.Module)
     # a module whose __init__ did not finish may have none yet
     parts = [(vars(module).get("_modules") or {}).values() for module in modules]
     inner = {id(child) for children in parts for child in children}
     outermost = [module for module in modules if id(module) not in inner]
-    return [m for m in outermost if not wanted.isdisjoint(parameters_of(m))]
+    found = [m for m in outermost if not wanted.isdisjoint(parameters_of(m))]
+    return outermost_modules(wanted) if not found and _unfreeze() else found
+
+
+def living(kind: type[Thing]) -> list[Thing]:
+    """The program's objects of a class."""
+    things = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+    return living(kind) if not things and _unfreeze() else things
+
+
+def _unfreeze() -> bool:
+    """Shows what `gc.freeze()` has hidden, if it has; not frozen again, as garbage would be too."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    return is_frozen
 
 
 def candidates(outermost: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that a loop may call: these and those in them, except in one that is compiled."""
+    """The modules that a loop may call: these and those in them, except in one that is compiled.
+
+    A criterion without parameters, which a model may hold, is none.
+    """
     found = dict.fromkeys(outermost)
     pending = list(found)
     for module in pending:
         children = [] if _is_compiled(module) else [m for m in module.children() if m not in found]
+        children = [m for m in children if next(m.parameters(), None) is not None]
         found.update(dict.fromkeys(children))
         pending += children
     return pending

@@ -115,4 +115,6 @@ def _lines(advice: BatchAdvice) -> Iterator[str]:
     if found:
         yield "<h2>Lines to add</h2>"
     for trainer, lines in found.items():
-        yield f"<h3>{escape(trainer)}</h3>\n<pre>{escape(lines)}</pre>"
+        state = " open" if trainer == next(iter(found)) else ""  # the observed one
+        yield f"<details{state}><summary>{escape(trainer)}</summary>"
+        yield f"<pre>{escape(lines)}</pre></details>"

@@ -11,7 +11,7 @@ _MOVES = 2.0  # factor of the fastest batch size from which a schedule is worth 
 def lines_to_add(advice: BatchAdvice) -> dict[str, str]:
     """The settings for the advised batch size by trainer, those of the observed one first."""
     batch = advice.batch_size
-    if batch is None:
+    if batch is None or not advice.found.is_loaders:
         return {}
     ranks = advice.found.ranks
     micro, accumulation = _split(advice, batch // ranks)
@@ -56,5 +56,7 @@ def _split(advice: BatchAdvice, samples: int) -> tuple[int, int]:
     """(samples of a backward, backwards) of a rank, as few equal backwards as memory allows."""
     time = advice.observations.time
     largest = time.largest if time is not None and time.largest else samples
+    if advice.observations.coupling:
+        largest = advice.found.micro_batch
     micro = next(n for n in range(min(largest, samples), 0, -1) if not samples % n)
     return micro, samples // micro

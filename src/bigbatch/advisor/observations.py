@@ -19,8 +19,8 @@ class Limits:
     # whether nothing of the program comes after `__exit__`, so that a probe may change what a
     # module keeps outside its buffers
     is_last: bool = False
-    # samples of a backward and rank; None for dimension 0 of the first tensor
-    micro_batch: int | None = None
+    # samples of a backward and rank, and their dimension if it is stated; None to find them
+    micro_batch: tuple[int, int | None] | None = None
 
 
 NOT_ENDED = "the observation has not ended"
@@ -36,6 +36,8 @@ class Measurement:
     statistics: GradientStatistics  # signal and noise, also by layer
     # |h_d|^2 and 8 random projections of this rank's micro-batches, in their order
     features: Sequence[Sequence[float]] = ()
+    # <h_d, h_e> of the groups of this rank's backwards, (k, k); empty if their sizes differ
+    products: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,17 @@ class Found:
     ranks: int  # processes that share a step
     accumulation: int  # backwards of a step and rank
     micro_batch: int  # samples of a backward
+    counted: str  # where these were counted, in words
+    rows: float  # of the model's first tensor for a sample
+    is_loaders: bool  # whether a loader counts them likewise, as far as is known
     batch_size: int  # samples of a step, of all ranks
     device: str  # "cpu", or the name of the GPU
     autocast: str  # the type of autocast in the forward; empty without it
     scaler: bool  # whether a GradScaler scales the loss
     lr: tuple[float, ...]  # the learning rates of the parameter groups at the end
-    betas: tuple[float, ...]  # of the first parameter group; empty without them
+    # betas, momentum: each value that a parameter group has, once
+    betas: tuple[tuple[float, ...], ...]
+    momentum: tuple[float, ...]
 
 
 @dataclass
@@ -86,4 +93,6 @@ class Observations:
     step_seconds: float = 0.0  # median time of a step that was not measured
     measurements: list[Measurement] = field(default_factory=list)  # of the measured steps
     time: MachineTime | None = None  # where the seconds go; None if it is unknown
+    # the function in which the samples of a backward influence each other; empty if none is known
+    coupling: str = ""
     unseen: list[str] = field(default_factory=list)  # what could not be seen, in sentences

@@ -2,27 +2,32 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median, mode
+from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from bigbatch.advisor.forward_watch import (
-    ForwardWatch,
-    ModuleCall,
-    check_sample_count,
-    data_loaders,
-)
-from bigbatch.advisor.found_training import LATER, FoundTraining, candidates
+from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall
+from bigbatch.advisor.found_training import LATER, FoundTraining, candidates, living
 from bigbatch.advisor.observations import Found, Limits, MachineTime, Measurement, Observations, Way
 from bigbatch.advisor.rank_agreement import sign_in
+from bigbatch.advisor.sample_count import LoaderWatch, SampleCount, count_samples
 from bigbatch.advisor.sampled_steps import SampledSteps
 from bigbatch.advisor.step_reader import ConsecutiveStepsReader, StepReader, StepReading
 from bigbatch.advisor.time_probe import probe
 from bigbatch.errors import SettingError
 from bigbatch.policies.step_time import StepTime
 
+Value = TypeVar("Value")
+
+_COUPLED = (
+    "the samples of a backward influence each other in {}: a loss that compares them (contrastive, "
+    "ranking, hard negatives, a correlation) or a model that mixes them. Another batch size is "
+    "then another loss, and no noise scale says which is faster; train two or three and compare"
+)
 _MICRO_BATCHES = 4  # backwards of all ranks from which they are compared themselves
 _LEARNED = 2  # equal steps that show how many backwards a step has
 _MAX_LEARNED = 8  # steps that may pass until then
@@ -54,6 +59,9 @@ class ObservedTraining:
         self._reader = StepReader(training, self._forwards, "micro-batches", limits)
         self._samples: SampledSteps | None = None  # while it measures
         self._learned: list[int] = []  # backwards of each step
+        self._loaders = LoaderWatch()
+        self._yielded: list[float] = []  # samples of the loader in each of these steps
+        self._count: SampleCount | None = None  # the samples of a backward
         self._backwards_before: int | None = None  # the step of an optimizer that is not the last
         self._backward_samples: list[int] = []  # of the measured steps
         self._failures: list[str] = []  # of measured steps
@@ -110,6 +118,7 @@ class ObservedTraining:
     def _learn(self, reading: StepReading) -> None:
         """Learns how many backwards a step has."""
         self._learned.append(reading.backwards)
+        self._yielded.append(self._loaders.samples() / max(reading.backwards, 1))
         if len(self._learned) >= _LEARNED and len({*self._learned[-_LEARNED:]}) == 1:
             self._begin_measuring(reading)
         elif len(self._learned) >= _MAX_LEARNED:
@@ -120,6 +129,9 @@ class ObservedTraining:
     def _begin_measuring(self, reading: StepReading) -> None:
         backwards = reading.backwards
         refusal = reading.failure or ("" if backwards else _irregular(self._learned))
+        self._observations.coupling = reading.coupling
+        if backwards * self._reader.ranks < _MICRO_BATCHES and reading.coupling:
+            refusal = refusal or _COUPLED.format(reading.coupling)
         refusal = refusal or self._check_samples()
         if self._reader.ranks > 1:
             self.signed_in = True
@@ -136,16 +148,22 @@ class ObservedTraining:
         self._start_step()
 
     def _check_samples(self) -> str:
-        """Why the number of samples cannot be used, unless it was stated; notes a doubt."""
-        call = self._forwards.last
-        if call is None or self._limits.micro_batch is not None:
+        """Finds the samples of a backward; says why it cannot, or notes a doubt."""
+        forwards, yielded = self._forwards, self._yielded[-_LEARNED:]
+        if forwards.last is None:
             return ""
         try:
-            doubt = check_sample_count(call, self._training.model)
+            self._count = count = count_samples(
+                forwards,
+                self._training.model,
+                self._limits.micro_batch,
+                yielded[0] if len({*yielded}) == 1 else 0.0,
+            )
         except SettingError as error:
             return str(error)
-        if doubt:
-            self._observations.unseen.append(f"what the samples are: {doubt}")
+        forwards.dim, forwards.is_sum = count.dim, count.is_sum
+        if count.doubt:
+            self._observations.unseen.append(f"what the samples are: {count.doubt}")
         return ""
 
     def _explained(self, reason: str) -> str:
@@ -160,12 +178,10 @@ class ObservedTraining:
 
     def _hidden_groups(self) -> str:
         """Why groups cannot be seen in any case; empty if they may be."""
-        call, stated = self._forwards.last, self._limits.micro_batch
         if self._training.is_compiled:
             return "torch.compile hides them"
-        if stated is not None and call is not None and stated != call.samples:
-            return f"the samples of a backward are stated as {stated}, not in dimension 0"
-        return ""
+        is_located = self._count is None or self._count.rows
+        return "" if is_located else "it is unknown where the stated samples are"
 
     def _read_without_groups(self, reason: str, backwards: int) -> None:
         """By two or three backwards, or else by consecutive steps."""
@@ -179,6 +195,8 @@ class ObservedTraining:
             kind = ConsecutiveStepsReader if way == "consecutive steps" else StepReader
             self._reader = kind(self._training, self._forwards, way, self._limits)
         self._reader.backwards = backwards
+        if self._count is not None and self._count.rows:
+            self._reader.samples_per_row = self._count.samples / self._count.rows
         limit = math.inf if self._limits.seconds is None else self._limits.seconds
         elapsed = time.perf_counter() - self._began
         self._samples = SampledSteps(limit - elapsed, pair=way == "consecutive steps")
@@ -190,7 +208,11 @@ class ObservedTraining:
         failure = "" if reading is None else reading.failure
         shared = None if reading is None else reading.shared
         seconds = time.perf_counter() - self._last_end  # with those of reading it
-        samples.end_step(seconds, shared, failed=bool(failure))
+        coupling = self._observations.coupling or ("" if reading is None else reading.coupling)
+        self._observations.coupling = coupling
+        samples.end_step(seconds, shared, failed=bool(failure), is_coupled=bool(coupling))
+        if samples.is_coupled and self._reader.way != "micro-batches":
+            raise SettingError(_COUPLED.format(coupling or "the loss of another rank"))
         if failure:
             self._failures.append(failure)
         if reading is not None and reading.statistics is not None:
@@ -209,7 +231,7 @@ class ObservedTraining:
     def _note(self, reading: StepReading, now: float) -> None:
         assert reading.statistics is not None
         self._observations.measurements.append(
-            Measurement(self._steps - 1, reading.statistics, reading.features)
+            Measurement(self._steps - 1, reading.statistics, reading.features, reading.products)
         )
         self._backward_samples.append(round(reading.sizes[0]))
         self._waits.append(self._forwards.waited)
@@ -226,6 +248,8 @@ class ObservedTraining:
         observations.seconds = time.perf_counter() - self._began
         if not self._training.has_all_parameters:
             raise SettingError(LATER)
+        if observations.coupling and self._reader.way != "micro-batches":
+            raise SettingError(_COUPLED.format(observations.coupling))
         if not observations.measurements or call is None or self._samples is None:
             reason = self._failures[-1] if self._failures else too_short(self._steps)
             raise SettingError(reason)
@@ -256,6 +280,9 @@ class ObservedTraining:
             ranks=reader.ranks,
             accumulation=reader.backwards,
             micro_batch=mode(self._backward_samples),
+            counted=self._counted(),
+            rows=1 / self._reader.samples_per_row,
+            is_loaders=self._count is None or not self._count.doubt,
             batch_size=round(samples / steps),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             autocast="" if call.autocast_dtype is None else str(call.autocast_dtype)[6:],
@@ -263,8 +290,20 @@ class ObservedTraining:
             lr=tuple(
                 float(group.get("initial_lr", group["lr"])) for group in groups if "lr" in group
             ),
-            betas=tuple(float(beta) for beta in groups[0].get("betas", ())),
+            betas=_each_once(tuple(map(float, g["betas"])) for g in groups if g.get("betas")),
+            momentum=_each_once(float(g["momentum"]) for g in groups if g.get("momentum")),
         )
+
+    def _counted(self) -> str:
+        count = self._count
+        if count is None or not count.rows:
+            return "as --micro-batch says"
+        first = f"dimension {count.dim} of the model's first tensor"
+        if count.is_sum:
+            return f"counted in all calls of the model, in {first}"
+        if count.counted:
+            return f"as {count.counted} counts them; {first} has {count.rows} rows for these"
+        return f"counted in {first}"
 
     def time_other_sizes(self) -> None:
         """Times backwards of other numbers of samples, once nothing is observed any more."""
@@ -281,7 +320,7 @@ class ObservedTraining:
         optimizer = median(self._optimizer_seconds or [0.0])
         backwards = times.seconds([found.micro_batch] * found.accumulation)
         rest = max(0.0, self._observations.step_seconds - backwards - optimizer)
-        in_process = any(not loader.num_workers for loader in data_loaders())
+        in_process = any(not loader.num_workers for loader in living(DataLoader))
         data = min(rest, median(self._waits or [0.0])) if in_process else 0.0
         self._observations.time = MachineTime(
             times, optimizer, data, rest - data, largest, sample_bytes
@@ -295,9 +334,24 @@ class ObservedTraining:
             raise SettingError("it is measured where the loop calls one module")
         if training.is_compiled and not is_last:
             raise SettingError("it would compile the model again, which may change what follows")
-        if self._limits.micro_batch not in (None, call.samples):
-            raise SettingError("it is unknown where the samples of the model's tensors are")
-        return probe(call, training.parameters, copies=not is_last)
+        count = self._count
+        if count is None or not count.rows or count.is_sum:
+            raise SettingError(
+                "it is measured where one call of the model has a backward's samples"
+            )
+        times, largest, row_bytes = probe(call, training.parameters, copies=not is_last)
+        rows = count.rows / count.samples
+        return (
+            StepTime(
+                times.fixed, times.per_sample * rows, times.smallest / rows, times.largest / rows
+            ),
+            None if largest is None else int(largest / rows),
+            row_bytes * rows,
+        )
+
+
+def _each_once(values: Iterable[Value]) -> tuple[Value, ...]:
+    return tuple(dict.fromkeys(values))
 
 
 def too_short(steps: int) -> str:

@@ -36,6 +36,8 @@ class SampledSteps:
         self._ratios: deque[float] = deque(maxlen=_KEPT)  # of all ranks
         self._failures = 0  # 1 if the last measured step failed on this rank
         self.failed = 0  # measured steps in a row that failed on some rank
+        self._is_coupled = False  # whether this rank's samples influence each other
+        self.is_coupled = False  # whether those of some rank do
         self.timed_out = False
         self._count = 0  # steps since the last choice
         self._interval = 2
@@ -54,18 +56,28 @@ class SampledSteps:
     def shared(self) -> tuple[float, ...]:
         """What this rank tells the others at a measured step.
 
-        1, the cost of the last one as a ratio and in seconds, seconds so far, and its failure.
+        1, the cost of the last one as a ratio and in seconds, seconds so far, its failure, and
+        whether samples influence each other.
         """
         elapsed = time.perf_counter() - self._began
-        return 1.0, self._ratio, self._extra, elapsed, float(self._failures)
+        flags = float(self._failures), float(self._is_coupled)
+        return 1.0, self._ratio, self._extra, elapsed, *flags
 
-    def end_step(self, seconds: float, shared: Sequence[float] | None, *, failed: bool) -> None:
+    def end_step(
+        self,
+        seconds: float,
+        shared: Sequence[float] | None,
+        *,
+        failed: bool,
+        is_coupled: bool = False,
+    ) -> None:
         """A step has ended.
 
         Args:
             seconds: its time; 0 if it is unknown.
             shared: the sums of `shared` over the ranks; None if it was not measured.
             failed: whether it was to be measured and could not be.
+            is_coupled: whether its samples influence each other.
         """
         measured = self.due
         self._count += 1
@@ -74,6 +86,7 @@ class SampledSteps:
                 self._plain.append(seconds)
         else:
             self._failures = int(failed)
+            self._is_coupled |= is_coupled
             if seconds and self._plain:
                 self._spans.append(seconds)  # of a pair the second one may take longer
                 self._ratio = mean(self._spans) / self.seconds
@@ -84,7 +97,8 @@ class SampledSteps:
             self._count = 0
 
     def _learn(self, shared: Sequence[float]) -> None:
-        ranks, ratio, extra, elapsed, failures = shared
+        ranks, ratio, extra, elapsed, failures, coupled = shared
+        self.is_coupled = coupled > 0
         self._spent += extra / ranks
         self.timed_out = elapsed / ranks > self._limit
         self.failed = self.failed + 1 if failures else 0

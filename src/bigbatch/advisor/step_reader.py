@@ -12,8 +12,9 @@ from torch import Tensor
 from bigbatch.advisor.forward_watch import ForwardWatch
 from bigbatch.advisor.found_training import LATER, FoundTraining
 from bigbatch.advisor.observations import Limits, Way
+from bigbatch.advisor.sample_count import require_one_size
 from bigbatch.advisor.time_probe import synchronize
-from bigbatch.errors import GradientError
+from bigbatch.errors import BigbatchError, GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.forward_hook import PrepareAfterForward
@@ -41,6 +42,8 @@ class StepReading:
     sizes: Sequence[float]  # samples of these
     features: Sequence[Sequence[float]]  # |h_d|^2 and 8 projections of each of these
     shared: Sequence[float]  # sums over the ranks of the values that each has passed
+    products: Sequence[Sequence[float]]  # see `Measurement`
+    coupling: str  # the function in which samples influence others; empty if none is known
 
 
 class StepReader(Subscriber):
@@ -59,6 +62,7 @@ class StepReader(Subscriber):
         self.ended = 0.0  # when the last backward had ended and was read
         self._forwards = forwards
         self._training, self._stated = training, limits.micro_batch
+        self.samples_per_row = 1.0  # samples of an entry in the model's first tensor
         self._meter = meter = GradientMeter(
             training.model, per_layer=True, scaler=training.caller.scaler
         )
@@ -71,12 +75,14 @@ class StepReader(Subscriber):
             tap = self.source.group_tap
             assert tap is not None
             tap.on_error = self._note_error_of_groups
-            forwards.after_forward = PrepareAfterForward(self.source)
+            tap.with_products = True
+            forwards.after_forward = PrepareAfterForward(self.source, forwards.dim)
         self._due = False
-        self._failure = ""
+        self._failure = self._coupling = ""
         self._sizes: list[float] = []
         self._values: Tensor | None = None  # of the meter, on the device
         self._features: Tensor | None = None  # of each micro-batch
+        self._products: list[Tensor] = []  # of the groups of each backward
         self._shared: Sequence[float] = ()
         self._probes = (training.parameters[0], training.parameters[-1])
         self._version: int | None = None  # of these, at the first backward
@@ -87,6 +93,7 @@ class StepReader(Subscriber):
     def start(self, number: int, shared: Sequence[float], *, due: bool) -> None:
         """A step starts."""
         self._failure, self._values, self._shared, self._due = "", None, shared, due
+        self._coupling, self._products = "", []
         self._version, self._is_begun = None, False
         if due:
             if not self._training.has_all_parameters:
@@ -112,7 +119,17 @@ class StepReader(Subscriber):
         self.source.restart()
         self.source.unsubscribe(self)
         self._meter.at_step(0, due=False)
-        return StepReading(statistics, failure, backwards, [*self._sizes], features, shared)
+        products = torch.stack(self._products).mean(0).tolist() if self._products else ()
+        return StepReading(
+            statistics,
+            failure,
+            backwards,
+            [*self._sizes],
+            features,
+            shared,
+            products,
+            self._coupling,
+        )
 
     def close(self) -> None:
         """Removes every hook."""
@@ -123,7 +140,7 @@ class StepReader(Subscriber):
     def note_error(self, error: Exception) -> None:
         """The step cannot be read."""
         self._failure = self._failure or (
-            str(error) if isinstance(error, GradientError) else f"{type(error).__name__}: {error}"
+            str(error) if isinstance(error, BigbatchError) else f"{type(error).__name__}: {error}"
         )
 
     def _note_error_of_groups(self, error: Exception) -> None:
@@ -143,6 +160,9 @@ class StepReader(Subscriber):
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A backward starts."""
+        tap = self.source.group_tap
+        of_model = "" if tap is None else tap.coupling
+        self._coupling = self._coupling or of_model or self._forwards.take_coupling()
         samples = self._forwards.take_samples()
         if not samples:
             raise GradientError(
@@ -150,12 +170,10 @@ class StepReader(Subscriber):
                 "of another loss of the same samples (actor and critic, a penalty, several tasks), "
                 "or of reentrant checkpointing (use_reentrant=False avoids it), and no micro-batch"
             )
-        if self._stated is None and (None in samples or len(set(samples)) > 1):
-            raise GradientError(
-                f"the model was called {len(samples)} times before one backward, with "
-                f"{', '.join(map(str, samples))} samples, so it is unknown how many there are"
-            )
-        self._sizes.append(float(self._stated or samples[0] or 0))
+        if self._stated is None and self.backwards:
+            require_one_size(samples)
+        stated = None if self._stated is None else self._stated[0]
+        self._sizes.append(float(stated or self.samples_per_row * (samples[0] or 0)))
 
     def end(self) -> None:
         """A backward is complete."""
@@ -172,6 +190,12 @@ class StepReader(Subscriber):
                     f"the backwards of a step are of {sizes} samples, and it cannot be seen how "
                     "the loss weights them"
                 )
+            for size, norms in zip(self._sizes, self.source.group_norms, strict=True):
+                if norms is not None:  # whose weights are rows
+                    rows = sum(norms.weights)
+                    if norms.products is not None and len({*norms.weights}) == 1:
+                        self._products.append(norms.products)
+                    norms.weights = tuple(size * weight / rows for weight in norms.weights)
             sqnorms = torch.stack([squares.sum() for squares in self._meter.micro_batch_sqnorms])
             projections = self._meter.micro_batch_projections.to(sqnorms)
             self._features = torch.cat([sqnorms[:, None], projections], 1)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from bigbatch.advisor.batch_advice import BatchAdvice, DeviceAdvice
+from bigbatch.advisor.batch_advice import FARTHEST, BatchAdvice, DeviceAdvice
 from bigbatch.advisor.lines_to_add import lines_to_add
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -57,12 +57,25 @@ def conclusion(advice: BatchAdvice) -> str:
 
 def unknown(advice: BatchAdvice) -> str:
     """Why there is no batch size."""
-    trend = advice.trend
+    trend, present, bound = advice.trend, advice.found.batch_size, advice.bound
+    if bound is not None:
+        side = "At least" if bound > present else "At most"
+        if math.isinf(trend.high):
+            return (
+                f"{side} {bound}, where the present batch is {present}; no size is advised, since "
+                "the noise scale's interval has no upper end. Observe more steps (--steps, "
+                "--budget)."
+            )
+        return (
+            f"{side} {bound}; no size is advised, since the fastest one is more than a factor of "
+            f"{FARTHEST} from the present {present}, farther than this advice was ever tested. "
+            f"Train with {bound}, and observe that run."
+        )
     if math.isinf(trend.noise_scale):
-        bound = f" The noise scale is at least {number(trend.low)}." * math.isfinite(trend.low)
+        lower = f" The noise scale is at least {number(trend.low)}." * math.isfinite(trend.low)
         return (
             "No batch size: the gradient's signal was not distinguished from noise; observe more "
-            f"steps.{bound}"
+            f"steps.{lower}"
         )
     return (
         "No fastest batch size, since the time of other sizes is unknown. Near the noise scale of "
@@ -81,8 +94,7 @@ def _training(advice: BatchAdvice) -> Iterator[str]:
     )
     yield (
         f"a batch of {found.batch_size}: ranks x backwards x samples = {found.ranks} x "
-        f"{found.accumulation} x {found.micro_batch}, counted in dimension 0 of the model's first "
-        "tensor"
+        f"{found.accumulation} x {found.micro_batch}, {found.counted}"
     )
     yield (
         f"{observations.steps} steps in {observations.seconds:.1f} s, "
@@ -157,11 +169,19 @@ def _rate(advice: BatchAdvice) -> Iterator[str]:
     rates = ", ".join(f"{lr:.3g} to {lr * factor:.3g}" for lr in dict.fromkeys(advice.found.lr))
     rule = "1 / (1 + noise scale / batch)" if advice.follows_sgd else "sqrt(batch)"
     yield f"learning rate for {batch}: x {factor:.3g} ({rates}), proportional to {rule}"
-    if betas := advice.betas(batch):
+    found, same = advice.found, "of the same half-life in samples"
+    pairs = zip(found.betas, advice.betas(batch), strict=False)  # empty beyond a factor of 4
+    if betas := "; ".join(f"{_decays(old)} to {_decays(new)}" for old, new in pairs):
+        yield f"betas {same}: {betas} (worth a try; not always better)"
+    if momentum := advice.momentum(batch):
         yield (
-            f"betas of the same half-life in samples: {', '.join(f'{b:.4g}' for b in betas)} "
-            "(worth a try; not always better)"
+            f"momentum {same}: {_decays(found.momentum)} to {_decays(momentum)} (worth a try; SGD "
+            "adds gradients up, so multiply its rate by (1 - the new) / (1 - the old momentum))"
         )
+
+
+def _decays(decays: tuple[float, ...]) -> str:
+    return ", ".join(f"{decay:.4g}" for decay in decays)
 
 
 def _memory(advice: BatchAdvice) -> Iterator[str]:
@@ -180,10 +200,11 @@ def _lines(advice: BatchAdvice) -> Iterator[str]:
     if not found or advice.leaves_batch or advice.is_undecided:
         return
     yield "Lines to add:"
-    for trainer, lines in found.items():
-        first, *others = lines.splitlines()
-        yield f"  {trainer + ':':<22} {first}"
-        yield from (f"  {'':<22} {line}" for line in others)
+    trainer, *others = found
+    first, *rest = found[trainer].splitlines()
+    yield f"  {trainer + ':':<22} {first}"
+    yield from (f"  {'':<22} {line}" for line in rest)
+    yield f"  -o advice.html shows those of {', '.join(others)}"
 
 
 def bars(scales: list[float]) -> str:

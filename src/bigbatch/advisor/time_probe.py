@@ -73,9 +73,11 @@ class _Backward:
         own = self.call.samples
 
         def resized(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != own:
+            shape = leaf.shape if isinstance(leaf, Tensor) else ()
+            dim = next((d for d in (self.call.dim, 0) if shape[d : d + 1] == (own,)), None)
+            if dim is None:
                 return leaf
-            return torch.cat([leaf] * -(-samples // own))[:samples]
+            return torch.cat([leaf] * -(-samples // own), dim).narrow(dim, 0, samples)
 
         return tree_map(resized, (self.call.args, self.call.kwargs))  # type: ignore[no-any-return]
 

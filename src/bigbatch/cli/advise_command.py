@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ from bigbatch.advisor.advise import Advice, parse_seconds, require_ending
 from bigbatch.advisor.cluster_time import Network
 from bigbatch.advisor.observations import Limits
 from bigbatch.advisor.run_program import require_program, run_program
+from bigbatch.advisor.sample_count import parse_samples
 from bigbatch.advisor.training_observer import EndOfProgram, TrainingObserver
 from bigbatch.errors import SettingError
 
@@ -38,7 +40,7 @@ def advise(arguments: Sequence[str]) -> NoReturn:
             options.groups,
             ends_program=not options.go_on,
             is_last=True,
-            micro_batch=options.micro_batch,
+            micro_batch=parse_samples(options.micro_batch),
         )
         network = Network(options.bandwidth, options.latency)
         require_program(options.target, is_module=options.module)
@@ -60,25 +62,36 @@ def advise(arguments: Sequence[str]) -> NoReturn:
         advice = Advice(observer.observations, network)
         _show(advice, paths)
     if not status and not options.go_on:
-        status = int(bool(advice.refusal))
+        status = int(advice.batch_size is None)
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
 
 
 def _show(advice: Advice, paths: Sequence[Path]) -> None:
-    """Prints the page and writes the files, on rank 0."""
+    """Writes the files and prints the page, on rank 0."""
     if os.environ.get("RANK", "0") != "0":
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    print(f"\n{advice}", flush=True)  # noqa: T201
+    lines = [f"\n{advice}"]
     for path in paths:
         try:
             advice.write(path)
-            print(f"advice: {path}", flush=True)  # noqa: T201
+            lines.append(f"advice: {path}\n")
         except OSError as error:
-            sys.stderr.write(f"bigbatch: {path} cannot be written: {error.strerror}\n")
+            lines.append(f"bigbatch: {path} cannot be written: {error.strerror}\n")
+    _print("".join(lines))
+
+
+def _print(text: str) -> None:
+    """Prints on the first stream that the program has left open."""
+    streams = (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__)
+    for stream in filter(None, streams):
+        with suppress(OSError, ValueError):  # broken or closed
+            stream.flush()
+            encoding = stream.encoding or "utf-8"
+            stream.write(text.encode(encoding, "replace").decode(encoding))
+            stream.flush()
+            return
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -104,8 +117,8 @@ def argument_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("assumptions").add_argument
     groups = "groups of samples of a backward that are compared [8]"
     add("--groups", type=_count, default=8, help=groups)
-    micro_batch = "samples of a backward and rank [dimension 0 of the model's first tensor]"
-    add("--micro-batch", type=_count, metavar="N", help=micro_batch)
+    micro_batch = "samples of a backward and rank, 20@1 if they are in dimension 1 [found]"
+    add("--micro-batch", metavar="N", help=micro_batch)
     bandwidth = "assumed for a device's network [12.5]"
     add("--bandwidth", type=float, default=12.5, metavar="GB/s", help=bandwidth)
     latency = "assumed for a message, in microseconds [30]"

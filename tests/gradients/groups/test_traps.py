@@ -82,7 +82,7 @@ COUPLED = {
 
 @pytest.mark.parametrize("kind", COUPLED)
 def test_samples_that_influence_others_or_lie_apart_are_refused(kind):
-    with refused("a group's samples influence others in .*, or are not together"):
+    with refused("a group's samples influence others in "):
         measured(model(COUPLED[kind], l=first, m=second), [normal(8, 5)], K)
 
 
@@ -351,7 +351,7 @@ def test_hooks_that_watch_change_nothing():
 
 
 def test_a_parameter_of_a_function_written_by_hand_is_refused():
-    with refused(r"groups[^:]*: w with .* of \|G\|\^2 \(used in ScaledBackward, a function"):
+    with refused(r"used in ScaledBackward, a function .* for w with .* of \|G\|\^2"):
         measured(
             model(lambda s, x: s.l(Scaled.apply(x, s.w)), w=normal(5), l=first), [normal(8, 5)], K
         )

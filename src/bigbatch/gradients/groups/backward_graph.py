@@ -70,6 +70,13 @@ def trace(
             key.append(node._saved_training)
 
 
+def is_batch_norm(node: Node) -> bool:
+    """Whether a function normalizes over the samples of a batch."""
+    # InstanceNorm moves the samples to the channels, so that dimension 0 has size 1
+    is_one = "BatchNorm" in node.name() and shape_of(node)[:1] != (1,)
+    return is_one and bool(getattr(node, "_saved_training", True))
+
+
 def operands_of(node: Node) -> list[Node]:
     """The nodes whose outputs a function takes."""
     return [following for following, _ in node.next_functions if following is not None]

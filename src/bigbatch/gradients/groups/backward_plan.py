@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bigbatch.gradients.groups.backward_graph import Edge, Node, shape_of, trace
+from bigbatch.gradients.groups.backward_graph import Edge, Node, is_batch_norm, shape_of, trace
 from bigbatch.gradients.groups.contributions import SIGNS
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses, Route, Use
@@ -16,6 +16,7 @@ from bigbatch.gradients.groups.rules import Place, Rule, can_project, rule_of
 from bigbatch.gradients.groups.sample_check import SampleCheck, check_samples
 
 _BATCH_NORM = "BatchNorm normalizes over the samples of all groups"
+_COUPLED = "a group's samples influence others in {}"
 _MAX_STRUCTURES = 32
 _CHECKED = {4**n for n in range(32)}  # numbers of the backwards of a structure
 
@@ -44,6 +45,8 @@ class BackwardPlan:
     projected: dict[Tensor, int]
     eps: float = 0.0  # relative rounding of the coarsest dtype between a use and its parameter
     refusal: str = ""  # why no parameter is covered
+    # the function, other than BatchNorm, in which samples influence others; empty if none is known
+    coupling: str = ""
     # whether the check of the samples shows where those of other batches are
     is_conclusive: bool = True
     numbers: tuple[int, ...] = ()  # the numbers of the nodes of all uses
@@ -93,9 +96,11 @@ class RememberedPlans:
         self, nodes: Sequence[Node], roots: Sequence[Edge], grouping: Grouping, check: int | None
     ) -> BackwardPlan:
         """Finds the uses of parameters in a graph, and where the samples are in each."""
-        refusal = _refusal_of_graph(nodes) or _refusal_of_model(self._model)
-        if refusal:
-            return BackwardPlan([], {}, {}, refusal=refusal)
+        refusal, normalizes = _refusal_of_graph(nodes), _has_batch_norm(nodes, self._model)
+        # a SyncBatchNorm would wait for the other ranks
+        is_synchronous = any("SyncBatchNorm" in node.name() for node in nodes)
+        if refusal or (normalizes and (check is None or is_synchronous)):
+            return BackwardPlan([], {}, {}, refusal=refusal or _BATCH_NORM)
         without_samples: frozenset[int] = frozenset()
         is_of_model = _constants(self._model)
         while True:
@@ -113,6 +118,9 @@ class RememberedPlans:
         if checked.overwriting:
             refusal = f"the backward of {checked.overwriting} overwrites what its forward saved"
             return BackwardPlan([], {}, {}, refusal=refusal)
+        if normalizes or checked.coupling:
+            refusal = _BATCH_NORM if normalizes else _COUPLED.format(checked.coupling)
+            return BackwardPlan([], {}, {}, refusal=refusal, coupling=checked.coupling)
         refusals: dict[Tensor, str] = {}
         for use in found.uses:
             reason = use.refusal or _refusal_of_place(use, checked)
@@ -173,7 +181,7 @@ def _refusal_of_place(use: Use, checked: SampleCheck) -> str:
         return ""
     if use.number in checked.unlocated:
         return f"no value from the loss down to {use.name} has a dimension of the batch's size"
-    return f"a group's samples influence others in {use.name}, or are not together"
+    return f"{_COUPLED.format(use.name)}, or are not together"
 
 
 def _refusal_of_graph(nodes: Sequence[Node]) -> str:
@@ -184,18 +192,14 @@ def _refusal_of_graph(nodes: Sequence[Node]) -> str:
             return "reentrant checkpointing hides their use; pass use_reentrant=False"
         if name.startswith("CompiledFunction"):
             return "torch.compile makes one function of many, in which uses are not seen"
-        # InstanceNorm moves the samples to the channels, so that dimension 0 has size 1
-        is_batch_norm = "BatchNorm" in name and shape_of(node)[:1] != (1,)
-        if is_batch_norm and getattr(node, "_saved_training", True):
-            return _BATCH_NORM
     return ""
 
 
-def _refusal_of_model(model: nn.Module | None) -> str:
-    for module in () if model is None else model.modules():
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-            return _BATCH_NORM
-    return ""
+def _has_batch_norm(nodes: Sequence[Node], model: nn.Module | None) -> bool:
+    modules = () if model is None else model.modules()
+    normalizing = (m for m in modules if isinstance(m, _BatchNorm))
+    is_in_model = any(m.training or m.running_mean is None for m in normalizing)
+    return is_in_model or any(map(is_batch_norm, nodes))
 
 
 def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:

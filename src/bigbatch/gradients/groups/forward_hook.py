@@ -13,12 +13,13 @@ from bigbatch.gradients.source import GradientSource
 
 
 class PrepareAfterForward:
-    """A forward hook with keyword arguments; the samples are in the first tensor's dimension 0.
+    """A forward hook with keyword arguments; the samples are in a dimension of the first tensor.
 
     Its copies, in copied and in saved models, do nothing.
     """
 
-    def __init__(self, source: GradientSource | None = None) -> None:
+    def __init__(self, source: GradientSource | None = None, dim: int = 0) -> None:
+        self._dim = dim
         self._source = None if source is None else weakref.ref(source)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -39,7 +40,7 @@ class PrepareAfterForward:
         elif not roots:
             tap.missing = _message("no tensor with a gradient", "outputs", tree_leaves(output))
         else:
-            source.prepare_groups(roots, len(first))
+            source.prepare_groups(roots, first.shape[self._dim])
 
 
 def _is_transformed() -> bool:

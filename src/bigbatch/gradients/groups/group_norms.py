@@ -29,6 +29,7 @@ class GroupNorms:
     errors: dict[int, Tensor] = field(default_factory=dict)
     lengths: dict[int, Tensor] = field(default_factory=dict)  # sum |h_d|^2, by part
     eps: float = 0.0  # relative rounding of the coarsest dtype in which the backward computed them
+    products: Tensor | None = None  # <h_d, h_e> of all groups, (k, k), if they are wanted
 
     def scatter(self, layers: int, device: torch.device) -> Tensor:
         """sum_d |h_d|^2 / n_d - |sum h_d|^2 / sum n_d, by layer (L,)."""
@@ -87,7 +88,9 @@ class NormsOfGroups:
         eps: float,
         *,
         by_parameter: bool,
+        with_products: bool = False,
     ) -> None:
+        self._with_products = with_products
         self.norms = GroupNorms(weights, eps=eps)
         self._layers, self._by_parameter = layers, by_parameter
         self._gathered: dict[tuple[int, int], list[_Images]] = {}
@@ -134,6 +137,9 @@ class NormsOfGroups:
         else:
             squares = torch.linalg.vector_norm(images, dim=1).square()
         squared_total = torch.dot(total, total)
+        if self._with_products:
+            products = (images @ images.t() / scale).cpu()
+            norms.products = products if norms.products is None else norms.products + products
         self._compare(gathered, total, squares.sum())
         if scale > 1:
             squares, squared_total = squares / scale, squared_total / scale

@@ -74,6 +74,7 @@ class GroupTap:
         self.groups = groups
         self.on_error: Callable[[Exception], None] | None = None  # see `hands_errors_over`
         self.failed = False
+        self.with_products = False  # whether norms have the products of all groups
         self.exact = False  # whether a subscriber needs the gradients themselves
         self._layers, self.model = layers, model
         self.step = 0  # chooses the random signs, together with `_backwards`
@@ -124,13 +125,24 @@ class GroupTap:
         counting = [number for number, weight in enumerate(sums) if weight]
         self._counting = None if len(counting) == len(sums) else counting
         self.grouping, self.weights = grouping, tuple(sums[number] for number in counting)
-        self._norms = NormsOfGroups(self.weights, self._layers, plan.eps, by_parameter=self.exact)
+        self._norms = NormsOfGroups(
+            self.weights,
+            self._layers,
+            plan.eps,
+            by_parameter=self.exact,
+            with_products=self.with_products,
+        )
         self._backwards += 1
         self._compares = is_surprising or plan.backwards % _COMPARED == 1
         self._prepared += 1
         on_gradient = weak_method(self._on_gradient)
         for use in plan.uses:
             nodes[use.number].register_prehook(partial(on_gradient, self._prepared, use))
+
+    @property
+    def coupling(self) -> str:
+        """The function in which samples of the prepared backward influence others; "" if none."""
+        return "" if self._plan is None else self._plan.coupling
 
     def take(self, parameter: Tensor, gradient: Tensor) -> GroupGradients | None:
         """The groups' gradients, complete when the parameter's `gradient` is; None if unseen."""
@@ -261,13 +273,13 @@ def refusal_message(
     for parameter, reason in refusals.items():
         by_reason.setdefault(reason, []).append(parameter)
     parts = []
-    for reason, parameters in by_reason.items():
+    for parameters in by_reason.values():
         shown = [names.get(p, f"one of shape {tuple(p.shape)}") for p in parameters[:_NAMED]]
         if len(parameters) > _NAMED:
             shown.append(f"{len(parameters) - _NAMED} more")
         share = sum(squares[p] for p in parameters) / total
-        parts.append(f"{', '.join(shown)} with {share:.2g} of |G|^2 ({reason})")
+        parts.append(f"{', '.join(shown)} with {share:.2g} of |G|^2")
     return (
-        "the gradients of the groups of one backward cannot be seen for these parameters: "
-        f"{'; '.join(parts)}"
+        f"{'; '.join(by_reason)}; so the gradients of the groups of one backward cannot be seen "
+        f"for {'; '.join(parts)}"
     )

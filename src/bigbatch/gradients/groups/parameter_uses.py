@@ -141,6 +141,11 @@ class ParameterUses:
         """Whether samples are among the operands of a function."""
         return any(map(self.has_samples, operands_of(self.nodes[number])))
 
+    def consumer_of(self, number: int) -> str:
+        """The name of a function that takes the output of a node; its own above all others."""
+        node = self.nodes[number]
+        return str(next(iter(self._consumers[node]), node).name())
+
     def _has_data(self, node: Node) -> bool:
         """Whether a constant of a function may be samples."""
         return any(not self._is_of_model(c) and not _are_positions(c) for c in constants_of(node))

@@ -6,7 +6,7 @@ See [Note: Groups of one backward] in `group_tap.py`.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from bigbatch.gradients.groups.backward_graph import (
     Edge,
     Node,
+    is_batch_norm,
     leaf_of,
     node_names,
     operands_of,
@@ -25,6 +26,7 @@ from bigbatch.gradients.groups.backward_graph import (
     shape_of,
     written_in_python,
 )
+from bigbatch.gradients.groups.coupling import coupling_function
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses, Use
 from bigbatch.gradients.groups.rules import Place
@@ -53,6 +55,9 @@ class SampleCheck:
     overwriting: str = ""
     # the uses that no output shows the samples of, which have no place
     unlocated: frozenset[int] = frozenset()
+    # the name of a function, above any BatchNorm, in which samples influence others; empty if none
+    # is known, and where they may just lie elsewhere
+    coupling: str = ""
 
 
 def check_samples(
@@ -61,15 +66,17 @@ def check_samples(
     """Looks where gradients of some samples arrive, from the first places that all uses have."""
     frontier = _Frontier(found, roots)
     attempts = max((len(output.places) for output in frontier.outputs), default=1)
-    first: SampleCheck | None = None
+    ends = {found.nodes[output.number] for output in frontier.outputs}
+    of_loss = coupling_function((node for node, _ in roots), ends, grouping.samples)
+    checks = list[SampleCheck]()
     for attempt in range(attempts):
         check = _Attempt(found, frontier, grouping, attempt).run(_halves(grouping.samples, number))
         wrong = [use for use in found.uses if check.places[use.number] is None]
         if check.overwriting or all(map(found.is_ambiguous, wrong)):
-            return check
-        first = first or check
-    assert first is not None
-    return first
+            return replace(check, coupling=of_loss)
+        checks.append(check)
+    in_each = all(check.coupling for check in checks)
+    return replace(checks[0], coupling=of_loss or (checks[0].coupling if in_each else ""))
 
 
 class _Output(NamedTuple):
@@ -124,6 +131,15 @@ class _Frontier:
                     shows_nothing.add(node)
         uses = [use.number for use in found.uses]
         return frozenset(number for number in uses if found.nodes[number] in shows_nothing)
+
+    @cached_property
+    def below_batch_norm(self) -> set[int]:
+        """The numbers of the nodes below a BatchNorm, which mixes samples by its design."""
+        numbers, below = self._found.numbers, set[int]()
+        for node in reversed(self._found.operands_first):
+            if numbers[node] in below or is_batch_norm(node):
+                below.update(numbers[operand] for operand in operands_of(node))
+        return below
 
     @cached_property
     def last_uses(self) -> list[Use]:
@@ -181,6 +197,7 @@ class _Attempt:
         self._arrived: dict[int, list[Tensor]] = defaultdict(list)  # whether it was not zero
         self._finite: list[Tensor] = []  # whether the gradients of uses were
         self._overwriting = ""  # the name of a function that did so
+        self._mixed: set[int] = set()  # nodes whose gradients are of more samples than a half
 
     def run(self, halves: Sequence[Tensor]) -> SampleCheck:
         """Runs a backward of each half."""
@@ -200,7 +217,8 @@ class _Attempt:
         is_seen = all(bool(torch.stack(flags).any()) for flags in self._arrived.values())
         is_conclusive = is_seen and all(map(bool, self._finite)) and not moves
         unlocated = self._frontier.unlocated
-        return SampleCheck(places, is_conclusive, self._overwriting, unlocated)
+        coupling = found.consumer_of(min(self._mixed)) if self._mixed else ""
+        return SampleCheck(places, is_conclusive, self._overwriting, unlocated, coupling)
 
     def _run_backward(self, members: Tensor) -> None:
         """A backward of random gradients, which ends before the leaves and their hooks."""
@@ -262,12 +280,27 @@ class _Attempt:
         if present:
             self._arrived[number] += present
         first = gradients[0]
-        if use is not None and first is not None:
+        if first is None:
+            return
+        known = first.detach().nan_to_num(0.0, 0.0, 0.0)
+        if self._is_mixed(number, known, members):
+            self._mixed.add(number)
+        if use is not None:
             self._finite.append(first.detach().isfinite().all())
-            known = first.detach().nan_to_num(0.0, 0.0, 0.0)
             self._possible[number] = [
                 place for place in self._possible[number] if self._is_of(known, place, members)
             ]
+
+    def _is_mixed(self, number: int, gradient: Tensor, members: Tensor) -> bool:
+        """Whether a gradient whose dimension 0 has the samples is one of more than these."""
+        samples, frontier = self._grouping.samples, self._frontier
+        if gradient.shape[:1] != (samples,) or number in frontier.below_batch_norm:
+            return False
+        places = self._found.exact_places(gradient.shape)
+        if any(self._is_of(gradient, place, members) for place in places):
+            return False
+        nonzero = (gradient != 0).reshape(samples, -1).any(1)
+        return int(nonzero.sum()) > int(members.sum())
 
     def _is_of(self, gradient: Tensor, place: Place, members: Tensor) -> bool:
         """Whether a gradient is one of these samples alone."""

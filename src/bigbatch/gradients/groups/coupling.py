@@ -1,0 +1,125 @@
+"""Whether a loss couples samples: its functions between the loss and some outputs, by their names.
+
+The graph alone shows it, so a backward may have freed what its functions saved.
+"""
+
+import sys
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+from traceback import walk_stack
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+from bigbatch.gradients.groups.backward_graph import Edge, Node, node_names, shape_of
+
+_PRODUCTS = node_names("Addmm Addmv Bmm Baddbmm Cdist EuclideanDist Mm Mv")
+_ELEMENTWISE = node_names("Add Sub Mul Div Maximum Minimum Where")
+_LINEAR = node_names("Add Cat Stack Sub Where")
+_NONLINEAR_ALONG = node_names(
+    "Cumprod CumulativeLogsumexp LinalgVectorNorm LogSoftmax Logsumexp Norm Prod Softmax Sort Std "
+    "Topk Var VarMean"
+) | {"NormBackward1", "ProdBackward1"}
+_NONLINEAR = node_names("Abs Exp Log Pow Relu Sigmoid Softplus Sqrt Tanh")
+_REDUCTIONS = node_names("Mean Sum") | {"MeanBackward1", "SumBackward1"}
+
+
+def coupling_function(roots: Iterable[Node], ends: Collection[Node], samples: int) -> str:
+    """The function between a loss and the outputs of samples that mixes samples; empty if none.
+
+    It is a product of two tensors of samples whose rows meet, a difference or another function of
+    all pairs of rows, a deviation or softmax along the samples, a product of two means, or another
+    function of a vector of means.
+
+    Args:
+        roots: the nodes of the loss.
+        ends: the nodes of the outputs.
+        samples: B.
+    """
+    order = _operands_first(roots, ends)
+    depends = set(ends)
+    reduced = set[Node]()  # functions of sums over samples alone
+    for node in order:
+        operands = [edge for edge in node.next_functions if edge[0] in depends]
+        if node in depends or not operands:
+            continue
+        depends.add(node)
+        if _mixes(node, operands, samples):
+            return str(node.name())
+        are_reduced = all(edge[0] in reduced for edge in operands)
+        is_product = len(operands) > 1 and node.name() not in _LINEAR
+        is_curved = node.name() in _NONLINEAR and shape_of(node).numel() > 1
+        if are_reduced and (is_product or is_curved):
+            return str(node.name())
+        if are_reduced or (node.name() in _REDUCTIONS and _is_along(node, operands[0], samples)):
+            reduced.add(node)
+    return ""
+
+
+def running_roots() -> list[Node]:
+    """The nodes of the loss whose backward is running, from the frame of torch that runs it."""
+    stacks = [walk_stack(sys._getframe())]
+    if threading.current_thread() is not threading.main_thread():  # a backward on a GPU has its own
+        stacks.append(walk_stack(sys._current_frames()[threading.main_thread().ident or 0]))
+    for frame, _ in chain(*stacks):
+        if frame.f_code is _engine_run_backward.__code__:
+            roots = frame.f_locals["t_outputs"]
+            nodes = (x.grad_fn if isinstance(x, Tensor) else x.node for x in roots)
+            return [node for node in nodes if node is not None]
+    return []
+
+
+def _operands_first(roots: Iterable[Node], ends: Collection[Node]) -> list[Node]:
+    order, visited, waiting = list[Node](), set[Node](), [(node, False) for node in roots]
+    while waiting:
+        node, has_operands = waiting.pop()
+        if has_operands:
+            order.append(node)
+        elif node not in visited:
+            visited.add(node)
+            waiting.append((node, True))
+            if node not in ends:
+                waiting += [(n, False) for n, _ in node.next_functions if n is not None]
+    return order
+
+
+def _mixes(node: Node, operands: Sequence[Edge], samples: int) -> bool:
+    """Whether a function, some of whose operands depend on samples, mixes them."""
+    name, output = node.name(), shape_of(node)
+    if name in _PRODUCTS:
+        factors = [e for e in operands if len(shape_of(*e)) == len(output) or "v" in name]
+        return len(factors) > 1 and not (len(output) > 2 and _has_rows(output[0], samples))
+    if name in _NONLINEAR_ALONG:
+        return _is_along(node, operands[0], samples)
+    if name not in _ELEMENTWISE or len(operands) < 2:
+        return False
+    one, other = (_aligned(shape_of(*edge), output) for edge in operands[:2])
+    repeated = [
+        {d for d, size in enumerate(output) if shape[d] == 1 < size and size % samples == 0}
+        for shape in (one, other)
+    ]
+    return all(repeated)
+
+
+def _aligned(shape: torch.Size, output: torch.Size) -> tuple[int, ...]:
+    return (1,) * (len(output) - len(shape)) + tuple(shape)
+
+
+def _has_rows(size: int, samples: int) -> bool:
+    """Whether a dimension may have all samples, or pairs of them."""
+    return size > 1 and (size % samples == 0 or samples % size == 0)
+
+
+def _is_along(node: Node, operand: Edge, samples: int) -> bool:
+    """Whether a function reduces the samples, in dimension 0 of its operand."""
+    shape = shape_of(*operand)
+    is_elsewhere = samples in shape[1:] and shape[0] != samples
+    if not shape or is_elsewhere or not _has_rows(shape[0], samples):
+        return False
+    dims = getattr(node, "_saved_dim", None)
+    if dims is None or dims == ():  # all
+        return True
+    signed = (d - (1 << 64) * (d >> 63) for d in (dims if isinstance(dims, tuple) else (dims,)))
+    return any(d % len(shape) == 0 for d in signed)
