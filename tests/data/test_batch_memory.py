@@ -101,7 +101,7 @@ def test_the_same_tensor_in_two_batches_is_not_cut(name, plan):
     assert all(type(table) is type(one) for _, one in given)
 
 
-def test_it_is_not_dealt_to_virtual_ranks_and_may_be_longer_than_the_last_batch():
+def test_virtual_ranks_get_the_whole_of_it_and_it_may_be_longer_than_the_last_batch():
     loader = with_table(TABLES["embeddings"])
     loader[-1]["x"] = loader[-1]["x"][:5]
     batches = Batches(loader, virtual_ranks=2)

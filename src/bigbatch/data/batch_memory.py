@@ -12,7 +12,7 @@ import torch
 from bigbatch.data.collate import REMEDY, Batch, copy_leaf
 
 _NO_CHANCE = 64  # elements that are not equal in two batches by chance
-_WATCHED = 4  # first batches of a training: more than the buffers that a loader takes in turn
+_FIRST = 4  # first batches of a training: more than the buffers that a loader takes in turn
 
 
 class BatchMemory:
@@ -34,25 +34,25 @@ class BatchMemory:
         self.examined = False  # whether they are known, after two batches
         self._reuses = False
         self._seen = 0
-        self._held: deque[_Held] = deque()
+        self._watched: deque[_Watched] = deque()
 
     def admit(self, batch: Batch) -> Batch:
         """The batch, or a copy of it that the loader cannot change."""
-        if self._seen > _WATCHED:
+        if self._seen > _FIRST:
             return self._map(copy_leaf, batch) if self._reuses else batch
         self._seen += 1
-        present = _Held([], [])
+        present = _Watched([], [])
         copied = self._map(present.copy, batch)
-        changed = [held.changed_leaves() for held in self._held]
+        changed = [one.changed_leaves() for one in self._watched]
         self._reuses = self._reuses or any(changed)
-        if self._held and not self.examined:
-            self._find_constants(self._held[-1], present, changed[-1])
-        self._held.append(present)
-        if self._seen > _WATCHED:
-            self._held.clear()
+        if self._watched and not self.examined:
+            self._find_constants(self._watched[-1], present, changed[-1])
+        self._watched.append(present)
+        if self._seen > _FIRST:
+            self._watched.clear()
         return copied
 
-    def _find_constants(self, previous: "_Held", present: "_Held", changed: set[int]) -> None:
+    def _find_constants(self, previous: "_Watched", present: "_Watched", changed: set[int]) -> None:
         self.examined = True
         if len(previous.leaves) != len(present.leaves):
             return
@@ -78,7 +78,7 @@ class BatchMemory:
                 )
 
 
-class _Held(NamedTuple):
+class _Watched(NamedTuple):
     """The leaves of a batch of the loader, and their copies."""
 
     leaves: list[Any]

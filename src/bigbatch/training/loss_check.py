@@ -96,7 +96,7 @@ class LossCheck:
             f"the losses of two micro-batches of {samples} samples are sums divided by {earlier:g} "
             f"and by {divisor:g}, and step.backward weighs them by samples; to train on the mean "
             "over all elements of a step, pass what the sum is divided by: step.backward(loss, "
-            "weight=mask.sum()), for example. If that is no number of elements, continue"
+            "weight=mask.sum()), for example. If that does not count elements, continue"
         )
 
     def _refuse_scaled(self, nodes: list[Any]) -> None:
