@@ -2,17 +2,16 @@
 
 import math
 import warnings
-from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
-from bigbatch.data.collate import REMEDY, Batch, copy_leaf
+from bigbatch.data.collate import REMEDY, Batch, copy_leaf, is_dense, map_leaves
 
 _NO_CHANCE = 64  # elements that are not equal in two batches by chance
-_FIRST = 4  # first batches of a training: more than the buffers that a loader takes in turn
+_COPIED = 5  # first batches of a training that are copied in any case, and compared
+_COMPARED = 64  # batches with which two of them are compared: more than a loader takes in turn
 
 
 class BatchMemory:
@@ -22,53 +21,49 @@ class BatchMemory:
     batch is copied from then on. A leaf that is the same memory with the same content in two
     batches, while others differ, is a constant: a tensor of class embeddings, as long as the batch
     by chance. Where all of its rows are equal (a mask of ones), it makes no difference.
-
-    Args:
-        map_leaves: (function, batch) -> the batch with every leaf replaced by function(leaf).
     """
 
-    def __init__(self, map_leaves: Callable[[Callable[[Any], Any], Batch], Batch]) -> None:
-        self._map = map_leaves
-        # leaves that are not cut: each the number of a leaf, and how many its batch has
-        self.constants: set[tuple[int, int]] = set()
+    def __init__(self) -> None:
+        self.constants: set[str] = set()  # names of leaves that are not cut
         self.examined = False  # whether they are known, after two batches
-        self._reuses = False
+        self.reuses = False  # whether earlier batches may be overwritten
         self._seen = 0
-        self._watched: deque[_Watched] = deque()
+        self._watched: list[_Watched] = []
 
     def admit(self, batch: Batch) -> Batch:
         """The batch, or a copy of it that the loader cannot change."""
-        if self._seen > _FIRST:
-            return self._map(copy_leaf, batch) if self._reuses else batch
+        if self._seen == _COMPARED:
+            return map_leaves(copy_leaf, batch) if self.reuses else batch
         self._seen += 1
-        present = _Watched([], [])
-        copied = self._map(present.copy, batch)
         changed = [one.changed_leaves() for one in self._watched]
-        self._reuses = self._reuses or any(changed)
-        if self._watched and not self.examined:
-            self._find_constants(self._watched[-1], present, changed[-1])
-        self._watched.append(present)
-        if self._seen > _FIRST:
-            self._watched.clear()
-        return copied
+        self.reuses = any(changed)
+        if self.reuses or self._seen <= _COPIED:
+            present = _Watched({}, {})
+            batch = map_leaves(present.copy, batch, named=True)
+            if self._watched and not self.examined:
+                self._find_constants(self._watched[-1], present, changed[-1])
+            self._watched.append(present)
+        if self.reuses:
+            self._seen = _COMPARED
+        kept = () if self._seen == _COMPARED else {0, len(self._watched) - 1}
+        if self._seen >= _COPIED:
+            self._watched = [self._watched[number] for number in kept]
+        return batch
 
-    def _find_constants(self, previous: "_Watched", present: "_Watched", changed: set[int]) -> None:
+    def _find_constants(self, previous: "_Watched", present: "_Watched", changed: set[str]) -> None:
         self.examined = True
-        if len(previous.leaves) != len(present.leaves):
+        leaves, same, equal = present.leaves, set(), set()
+        for name in leaves.keys() & previous.leaves.keys():
+            if _is_same_memory(previous.leaves[name], leaves[name]) and name not in changed:
+                same.add(name)
+            elif _is_equal(previous.copies[name], present.copies[name]):
+                equal.add(name)
+        if len(same | equal) == len(leaves):  # one batch, given again
             return
-        same, equal = set(), set()
-        for number, (one, other) in enumerate(zip(previous.leaves, present.leaves, strict=True)):
-            if _is_same_memory(one, other) and number not in changed:
-                same.add(number)
-            elif _is_equal(previous.copies[number], present.copies[number]):
-                equal.add(number)
-        if len(same | equal) == len(present.leaves):  # one batch, given again
-            return
-        leaves = present.leaves
-        differing = {number for number in same | equal if not _has_equal_rows(leaves[number])}
-        self.constants = {(number, len(leaves)) for number in same & differing}
-        for number in equal & differing:
-            shape = getattr(leaves[number], "shape", ())
+        differing = {name for name in same | equal if not _has_equal_rows(leaves[name])}
+        self.constants = same & differing
+        for name in equal & differing:
+            shape = getattr(leaves[name], "shape", ())
             if math.prod(shape) >= _NO_CHANCE:
                 warnings.warn(
                     f"a part of the batch, of shape {tuple(shape)}, is equal in the loader's first "
@@ -79,25 +74,25 @@ class BatchMemory:
 
 
 class _Watched(NamedTuple):
-    """The leaves of a batch of the loader, and their copies."""
+    """The leaves of a batch of the loader by their names, and their copies."""
 
-    leaves: list[Any]
-    copies: list[Any]
+    leaves: dict[str, Any]
+    copies: dict[str, Any]
 
-    def copy(self, leaf: Any) -> Any:
+    def copy(self, leaf: Any, name: str) -> Any:
         """Adds a leaf; its copy."""
-        self.leaves.append(leaf)
-        self.copies.append(copy_leaf(leaf))
-        return self.copies[-1]
+        self.leaves[name], self.copies[name] = leaf, copy_leaf(leaf)
+        return self.copies[name]
 
-    def changed_leaves(self) -> set[int]:
-        """Numbers of the leaves that were written to since they were copied."""
-        pairs = enumerate(zip(self.leaves, self.copies, strict=True))
-        return {number for number, (leaf, copy) in pairs if not _is_equal(leaf, copy)}
+    def changed_leaves(self) -> set[str]:
+        """Names of the leaves that were written to since they were copied."""
+        return {
+            name for name, leaf in self.leaves.items() if not _is_equal(leaf, self.copies[name])
+        }
 
 
 def _is_same_memory(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+    if is_dense(one) and is_dense(other):
         places = ((t.data_ptr(), t.shape, t.stride()) for t in (one, other))
         return len(set(places)) == 1
     return one is other
@@ -105,13 +100,17 @@ def _is_same_memory(one: Any, other: Any) -> bool:
 
 def _is_equal(one: Any, other: Any) -> bool:
     """Whether two leaves have the same content; nan is equal to nan."""
+    if one is other:
+        return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        kinds = {(is_dense(t), t.dtype, t.device, t.shape) for t in (one, other)}
+        if len(kinds) > 1 or not is_dense(one):
+            return False
         if one.element_size() == 1:  # also of kinds that torch cannot compare
             one, other = one.view(torch.uint8), other.view(torch.uint8)
-        if one.shape != other.shape or torch.equal(one, other):
-            return bool(one.shape == other.shape)
-        is_same = (one == other) | (one.isnan() & other.isnan())
-        return bool(is_same.all())
+        if torch.equal(one, other):
+            return True
+        return bool(((one == other) | (one.isnan() & other.isnan())).all())
     if isinstance(one, numpy.ndarray) and isinstance(other, numpy.ndarray):
         return one.dtype == object or one.tobytes() == other.tobytes()
     return bool(one == other)

@@ -26,7 +26,7 @@ class Batches:
     is cut again, never thrown away. Cutting makes views; samples are copied, once, only if a
     micro-batch spans two of the loader's batches, or if a rank has several virtual ranks.
     Batches whose shapes differ are cut but never concatenated, so a micro-batch may then be smaller
-    than planned. A loader that writes its batches into the same memory is found by its first four,
+    than planned. A loader that writes its batches into the same memory is found by its first ones,
     and each is copied. A tensor that is the same in two batches belongs to all samples, and is not
     cut.
 

@@ -8,6 +8,7 @@ a leaf with one value a sample.
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -100,12 +101,10 @@ class Constant:
     value: Any
 
 
-def mark_constants(batch: Batch, constants: Collection[tuple[int, int]]) -> Batch:
-    """The batch with these leaves, (number, leaves of the batch), as `Constant`."""
-    leaves = leaves_of(batch)
-    numbers = iter(range(len(leaves)))
+def mark_constants(batch: Batch, constants: Collection[str]) -> Batch:
+    """The batch with the leaves of these names as `Constant`."""
     return map_leaves(
-        lambda leaf: Constant(leaf) if (next(numbers), len(leaves)) in constants else leaf, batch
+        lambda leaf, name: Constant(leaf) if name in constants else leaf, batch, named=True
     )
 
 
@@ -118,20 +117,48 @@ def leaves_of(batch: Batch) -> list[Any]:
     """All leaves, in one order for batches of one structure."""
     if _is_leaf(batch):
         return [batch]
-    return [leaf for part in _flatten(batch)[0] for leaf in leaves_of(part)]
+    return [leaf for part in _flatten(batch)[1] for leaf in leaves_of(part)]
 
 
-def map_leaves(function: Callable[[Any], Any], batch: Batch) -> Batch:
-    """The batch with every leaf replaced by `function(leaf)`."""
-    return _map(lambda leaves: function(leaves[0]), [batch])
+def map_leaves(
+    function: Callable[..., Any], batch: Batch, *, named: bool = False, name: str = ""
+) -> Batch:
+    """The batch with every leaf, and what cannot be cut, replaced by `function(leaf)`.
+
+    Args:
+        function: of a leaf, and of its name too if `named`: its keys and positions in the batch.
+        batch: the batch.
+        named: whether `function` takes a name.
+        name: the name of the batch itself.
+    """
+    if not _is_leaf(batch):
+        with suppress(BatchError):
+            names, parts, unflatten = _flatten(batch)
+            pairs = zip(names, parts, strict=True)
+            return unflatten(
+                [
+                    map_leaves(function, part, named=named, name=f"{name}[{n!r}]")
+                    for n, part in pairs
+                ]
+            )
+    return function(batch, name) if named else function(batch)
 
 
 def copy_leaf(leaf: Any) -> Any:
-    """A copy in memory of its own, pinned if the leaf is."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf.copy() if isinstance(leaf, numpy.ndarray) else type(leaf)(leaf)
+    """A copy in memory of its own, pinned if the leaf is; what has no plain memory stays."""
+    if isinstance(leaf, (numpy.ndarray, list)):
+        return leaf.copy()
+    if not is_dense(leaf) or leaf.grad_fn is not None:  # computed: nothing writes to it
+        return leaf
     copied = leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return copied.pin_memory() if leaf.is_pinned() else copied
+
+
+def is_dense(leaf: Any) -> bool:
+    """Whether it is a tensor with one place in memory for each of its elements."""
+    if not isinstance(leaf, torch.Tensor) or leaf.is_quantized or leaf.is_nested:
+        return False
+    return leaf.layout == torch.strided
 
 
 def _index(batch: Batch, samples: slice) -> Batch:
@@ -168,26 +195,29 @@ def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:
         raise _StructureMismatchError
     if _is_leaf(first):
         return function(batches)
-    parts, unflatten = _flatten(first)
-    rows = [parts, *(_flatten(batch)[0] for batch in batches[1:])]
-    same_keys = not isinstance(first, Mapping) or all(list(b) == list(first) for b in batches)
-    if not same_keys or any(len(row) != len(parts) for row in rows):
+    names, parts, unflatten = _flatten(first)
+    others = [_flatten(batch) for batch in batches[1:]]
+    if any(other != names for other, *_ in others):
         raise _StructureMismatchError
-    return unflatten([_map(function, list(column)) for column in zip(*rows, strict=True)])
+    columns = zip(parts, *(row for _, row, _ in others), strict=True)
+    return unflatten([_map(function, list(column)) for column in columns])
 
 
-def _flatten(batch: Batch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The parts of a batch that is no leaf, and a function that makes a batch of such parts."""
+def _flatten(batch: Batch) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]]:
+    """The parts of a batch that is no leaf: their names, they, and a function to make another."""
     if isinstance(batch, (tuple, list)):
         kind: Any = type(batch)
-        return list(batch), kind._make if hasattr(batch, "_fields") else kind
+        unflatten = kind._make if hasattr(batch, "_fields") else kind
+        return list(range(len(batch))), list(batch), unflatten
     if isinstance(batch, Mapping):
-        return list(batch.values()), partial(_with_values, batch)
+        return list(batch), list(batch.values()), partial(_with_values, batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [field.name for field in dataclasses.fields(batch) if field.init]
         values = [getattr(batch, name) for name in names]
-        return values, lambda parts: dataclasses.replace(
-            batch, **dict(zip(names, parts, strict=True))
+        return (
+            names,
+            values,
+            lambda parts: dataclasses.replace(batch, **dict(zip(names, parts, strict=True))),
         )
     raise BatchError(f"a batch holds a {type(batch).__name__}, which cannot be cut; {REMEDY}")
 

@@ -93,7 +93,8 @@ class ResumableLoader:
     @property
     def gives_new_memory(self) -> bool:
         """Whether every batch is known to have memory of its own: torch's collate makes it."""
-        return getattr(self.batches, "collate_fn", None) is default_collate
+        is_plain = getattr(type(self.batches), "__iter__", None) is DataLoader.__iter__
+        return is_plain and self.batches.collate_fn is default_collate
 
     def require_samples(self, count: int, skipped: int = 0, remedy: str = REMEDY) -> None:
         """Raises BatchError if a first batch after `skipped` samples cannot have `count` of them.

@@ -2,16 +2,15 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from bigbatch.data.batch_memory import BatchMemory
 from bigbatch.data.collate import (
     Batch,
     concatenate_samples,
+    copy_leaf,
     copy_samples,
     count_samples,
     interleave_samples,
@@ -58,8 +57,7 @@ class SampleBuffer:
         self._split = split or slice_samples
         self._count = count or count_samples
         self.concatenates = split is None
-        of_tensors = partial(tree_map_only, torch.Tensor)  # in a batch that only `split` can cut
-        self._memory = BatchMemory(map_leaves if self.concatenates else of_tensors)
+        self._memory = BatchMemory()
         self._memory.examined = not self.concatenates
 
     @property
@@ -105,7 +103,7 @@ class SampleBuffer:
                 parts.append((self._split(chunk.batch, low, high), high - low))
             start, stop = start - chunk.samples, stop - chunk.samples
         if not self.concatenates:
-            copies = [(tree_map_only(torch.Tensor, torch.clone, batch), n) for batch, n in parts]
+            copies = [(map_leaves(copy_leaf, batch), n) for batch, n in parts]
         elif (joined := copy_samples([batch for batch, _ in parts])) is not None:
             copies = [(joined, sum(n for _, n in parts))]
         else:
@@ -188,7 +186,7 @@ class SampleBuffer:
         iterator, at_position = self.loader.resume(state["loader"], epoch, position, state["own"])
         self._start(iterator)
         if (constants := state.get("constants")) is not None:
-            self._memory.examined, self._memory.constants = True, set(map(tuple, constants))
+            self._memory.examined, self._memory.constants = True, set(map(str, constants))
         is_resized = state["batch_size"] != self.loader.batch_size  # batches are other ones
         self._skipped = state["jumped"] or (at_position and is_resized)
         if at_position:
@@ -273,8 +271,11 @@ class SampleBuffer:
 
     def _admit(self, batch: Batch) -> Batch:
         """The batch in memory that stays, its constants marked, and those of the first with it."""
-        was_examined = self._memory.examined
+        was_examined, reused = self._memory.examined, self._memory.reuses
         batch, constants = self._memory.admit(batch), self._memory.constants
+        if self._memory.reuses and not reused:  # those that wait will be overwritten as well
+            waiting = [c._replace(batch=map_leaves(copy_leaf, c.batch)) for c in self._chunks]
+            self._chunks = deque(waiting)
         if constants and not was_examined:
             first = [c._replace(batch=mark_constants(c.batch, constants)) for c in self._chunks]
             self._chunks = deque(first)
