@@ -180,8 +180,35 @@ def test_a_micro_batch_without_labels_is_left_out_and_a_step_without_any_is_skip
     assert not any(gradient.any() for gradient in found)
 
 
-def test_weights_that_are_read_in_some_micro_batches_only_are_refused():
-    kinds = iter([F.cross_entropy, lambda z, y: z.square().mean()])
+def penalized(z, y):
+    return flat(z, y) + z.square().mean()
+
+
+@pytest.mark.parametrize("kinds", [[flat, penalized], [penalized, flat]])
+@pytest.mark.parametrize("shape", [(SAMPLES,), (SAMPLES, LENGTH)])
+@pytest.mark.parametrize("groups", [None, 4])
+def test_a_term_in_some_micro_batches_is_weighted_by_samples_where_labels_are_even(
+    groups, shape, kinds
+):
+    x, y = batch_of(*shape)
+    parts = [*zip(x.split(4), y.split(4), kinds * 3, strict=True)]
+    loss, gradients = uncut(
+        (x, y),
+        lambda z, _: (
+            sum(loss_of(part, b) for part, (_, b, loss_of) in zip(z.split(4), parts, strict=True))
+            / 6
+        ),
+    )
+    turn = iter(kinds * 3)
+    record, found = cut((x, y), lambda z, y: next(turn)(z, y), groups=groups)
+    assert pytest.approx(loss, rel=CLOSE) == record.loss
+    assert distance(found, gradients) < CLOSE
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_uneven_weights_that_are_read_in_some_micro_batches_only_are_refused(first):
+    kinds = [lambda z, y: F.cross_entropy(z, y, weight=RARE), lambda z, y: z.square().mean()]
+    kinds = iter([kinds[first], kinds[0], kinds[1]])
     with pytest.raises(LoopError, match="pass weight= always"):
         cut(PLAIN, lambda z, y: next(kinds)(z, y))
 
@@ -224,7 +251,9 @@ def step_on_ranks(rank, ranks, ignored, engine="ddp", optimizer=SGD):
         for x, y in step:
             has_loss = engine.endswith("loss")
             step.backward(model(x, y)["loss"] if has_loss else loss_of(model(x), y))
+        loss = step.loss
         record = step.update()
+        assert loss == record.loss or record.skipped
     return record, [a - whole(b) for a, b in zip(before, model.parameters(), strict=True)]
 
 

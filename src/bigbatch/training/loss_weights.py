@@ -72,16 +72,15 @@ def mean_over_labels(loss: Tensor) -> Node | None:
 
 def label_terms(loss: Tensor) -> list[Node]:
     """The means over labels among the terms of a sum."""
-    terms, found = [(loss.grad_fn, loss.output_nr)], []
+    # by node, since a node may be a term along many paths
+    terms, seen = [(loss.grad_fn, loss.output_nr)], {}
     while terms:
         node = without_casts(terms.pop())
-        if node is None:
-            continue
-        if node.name() in _MEANS and node._saved_reduction == MEAN:
-            found.append(node)
-        elif node.name() in _SUMS | _FACTORS:
-            terms += node.next_functions
-    return found
+        if node is not None and node not in seen:
+            seen[node] = node.name() in _MEANS and node._saved_reduction == MEAN
+            if node.name() in _SUMS | _FACTORS:
+                terms += node.next_functions
+    return [node for node, is_mean in seen.items() if is_mean]
 
 
 def without_casts(edge: tuple[Any, int]) -> Node | None:

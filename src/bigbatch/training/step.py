@@ -35,8 +35,8 @@ Weighting = Literal["samples", "labels", "given"]
 
 _MIXED = (
     "weight= is given for some micro-batches of a step, or on some ranks, and not for others: "
-    "a cross entropy is weighted by its labels and any other loss by samples; pass weight= always, "
-    "the number of samples if it is meant, or never"
+    "a cross entropy is weighted by its labels and any other loss by samples, which differ; pass "
+    "weight= always, the number of samples if it is meant, or never"
 )
 
 _WEIGHT = Kind(NotNegative)  # once, since a weight is checked for each micro-batch
@@ -62,6 +62,7 @@ class Step:
         self._backwards = 0  # micro-batches done on this rank
         self._samples = 0  # of those micro-batches
         self._weights: list[float] = []  # n_d of the micro-batches that count
+        self._per_sample: set[float] = set()  # weights of a sample, as means of micro-batches
         self._losses: list[Tensor] = []
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
         self._weighting: Weighting | None = None  # what the weights are
@@ -119,7 +120,7 @@ class Step:
         """
         self._require_complete("loss")
         loss_sum, weight_sum, *_ = self._host_totals
-        return loss_sum / weight_sum
+        return loss_sum / weight_sum if weight_sum else math.nan  # no label counts
 
     @property
     def samples(self) -> int:
@@ -189,6 +190,9 @@ class Step:
         root = loss if root is None else root
         if weight is None and (weight := label_weights(root, samples)) is not None:
             weighting = "labels"
+        if {weighting, self._weighting} == {"samples", "labels"}:
+            weight = self._even_weights(weight, samples)
+            weighting = self._weighting or weighting
         if self._weighting not in (None, weighting):
             raise LoopError(_MIXED)
         self._weighting = weighting
@@ -202,6 +206,7 @@ class Step:
             self._prepare_groups(root, samples, sample_weights)
         self._backwards += 1
         self._samples += samples
+        self._per_sample.add(weight / samples)
         if not self._expected_weight:
             self._expect_weight(weight, samples)
         try:
@@ -220,6 +225,18 @@ class Step:
         self._pending, self._update.oom_hints.samples = None, 0
         if self.last:
             self._complete()
+
+    def _even_weights(self, labels: Tensor | None, samples: int) -> Tensor | None:
+        """The weights of a micro-batch in a step of the other kind, where all samples have one.
+
+        So an auxiliary loss may be added in some micro-batches, or another task take its turn.
+        """
+        if labels is not None:
+            if len(labels) == samples and labels.min() == labels.max() > 0:
+                return None
+        elif len(self._per_sample) == 1 and (each := max(self._per_sample)):
+            return torch.full((samples,), each, dtype=torch.float64)
+        raise LoopError(_MIXED)
 
     def _is_lost(self, weight: float) -> bool:
         """Whether no label of the step counts: its loss is nan, as in any loop, and it is skipped.
