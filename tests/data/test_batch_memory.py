@@ -210,6 +210,16 @@ def test_an_equal_table_in_memory_of_its_own_is_said_once():
     assert 1 == len(w)
 
 
+def test_one_tensor_of_labels_in_all_batches_is_said_once_and_its_copies_are_cut():
+    labels = torch.arange(SIZE)
+    loader = [(torch.arange(start, start + SIZE), labels) for start in range(0, PASS, SIZE)]
+    with pytest.warns(UserWarning, match=r"shape \(8,\), is the same tensor.*y\.clone\(\)") as w:
+        passes(Batches(loader), PLANS[2], count=2)
+    assert 1 == len(w)
+    copies = [(x, y.clone()) for x, y in loader]
+    assert {3, 2} == {*passes(Batches(copies), PLANS[2], read=lambda batch: len(batch[1]))}
+
+
 def test_ordinary_loaders_are_never_said():
     loader = DataLoader(torch.arange(PASS * 70.0).view(PASS, 70), SIZE)
     lists = [(torch.randn(SIZE, 70), torch.arange(SIZE) % 2) for _ in range(4)]

@@ -62,13 +62,20 @@ class BatchMemory:
             return
         differing = {name for name in same | equal if not _has_equal_rows(leaves[name])}
         self.constants = same & differing
-        for name in equal & differing:
-            shape = getattr(leaves[name], "shape", ())
-            if math.prod(shape) >= _NO_CHANCE:
+        for name in differing:
+            shape = tuple(getattr(leaves[name], "shape", ()))
+            found = f"a part of the batch, of shape {shape}, is"
+            if name in equal and math.prod(shape) >= _NO_CHANCE:
                 warnings.warn(
-                    f"a part of the batch, of shape {tuple(shape)}, is equal in the loader's first "
-                    "two batches; it is cut like the others. If its first axis is no samples (a "
-                    f"table of classes), keep it out of the batch, or {REMEDY}",
+                    f"{found} equal in the loader's first two batches; it is cut like the others. "
+                    "If its first axis is no samples (a table of classes), keep it out of the "
+                    f"batch, or {REMEDY}",
+                    stacklevel=9,
+                )
+            elif name in same and _may_be_labels(leaves[name]):
+                warnings.warn(
+                    f"{found} the same tensor in the loader's first two batches; it is not cut. If "
+                    "it has a label for each sample, give a copy of it in each batch, y.clone()",
                     stacklevel=9,
                 )
 
@@ -118,3 +125,8 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _has_equal_rows(leaf: Any) -> bool:
     return all(_is_equal(leaf[:1], leaf[n : n + 1]) for n in range(1, len(leaf)))
+
+
+def _may_be_labels(leaf: Any) -> bool:
+    is_column = isinstance(leaf, torch.Tensor) and leaf.dim() == 1
+    return is_column and not leaf.is_floating_point()
