@@ -277,9 +277,10 @@ def test_a_step_without_labels_on_any_rank_is_skipped_on_all(ranks):
         assert not any(gradient.any() for gradient in found)
 
 
-def branches(micro_batch):
+def branches(micro_batch, ignored=0):
     model = network()
     x, y = batch_of(400)
+    y[8 + 16 : 8 + 16 + ignored] = -100  # a step of each branch
     loader = [*zip(x.split(8), y.split(8), strict=True)]
     settings = {"policy": bb.Fixed(8), "micro_batch": micro_batch, "every": 1}
     train = bb.AdaptiveBatch(model, SGD(model.parameters(), lr=0.1), loader, **settings)
@@ -297,6 +298,10 @@ def branches(micro_batch):
 
 def test_branches_train_on_the_mean_over_the_labels_of_a_step():
     assert pytest.approx(branches(16), rel=1e-10) == branches(2)
+
+
+def test_a_step_of_a_branch_without_labels_changes_nothing():
+    assert all(loss == loss for loss in branches(4, ignored=24))
 
 
 def test_check_groups_knows_the_weights_of_the_labels():

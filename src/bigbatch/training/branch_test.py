@@ -196,9 +196,8 @@ class _Branches:
                 weights.append(samples if labels is None else float(labels.sum()))
                 if weights[-1] or self.update.collectives.ranks > 1:
                     weighted_loss(loss, weights[-1] / rows).backward()  # type: ignore[no-untyped-call]
-            if labels is not None:
-                self._divide_by(math.fsum(weights) / rows)
-            self.update.optimizer.step()
+            if labels is None or self._divide_by(math.fsum(weights) / rows):
+                self.update.optimizer.step()
             self.update.meter.source.zero_grad()
             first += rows
             if step in points:
@@ -206,10 +205,12 @@ class _Branches:
                 seed_torch(seed + step)
         return sums
 
-    def _divide_by(self, weight: float) -> None:
-        """Divides the gradient by the mean weight of a sample, over the ranks' means."""
+    def _divide_by(self, weight: float) -> bool:
+        """Divides the gradient by the mean weight of a sample, over the ranks' means, if it can."""
         rows = self.update.collectives.all_gather(weight)
-        self.update.meter.source.scale(len(rows) / math.fsum(mean for (mean,) in rows))
+        if total := math.fsum(mean for (mean,) in rows):
+            self.update.meter.source.scale(len(rows) / total)
+        return total > 0
 
     @torch.no_grad()
     def _loss_sum(self, start: int, seed: int) -> float:
