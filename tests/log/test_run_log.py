@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import bigbatch as bb
 from bigbatch.errors import LoopError, RankError, RunError, SettingError
 from bigbatch.log.history import find_runs, history_of, table_of
+from bigbatch.log.html_report import write_report
+from bigbatch.log.replay import lr_decays
 from log_rows import row, write_log
 from made_records import made_record
 
@@ -130,6 +132,37 @@ def test_an_adaptive_batch_writes_the_record_of_every_step(tmp_path):
         assert record.statistics.grad_sqnorm == one["grad_sqnorm"]
         assert record.decision.batch_size == one["next_batch_size"]
         assert record.decision.reason == one["decision_reason"]
+
+
+class Unrated(torch.optim.Optimizer):
+    """Chooses its own rates, as Adafactor does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": None})
+
+    def step(self, closure=None):
+        pass
+
+
+def test_an_optimizer_without_learning_rates_is_logged_and_reported(tmp_path):
+    model = network()
+    train = bb.AdaptiveBatch(
+        model,
+        Unrated(model.parameters()),
+        [(torch.randn(8, 5), torch.zeros(8, dtype=torch.long))] * 3,
+        policy=bb.Fixed(8),
+        micro_batch=4,
+        lr_scaling=None,
+        log=tmp_path / "run",
+    )
+    for step in train:
+        for x, y in step:
+            step.backward(cross_entropy(model(x), y))
+        step.update()
+    history = history_of(tmp_path / "run")
+    assert [[None]] * 3 == [row["lr"] for row in history.rows]
+    write_report([history], tmp_path / "report.html", "rates")
+    assert lr_decays(history) is None
 
 
 def test_scores_belong_to_the_step_before_them(tmp_path):

@@ -238,6 +238,8 @@ _QUANTITIES = (
         is_noise=True,
     ),
     _Quantity(
-        "learning rate", lambda run: chosen_rows(run.rows), _mean_of(lambda row: row["lr"][0])
+        "learning rate",
+        lambda run: [row for row in chosen_rows(run.rows) if row["lr"][0] is not None],
+        _mean_of(lambda row: row["lr"][0]),
     ),
 )

@@ -193,7 +193,8 @@ def lr_decays(history: History) -> list[float] | None:
     scaling = _SCALINGS.get(str(settings.get("lr_scaling")))
     base_batch: Any = settings.get("base_batch")
     factors: list[Any] = [1.0, *(row.get("next_lr_factor") for row in history.rows[:-1])]
-    known = scaling is not None and base_batch in Kind(Count) and all(factors)
+    known = base_batch in Kind(Count) and all(factors)
+    known = known and all(None not in row["lr"] for row in history.rows)
     if scaling is None or not known or missing_text([history]):
         return None
     rates = [

@@ -48,7 +48,7 @@ STEP = {  # values of every line of metrics.jsonl that are read
     "batch_size": Kind(_Count),
     "micro_batches": Kind(_Count),
     "loss": Kind(_OptionalNumber),
-    "lr": Kind(Annotated[list[Number], _NotEmpty()]),
+    "lr": Kind(Annotated[list[_OptionalNumber], _NotEmpty()]),
     "grad_sqnorm": Kind(_OptionalNumber),
     "grad_variance": Kind(NotNegative | None),
     "skipped": Kind(bool),
@@ -129,7 +129,9 @@ def line_of(row: Row) -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """The value; None for nan and infinity, which JSON lacks."""
+    """The value, or each of a list; None for nan and infinity, which JSON lacks."""
+    if isinstance(value, list):
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

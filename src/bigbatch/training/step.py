@@ -188,10 +188,11 @@ class Step:
             self._update.loss_check.examine(loss, samples, accumulation, weighted=weighted)
         weighting: Weighting = "samples" if weight is None else "given"
         root = loss if root is None else root
-        if weight is None and (weight := label_weights(root, samples)) is not None:
-            weighting = "labels"
+        labels = label_weights(root, samples) if weight is None else None
+        if labels is not None:
+            weight, weighting = labels, "labels"
         if {weighting, self._weighting} == {"samples", "labels"}:
-            weight = self._even_weights(weight, samples)
+            weight = self._even_weights(labels, samples)
             weighting = self._weighting or weighting
         if self._weighting not in (None, weighting):
             raise LoopError(_MIXED)
