@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from bigbatch.data.collate import REMEDY, Batch, copy_leaf, is_dense, map_leaves
+from bigbatch.data.collate import REMEDY, Batch, copy_batch, copy_leaf, is_dense, map_leaves
 
 _NO_CHANCE = 64  # elements that are not equal in two batches by chance
 _COPIED = 5  # first batches of a training that are copied in any case, and compared
@@ -33,13 +33,13 @@ class BatchMemory:
     def admit(self, batch: Batch) -> Batch:
         """The batch, or a copy of it that the loader cannot change."""
         if self._seen == _COMPARED:
-            return map_leaves(copy_leaf, batch) if self.reuses else batch
+            return copy_batch(batch) if self.reuses else batch
         self._seen += 1
         changed = [one.changed_leaves() for one in self._watched]
         self.reuses = any(changed)
         if self.reuses or self._seen <= _COPIED:
             present = _Watched({}, {})
-            batch = map_leaves(present.copy, batch, named=True)
+            batch = map_leaves(present.copy, batch)
             if self._watched and not self.examined:
                 self._find_constants(self._watched[-1], present, changed[-1])
             self._watched.append(present)

@@ -103,14 +103,12 @@ class Constant:
 
 def mark_constants(batch: Batch, constants: Collection[str]) -> Batch:
     """The batch with the leaves of these names as `Constant`."""
-    return map_leaves(
-        lambda leaf, name: Constant(leaf) if name in constants else leaf, batch, named=True
-    )
+    return map_leaves(lambda leaf, name: Constant(leaf) if name in constants else leaf, batch)
 
 
 def unmark_constants(batch: Batch) -> Batch:
     """The batch as the loader gave it."""
-    return map_leaves(lambda leaf: leaf.value if type(leaf) is Constant else leaf, batch)
+    return map_leaves(lambda leaf, _: leaf.value if type(leaf) is Constant else leaf, batch)
 
 
 def leaves_of(batch: Batch) -> list[Any]:
@@ -120,28 +118,22 @@ def leaves_of(batch: Batch) -> list[Any]:
     return [leaf for part in _flatten(batch)[1] for leaf in leaves_of(part)]
 
 
-def map_leaves(
-    function: Callable[..., Any], batch: Batch, *, named: bool = False, name: str = ""
-) -> Batch:
-    """The batch with every leaf, and what cannot be cut, replaced by `function(leaf)`.
+def map_leaves(function: Callable[[Any, str], Any], batch: Batch, name: str = "") -> Batch:
+    """The batch with every leaf, and what cannot be cut, replaced by `function(leaf, name)`.
 
-    Args:
-        function: of a leaf, and of its name too if `named`: its keys and positions in the batch.
-        batch: the batch.
-        named: whether `function` takes a name.
-        name: the name of the batch itself.
+    The name of a leaf is its keys and positions in the batch.
     """
     if not _is_leaf(batch):
         with suppress(BatchError):
             names, parts, unflatten = _flatten(batch)
             pairs = zip(names, parts, strict=True)
-            return unflatten(
-                [
-                    map_leaves(function, part, named=named, name=f"{name}[{n!r}]")
-                    for n, part in pairs
-                ]
-            )
-    return function(batch, name) if named else function(batch)
+            return unflatten([map_leaves(function, part, f"{name}[{n!r}]") for n, part in pairs])
+    return function(batch, name)
+
+
+def copy_batch(batch: Batch) -> Batch:
+    """The batch in memory of its own, also one that only `split` can cut."""
+    return map_leaves(lambda leaf, _: copy_leaf(leaf), batch)
 
 
 def copy_leaf(leaf: Any) -> Any:
@@ -162,7 +154,7 @@ def is_dense(leaf: Any) -> bool:
 
 
 def _index(batch: Batch, samples: slice) -> Batch:
-    return map_leaves(lambda leaf: leaf if type(leaf) is Constant else leaf[samples], batch)
+    return map_leaves(lambda leaf, _: leaf if type(leaf) is Constant else leaf[samples], batch)
 
 
 class _StructureMismatchError(Exception):

@@ -10,11 +10,10 @@ from bigbatch.data.batch_memory import BatchMemory
 from bigbatch.data.collate import (
     Batch,
     concatenate_samples,
-    copy_leaf,
+    copy_batch,
     copy_samples,
     count_samples,
     interleave_samples,
-    map_leaves,
     mark_constants,
     slice_samples,
     unmark_constants,
@@ -102,13 +101,10 @@ class SampleBuffer:
             if low < high:
                 parts.append((self._split(chunk.batch, low, high), high - low))
             start, stop = start - chunk.samples, stop - chunk.samples
-        if not self.concatenates:
-            copies = [(map_leaves(copy_leaf, batch), n) for batch, n in parts]
-        elif (joined := copy_samples([batch for batch, _ in parts])) is not None:
-            copies = [(joined, sum(n for _, n in parts))]
-        else:
-            copies = [(copy_samples([batch]), n) for batch, n in parts]
-        return [(self._placed(batch), n) for batch, n in copies]
+        joined = copy_samples([batch for batch, _ in parts]) if self.concatenates else None
+        if joined is not None:
+            return [(self._placed(joined), sum(n for _, n in parts))]
+        return [(self._placed(copy_batch(batch)), n) for batch, n in parts]
 
     def take(self, samples: int, turns: int = 1) -> tuple[list[Batch], int]:
         """The next `samples` samples, assigned in turn to `turns` batches, and their number.
@@ -274,8 +270,7 @@ class SampleBuffer:
         was_examined, reused = self._memory.examined, self._memory.reuses
         batch, constants = self._memory.admit(batch), self._memory.constants
         if self._memory.reuses and not reused:  # those that wait will be overwritten as well
-            waiting = [c._replace(batch=map_leaves(copy_leaf, c.batch)) for c in self._chunks]
-            self._chunks = deque(waiting)
+            self._chunks = deque(c._replace(batch=copy_batch(c.batch)) for c in self._chunks)
         if constants and not was_examined:
             first = [c._replace(batch=mark_constants(c.batch, constants)) for c in self._chunks]
             self._chunks = deque(first)

@@ -136,9 +136,9 @@ class BaseBatchScheduler:
             return
         self._ticks_after_end += 1
         if self._ticks_after_end == 2:  # T ticks start at tick 0, so one is always too many
-            rates = [float(group["lr"]) for group in self._optimizer.param_groups]
             warnings.warn(
-                f"{type(scheduler).__name__} reached its end and stays there, at lr={rates}; "
+                f"{type(scheduler).__name__} reached its end and stays there, at "
+                f"lr={rates_of(self._optimizer)}; "
                 "train.base_steps(epochs) gives the total to build it with",
                 stacklevel=2,
             )
