@@ -14,7 +14,7 @@ def text_page(advice: BatchAdvice) -> str:
     """The page."""
     if advice.refusal:
         return f"No advice: {advice.refusal}\n"
-    paragraphs = [[conclusion(advice)], [*_noise(advice)], [*_devices(advice)]]
+    paragraphs = [[conclusion(advice)], [*noise(advice)], [*_devices(advice)]]
     for title, lines in sections(advice):
         paragraphs.append([f"{title}:", *(f"  - {line}" for line in lines)])
     paragraphs.append([*_lines(advice)])
@@ -103,7 +103,8 @@ def _training(advice: BatchAdvice) -> Iterator[str]:
     )
 
 
-def _noise(advice: BatchAdvice) -> Iterator[str]:
+def noise(advice: BatchAdvice) -> Iterator[str]:
+    """The noise scale, how it moved, and the layers with the most noise."""
     trend = advice.trend
     yield (
         f"Noise scale: {number(trend.noise_scale)} samples "
@@ -116,7 +117,7 @@ def _noise(advice: BatchAdvice) -> Iterator[str]:
             f"{trend.segments[0].last} to {number(scales[-1])} in steps "
             f"{trend.segments[-1].first} to {trend.segments[-1].last}"
         )
-    for layer in trend.layers[:_LAYERS] if len(trend.layers) > 1 else ():
+    for layer in trend.layers[:_LAYERS]:
         yield (
             f"  {layer.share:4.0%} of the noise is in {layer.name or 'the model itself'}, whose "
             f"own noise scale is {number(layer.noise_scale)}"
