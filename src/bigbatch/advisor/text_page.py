@@ -44,9 +44,8 @@ def conclusion(advice: BatchAdvice) -> str:
         )
     if advice.is_undecided:
         return (
-            f"Leave it for now: the fastest batch on this machine is between {row.low} and "
-            f"{row.high}, and the present one, {present}, is among these. Observe more steps "
-            "(--steps, --budget)."
+            f"Leave it for now: the fastest batch on this machine is {_interval(row)}, and the "
+            f"present one, {present}, is among these. Observe more steps (--steps, --budget)."
         )
     word = "Grow" if row.batch_size > present else "Shrink"
     return (
@@ -142,12 +141,16 @@ def device_cells(row: DeviceAdvice) -> tuple[str, ...]:
     return (
         f"{row.devices}",
         f"{row.batch_size:,}",
-        f"{row.low:,} to {row.high:,}",
+        _interval(row),
         f"{row.seconds:.3g}",
         f"{row.time:.2f}",
         f"{row.samples:.2f}",
         f"{row.speedup:.1f}",
     )
+
+
+def _interval(row: DeviceAdvice) -> str:
+    return f"{row.low:,} or more" if row.high is None else f"{row.low:,} to {row.high:,}"
 
 
 def device_notes(advice: BatchAdvice) -> Iterator[str]:
