@@ -50,8 +50,8 @@ def coupling_function(roots: Iterable[Node], ends: Collection[Node], samples: in
             continue
         depends.add(node)
         numbers = {members.get(edge) for edge in operands}
-        if node.name() in _SELECTING and _takes_samples(node, operands[0], samples):
-            members |= _selected(node, samples)
+        if selected := _selected(node, operands[0], samples):
+            members |= selected
             continue
         if len(numbers) == 1 and None not in numbers:
             members |= dict.fromkeys(_outputs_of(node), *numbers)
@@ -102,12 +102,11 @@ def _outputs_of(node: Node) -> list[Edge]:
     return [(node, number) for number in range(len(node._input_metadata))]
 
 
-def _takes_samples(node: Node, operand: Edge, samples: int) -> bool:
-    return shape_of(*operand)[:1] == (samples,) and _is_along(node, operand, samples)
-
-
-def _selected(node: Node, samples: int) -> dict[Edge, int]:
-    """The sample of each output of a function that selects one, or takes all apart."""
+def _selected(node: Node, operand: Edge, samples: int) -> dict[Edge, int]:
+    """The sample of each output of a function that selects one, or takes all apart; else empty."""
+    has_samples = node.name() in _SELECTING and shape_of(*operand)[:1] == (samples,)
+    if not has_samples or not _is_along(node, operand, samples):
+        return {}
     index = getattr(node, "_saved_index", None)
     return {
         edge: edge[1] if index is None else _signed(index) % samples for edge in _outputs_of(node)
