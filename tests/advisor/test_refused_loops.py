@@ -477,6 +477,23 @@ UNCOUPLED = [
 ]
 
 
+def test_a_mean_of_as_many_classes_as_samples_is_measured_by_groups():
+    def of_classes(encoder, x):
+        logits = (encoder(x) @ torch.linspace(-1, 1, 32).view(2, 16)).log_softmax(1)
+        return -(logits * F.one_hot(torch.arange(16))).mean(0).sum()
+
+    model = OwnLoss(of_classes)
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        model(batch[0]).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step)
+    assert ("", "groups") == (advice.refusal, advice.observations.way)
+
+
 @pytest.mark.parametrize("loss", UNCOUPLED)
 def test_a_loss_that_couples_no_samples_is_measured_by_groups(loss):
     model = network()

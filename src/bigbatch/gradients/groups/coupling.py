@@ -71,6 +71,12 @@ def coupling_function(roots: Iterable[Node], ends: Collection[Node], samples: in
     return ""
 
 
+def leaves_samples(node: Node, operand: Edge, samples: int) -> bool:
+    """Whether a function of samples in dimension 0 sums over them or selects one."""
+    is_one = node.name() in _REDUCTIONS | _SELECTING and operand[0] is not None
+    return is_one and shape_of(*operand)[:1] == (samples,) and _is_along(node, operand, samples)
+
+
 def running_roots() -> list[Node]:
     """The nodes of the loss whose backward is running, from the frame of torch that runs it."""
     stacks = [walk_stack(sys._getframe())]
@@ -104,8 +110,7 @@ def _outputs_of(node: Node) -> list[Edge]:
 
 def _selected(node: Node, operand: Edge, samples: int) -> dict[Edge, int]:
     """The sample of each output of a function that selects one, or takes all apart; else empty."""
-    has_samples = node.name() in _SELECTING and shape_of(*operand)[:1] == (samples,)
-    if not has_samples or not _is_along(node, operand, samples):
+    if node.name() not in _SELECTING or not leaves_samples(node, operand, samples):
         return {}
     index = getattr(node, "_saved_index", None)
     return {

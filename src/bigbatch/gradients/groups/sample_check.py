@@ -26,7 +26,7 @@ from bigbatch.gradients.groups.backward_graph import (
     shape_of,
     written_in_python,
 )
-from bigbatch.gradients.groups.coupling import coupling_function
+from bigbatch.gradients.groups.coupling import coupling_function, leaves_samples
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses, Use
 from bigbatch.gradients.groups.rules import Place
@@ -169,7 +169,9 @@ class _Frontier:
                 continue
             visited.add(edge)
             shape = shape_of(node, output)
-            places = found.places_by_shape(shape)
+            operands = node.next_functions
+            has_none = bool(operands) and leaves_samples(node, operands[0], found.samples)
+            places = [] if has_none else found.places_by_shape(shape)
             if node not in flattened:
                 places = [place for place in places if place.is_certain and found.has_samples(node)]
             if places:
