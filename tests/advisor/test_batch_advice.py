@@ -104,13 +104,14 @@ def test_a_batch_beyond_a_factor_of_two_is_not_left(fixed):
     assert conclusion(advice).startswith(f"{word} the batch from 64 to {advice.batch_size}: ")
 
 
-def test_an_interval_that_holds_the_present_batch_leaves_it_for_now():
-    advice = MADE["uncertain"]
-    assert math.inf == advice.trend.high
-    assert advice.this_machine.low <= 8192 <= advice.this_machine.high
-    assert not advice.leaves_batch
+@pytest.mark.parametrize("present", [8192, 262_144])
+def test_an_interval_that_holds_the_present_batch_leaves_it_for_now(present):
+    """Without an upper end it holds every larger one; the farthest size of the search is no end."""
+    advice = advice_of(uncertain(), machine(), batch_size=present)
+    row = advice.this_machine
+    assert (math.inf, None, False) == (advice.trend.high, row.high, advice.leaves_batch)
     assert conclusion(advice).startswith(
-        "Leave it for now: the fastest batch on this machine is between"
+        f"Leave it for now: the fastest batch on this machine is {row.low} or more, and"
     )
     assert any("no upper end" in doubt for doubt in advice.doubts)
 

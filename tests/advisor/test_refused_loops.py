@@ -349,6 +349,17 @@ def dice(encoder, x):
     return 1 - 2 * (share * (x[:, :2] > 0)).sum(0).div(share.sum(0) + 1).mean()
 
 
+def dice_of_a_loop(encoder, x):
+    shares = encoder(x).sigmoid()
+    overlaps = [share[0] for share in shares]
+    return 1 - sum(overlaps) / (sum(share.sum() for share in shares) + 1)
+
+
+def ranked_in_a_loop(encoder, x):
+    score = encoder(x).exp()
+    return sum((score[i] / score[i - 1]).sum() for i in range(len(x)))
+
+
 def attention_over_the_batch(encoder, x):
     z = encoder(x)
     return ((z @ z.t()).softmax(1) @ z - 1).square().mean()
@@ -361,6 +372,8 @@ COUPLED = [
     decorrelated,
     ranked,
     dice,
+    dice_of_a_loop,
+    ranked_in_a_loop,
     attention_over_the_batch,
 ]
 
@@ -390,6 +403,23 @@ def test_batch_norm_alone_is_measured_by_consecutive_steps(affine):
     assert ("", "consecutive steps") == (advice.refusal, advice.observations.way)
     (unseen,) = advice.observations.unseen
     assert unseen.startswith("groups of samples of one backward: BatchNorm normalizes over")
+
+
+def test_rows_that_an_expert_gets_are_no_samples():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.expert, self.out = nn.Linear(6, 8), nn.Linear(4, 4), nn.Linear(8, 2)
+
+        def forward(self, x):
+            tokens = self.into(x).view(-1, 4)  # two of a sample
+            chosen = torch.randperm(len(tokens))[: len(x)]  # by chance as many as samples
+            tokens = tokens.index_add(0, chosen, self.expert(tokens[chosen]))
+            return self.out(tokens.view(len(x), 8))
+
+    model = Experts()
+    advice = advised(model, sgd(model), plain_step)
+    assert ("", "consecutive steps") == (advice.refusal, advice.observations.way)
 
 
 def test_a_coupled_loss_is_measured_by_backwards_that_keep_their_size():
@@ -426,9 +456,45 @@ def of_matched_rows(encoder, x):
     return (1 - boxes[:, 0] / (boxes[:, 1] + 1)).mean()
 
 
-@pytest.mark.parametrize(
-    "loss", [per_sample_dice, with_constant_negatives, root_of_the_mean, of_matched_rows]
-)
+def pairs_in_a_sample(encoder, x):
+    z = encoder(x)[:, :1] * torch.linspace(0, 1, 32)  # 32 numbers, where the batch has 16
+    return (z[:, :, None] - z[:, None]).square().mean()
+
+
+def loop_over_samples(encoder, x):
+    maps = [torch.outer(z, z) for z in encoder(x).sigmoid()]
+    ratios = [m.diagonal().sum() / (m.sum() + 1) + m.norm() for m in maps]
+    return torch.stack(ratios).sqrt().mean()
+
+
+UNCOUPLED = [
+    per_sample_dice,
+    with_constant_negatives,
+    root_of_the_mean,
+    of_matched_rows,
+    pairs_in_a_sample,
+    loop_over_samples,
+]
+
+
+def test_a_mean_of_as_many_classes_as_samples_is_measured_by_groups():
+    def of_classes(encoder, x):
+        logits = (encoder(x) @ torch.linspace(-1, 1, 32).view(2, 16)).log_softmax(1)
+        return -(logits * F.one_hot(torch.arange(16))).mean(0).sum()
+
+    model = OwnLoss(of_classes)
+    optimizer = sgd(model)
+
+    def step(batch):
+        optimizer.zero_grad()
+        model(batch[0]).backward()
+        optimizer.step()
+
+    advice = advised(model, optimizer, step)
+    assert ("", "groups") == (advice.refusal, advice.observations.way)
+
+
+@pytest.mark.parametrize("loss", UNCOUPLED)
 def test_a_loss_that_couples_no_samples_is_measured_by_groups(loss):
     model = network()
     optimizer = sgd(model)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -21,8 +21,11 @@ from bigbatch.errors import SettingError
 from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, checked
 
-ENDINGS = (".html", ".json", ".txt")
-
+_PAGES: dict[str, Callable[[BatchAdvice], str]] = {
+    ".html": html_page,
+    ".json": lambda advice: json.dumps(advice.as_dict(), indent=1, allow_nan=False) + "\n",
+    ".txt": text_page,
+}
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 _DURATION = re.compile(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_SECONDS)})")
 
@@ -42,12 +45,7 @@ class Advice(BatchAdvice):
             SettingError: another ending.
         """
         require_ending(path)
-        ending = Path(path).suffix
-        if ending == ".json":
-            text = json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
-        else:
-            text = html_page(self) if ending == ".html" else text_page(self)
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(_PAGES[Path(path).suffix](self), encoding="utf-8")
 
 
 @contextmanager
@@ -118,5 +116,5 @@ def parse_seconds(text: str) -> float:
 
 def require_ending(path: str | Path) -> None:
     """Raises SettingError for a page of another kind."""
-    if Path(path).suffix not in ENDINGS:
-        raise SettingError(f"{path} must end in {', '.join(ENDINGS)}")
+    if Path(path).suffix not in _PAGES:
+        raise SettingError(f"{path} must end in {', '.join(_PAGES)}")

@@ -26,9 +26,9 @@ class DeviceAdvice:
 
     devices: int  # how many, each like the observed one
     batch_size: int  # samples of a step of all of them
-    # low, high: the same at the ends of the noise scale's interval
+    # low, high: the same at the ends of the noise scale's interval; None without an upper end
     low: int
-    high: int
+    high: int | None
     seconds: float  # of a step
     time: float  # time to the same progress, relative to the present batch size on these devices
     speedup: float  # how much faster than the present batch size on one device
@@ -112,7 +112,7 @@ class BatchAdvice:
         is_far = max(row.batch_size / present, present / row.batch_size) > FARTHEST
         if not (is_far or math.isinf(self.trend.high)):
             return None
-        if row.batch_size > present:
+        if row.high is None or row.batch_size > present:
             return min(row.low, FARTHEST * present)
         return max(row.high, -(-present // FARTHEST))
 
@@ -126,13 +126,17 @@ class BatchAdvice:
     def leaves_batch(self) -> bool:
         """Whether the present batch size is within a factor of 2 of the fastest one."""
         row, present = self._fastest, self.found.batch_size
-        return row is not None and 1 / _ENOUGH <= row.batch_size / present <= _ENOUGH
+        if row is None or row.high is None:
+            return False
+        return 1 / _ENOUGH <= row.batch_size / present <= _ENOUGH
 
     @property
     def is_undecided(self) -> bool:
         """Whether the present batch size is farther, but may be the fastest for what is known."""
         row, present = self._fastest, self.found.batch_size
-        return row is not None and not self.leaves_batch and row.low <= present <= row.high
+        if row is None or self.leaves_batch:
+            return False
+        return row.low <= present <= (row.high or math.inf)
 
     def lr_factor(self, batch_size: float) -> float:
         """Factor of the learning rate for another batch size.
@@ -241,7 +245,7 @@ class BatchAdvice:
             devices,
             best,
             low,
-            high,
+            high if math.isfinite(trend.high) else None,
             cluster.seconds(best),
             seconds / cluster.relative_seconds(present, scale),
             one.relative_seconds(self.found.batch_size, scale) / seconds,

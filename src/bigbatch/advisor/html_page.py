@@ -1,7 +1,8 @@
 """The advice as one HTML file, which needs no network."""
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from bigbatch.advisor.batch_advice import BatchAdvice
@@ -11,7 +12,7 @@ from bigbatch.advisor.text_page import (
     conclusion,
     device_cells,
     device_notes,
-    number,
+    noise,
     sections,
 )
 from bigbatch.log.chart import Mark, Panel, Series
@@ -31,34 +32,19 @@ def html_page(advice: BatchAdvice) -> str:
 
 def _body(advice: BatchAdvice) -> Iterator[str]:
     yield f"<h1>{escape(conclusion(advice))}</h1>"
-    yield from _cards(advice)
+    yield _section("Noise", noise(advice))
     if len(advice.trend.segments) > 1:
         yield f"<h2>How the noise scale moved</h2>\n{_noise_chart(advice)}"
     if advice.this_machine is not None:
         yield f"<h2>Time to the same progress, by batch size</h2>\n{_time_chart(advice)}"
         yield f"<h2>On more devices</h2>\n{_devices_table(advice)}"
-    yield "<h2>Layers with the most noise</h2>" + _layers_table(advice)
-    for title, lines in sections(advice):
-        items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-        yield f"<h2>{escape(title)}</h2>\n<ul>{items}</ul>"
+    yield from itertools.starmap(_section, sections(advice))
     yield from _lines(advice)
 
 
-def _cards(advice: BatchAdvice) -> Iterator[str]:
-    trend, row, found = advice.trend, advice.this_machine, advice.found
-    cards = [("present batch", f"{found.batch_size:,}", f"{found.optimizer}, {found.engine}")]
-    if row is not None:
-        between = f"{row.low:,} to {row.high:,}"
-        cards.append(("fastest batch here", f"{row.batch_size:,}", between))
-        factor = advice.lr_factor(row.batch_size)
-        cards.append(("learning rate", f"x {factor:.3g}", "for the fastest batch"))
-    interval = f"90 %: {number(trend.low)} to {number(trend.high)}"
-    cards.append(("noise scale", number(trend.noise_scale), interval))
-    yield '<div class="cards">'
-    for name, value, note in cards:
-        parts = (("note", name), ("value", value), ("note", note))
-        yield "<div>" + "".join(f'<p class="{c}">{escape(x)}</p>' for c, x in parts) + "</div>"
-    yield "</div>"
+def _section(title: str, lines: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<h2>{escape(title)}</h2>\n<ul>{items}</ul>"
 
 
 def _noise_chart(advice: BatchAdvice) -> str:
@@ -100,14 +86,6 @@ def _devices_table(advice: BatchAdvice) -> str:
     table = html_table(DEVICE_COLUMNS, map(device_cells, advice.devices))
     notes = (f'<p class="note">{escape(note)}</p>' for note in device_notes(advice))
     return "\n".join((table, *notes))
-
-
-def _layers_table(advice: BatchAdvice) -> str:
-    rows = [
-        (layer.name or "the model itself", f"{layer.share:.0%}", number(layer.noise_scale))
-        for layer in advice.trend.layers[:10]
-    ]
-    return html_table(("layer", "share of the noise", "its own noise scale"), rows)
 
 
 def _lines(advice: BatchAdvice) -> Iterator[str]:

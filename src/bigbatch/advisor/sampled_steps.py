@@ -34,9 +34,9 @@ class SampledSteps:
         self._spent = 0.0  # seconds of measuring, of all ranks on average
         self._first = _FIRST  # measured steps that are still left out
         self._ratios: deque[float] = deque(maxlen=_KEPT)  # of all ranks
-        self._failures = 0  # 1 if the last measured step failed on this rank
         self.failed = 0  # measured steps in a row that failed on some rank
-        self._is_coupled = False  # whether this rank's samples influence each other
+        # whether the last measured step failed on this rank, and whether samples influence others
+        self._flags = (0.0, 0.0)
         self.is_coupled = False  # whether those of some rank do
         self.timed_out = False
         self._count = 0  # steps since the last choice
@@ -60,8 +60,7 @@ class SampledSteps:
         whether samples influence each other.
         """
         elapsed = time.perf_counter() - self._began
-        flags = float(self._failures), float(self._is_coupled)
-        return 1.0, self._ratio, self._extra, elapsed, *flags
+        return 1.0, self._ratio, self._extra, elapsed, *self._flags
 
     def end_step(
         self,
@@ -85,8 +84,7 @@ class SampledSteps:
             if seconds:
                 self._plain.append(seconds)
         else:
-            self._failures = int(failed)
-            self._is_coupled |= is_coupled
+            self._flags = float(failed), float(is_coupled)
             if seconds and self._plain:
                 self._spans.append(seconds)  # of a pair the second one may take longer
                 self._ratio = mean(self._spans) / self.seconds

@@ -14,7 +14,7 @@ def text_page(advice: BatchAdvice) -> str:
     """The page."""
     if advice.refusal:
         return f"No advice: {advice.refusal}\n"
-    paragraphs = [[conclusion(advice)], [*_noise(advice)], [*_devices(advice)]]
+    paragraphs = [[conclusion(advice)], [*noise(advice)], [*_devices(advice)]]
     for title, lines in sections(advice):
         paragraphs.append([f"{title}:", *(f"  - {line}" for line in lines)])
     paragraphs.append([*_lines(advice)])
@@ -44,9 +44,8 @@ def conclusion(advice: BatchAdvice) -> str:
         )
     if advice.is_undecided:
         return (
-            f"Leave it for now: the fastest batch on this machine is between {row.low} and "
-            f"{row.high}, and the present one, {present}, is among these. Observe more steps "
-            "(--steps, --budget)."
+            f"Leave it for now: the fastest batch on this machine is {_interval(row)}, and the "
+            f"present one, {present}, is among these. Observe more steps (--steps, --budget)."
         )
     word = "Grow" if row.batch_size > present else "Shrink"
     return (
@@ -103,7 +102,8 @@ def _training(advice: BatchAdvice) -> Iterator[str]:
     )
 
 
-def _noise(advice: BatchAdvice) -> Iterator[str]:
+def noise(advice: BatchAdvice) -> Iterator[str]:
+    """The noise scale, how it moved, and the layers with the most noise."""
     trend = advice.trend
     yield (
         f"Noise scale: {number(trend.noise_scale)} samples "
@@ -116,7 +116,7 @@ def _noise(advice: BatchAdvice) -> Iterator[str]:
             f"{trend.segments[0].last} to {number(scales[-1])} in steps "
             f"{trend.segments[-1].first} to {trend.segments[-1].last}"
         )
-    for layer in trend.layers[:_LAYERS] if len(trend.layers) > 1 else ():
+    for layer in trend.layers[:_LAYERS]:
         yield (
             f"  {layer.share:4.0%} of the noise is in {layer.name or 'the model itself'}, whose "
             f"own noise scale is {number(layer.noise_scale)}"
@@ -141,12 +141,16 @@ def device_cells(row: DeviceAdvice) -> tuple[str, ...]:
     return (
         f"{row.devices}",
         f"{row.batch_size:,}",
-        f"{row.low:,} to {row.high:,}",
+        _interval(row),
         f"{row.seconds:.3g}",
         f"{row.time:.2f}",
         f"{row.samples:.2f}",
         f"{row.speedup:.1f}",
     )
+
+
+def _interval(row: DeviceAdvice) -> str:
+    return f"{row.low:,} or more" if row.high is None else f"{row.low:,} to {row.high:,}"
 
 
 def device_notes(advice: BatchAdvice) -> Iterator[str]:

@@ -17,12 +17,15 @@ from bigbatch.gradients.groups.backward_graph import Edge, Node, node_names, sha
 
 _PRODUCTS = node_names("Addmm Addmv Bmm Baddbmm Cdist EuclideanDist Mm Mv")
 _ELEMENTWISE = node_names("Add Sub Mul Div Maximum Minimum Where")
-_LINEAR = node_names("Add Cat Stack Sub Where")
+_JOINING = node_names("Cat Stack")
+_LINEAR = node_names("Add Sub Where") | _JOINING
+_SELECTING = node_names("Select Unbind")
 _NONLINEAR_ALONG = node_names(
     "Cumprod CumulativeLogsumexp LinalgVectorNorm LogSoftmax Logsumexp Norm Prod Softmax Sort Std "
     "Topk Var VarMean"
 ) | {"NormBackward1", "ProdBackward1"}
 _NONLINEAR = node_names("Abs Exp Log Pow Relu Sigmoid Softplus Sqrt Tanh")
+_SELECTING = node_names("Select Unbind")
 _REDUCTIONS = node_names("Mean Sum") | {"MeanBackward1", "SumBackward1"}
 
 
@@ -38,17 +41,27 @@ def coupling_function(roots: Iterable[Node], ends: Collection[Node], samples: in
         ends: the nodes of the outputs.
         samples: B.
     """
-    order = _operands_first(roots, ends)
     depends = set(ends)
     reduced = set[Node]()  # functions of sums over samples alone
-    for node in order:
+    members = dict[Edge, int]()  # values of one sample alone, in loops over samples; its number
+    for node in _operands_first(roots, ends) if samples > 1 else ():
         operands = [edge for edge in node.next_functions if edge[0] in depends]
         if node in depends or not operands:
             continue
         depends.add(node)
+        numbers = {members.get(edge) for edge in operands}
+        if selected := _selected(node, operands[0], samples):
+            members |= selected
+            continue
+        if len(numbers) == 1 and None not in numbers:
+            members |= dict.fromkeys(_outputs_of(node), *numbers)
+            continue
         if _mixes(node, operands, samples):
             return str(node.name())
-        are_reduced = all(edge[0] in reduced for edge in operands)
+        is_joined = node.name() in _JOINING and numbers != {None}  # into a tensor of samples
+        are_reduced = not is_joined and all(
+            edge[0] in reduced or edge in members for edge in operands
+        )
         is_product = len(operands) > 1 and node.name() not in _LINEAR
         is_curved = node.name() in _NONLINEAR and shape_of(node).numel() > 1
         if are_reduced and (is_product or is_curved):
@@ -56,6 +69,12 @@ def coupling_function(roots: Iterable[Node], ends: Collection[Node], samples: in
         if are_reduced or (node.name() in _REDUCTIONS and _is_along(node, operands[0], samples)):
             reduced.add(node)
     return ""
+
+
+def leaves_samples(node: Node, operand: Edge, samples: int) -> bool:
+    """Whether a function of samples in dimension 0 sums over them or selects one."""
+    is_one = node.name() in _REDUCTIONS | _SELECTING and operand[0] is not None
+    return is_one and shape_of(*operand)[:1] == (samples,) and _is_along(node, operand, samples)
 
 
 def running_roots() -> list[Node]:
@@ -85,6 +104,24 @@ def _operands_first(roots: Iterable[Node], ends: Collection[Node]) -> list[Node]
     return order
 
 
+def _outputs_of(node: Node) -> list[Edge]:
+    return [(node, number) for number in range(len(node._input_metadata))]
+
+
+def _selected(node: Node, operand: Edge, samples: int) -> dict[Edge, int]:
+    """The sample of each output of a function that selects one, or takes all apart; else empty."""
+    if node.name() not in _SELECTING or not leaves_samples(node, operand, samples):
+        return {}
+    index = getattr(node, "_saved_index", None)
+    return {
+        edge: edge[1] if index is None else _signed(index) % samples for edge in _outputs_of(node)
+    }
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) * (number >> 63)
+
+
 def _mixes(node: Node, operands: Sequence[Edge], samples: int) -> bool:
     """Whether a function, some of whose operands depend on samples, mixes them."""
     name, output = node.name(), shape_of(node)
@@ -95,10 +132,12 @@ def _mixes(node: Node, operands: Sequence[Edge], samples: int) -> bool:
         return _is_along(node, operands[0], samples)
     if name not in _ELEMENTWISE or len(operands) < 2:
         return False
-    one, other = (_aligned(shape_of(*edge), output) for edge in operands[:2])
+    shapes = [_aligned(shape_of(*edge), output) for edge in operands[:2]]
+    if all(shape[:1] == (samples,) for shape in shapes):
+        return False  # pairs in a sample
     repeated = [
-        {d for d, size in enumerate(output) if shape[d] == 1 < size and size % samples == 0}
-        for shape in (one, other)
+        any(size == 1 < n and n % samples == 0 for size, n in zip(shape, output, strict=True))
+        for shape in shapes
     ]
     return all(repeated)
 
@@ -121,5 +160,5 @@ def _is_along(node: Node, operand: Edge, samples: int) -> bool:
     dims = getattr(node, "_saved_dim", None)
     if dims is None or dims == ():  # all
         return True
-    signed = (d - (1 << 64) * (d >> 63) for d in (dims if isinstance(dims, tuple) else (dims,)))
+    signed = map(_signed, dims if isinstance(dims, tuple) else (dims,))
     return any(d % len(shape) == 0 for d in signed)

@@ -26,7 +26,7 @@ from bigbatch.gradients.groups.backward_graph import (
     shape_of,
     written_in_python,
 )
-from bigbatch.gradients.groups.coupling import coupling_function
+from bigbatch.gradients.groups.coupling import coupling_function, leaves_samples
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses, Use
 from bigbatch.gradients.groups.rules import Place
@@ -133,11 +133,15 @@ class _Frontier:
         return frozenset(number for number in uses if found.nodes[number] in shows_nothing)
 
     @cached_property
-    def below_batch_norm(self) -> set[int]:
-        """The numbers of the nodes below a BatchNorm, which mixes samples by its design."""
+    def unordered(self) -> set[int]:
+        """The numbers of the nodes whose rows may be of any samples.
+
+        They are below a BatchNorm, which mixes samples by its design, or below a function that
+        moves them.
+        """
         numbers, below = self._found.numbers, set[int]()
         for node in reversed(self._found.operands_first):
-            if numbers[node] in below or is_batch_norm(node):
+            if numbers[node] in below or is_batch_norm(node) or _moves(self._found, numbers[node]):
                 below.update(numbers[operand] for operand in operands_of(node))
         return below
 
@@ -165,7 +169,9 @@ class _Frontier:
                 continue
             visited.add(edge)
             shape = shape_of(node, output)
-            places = found.places_by_shape(shape)
+            operands = node.next_functions
+            has_none = bool(operands) and leaves_samples(node, operands[0], found.samples)
+            places = [] if has_none else found.places_by_shape(shape)
             if node not in flattened:
                 places = [place for place in places if place.is_certain and found.has_samples(node)]
             if places:
@@ -210,10 +216,7 @@ class _Attempt:
             number: next(iter(places if number in located else ()), None)
             for number, places in self._possible.items()
         }
-        moves = any(
-            found.nodes[number].name() in _INDEXED and found.moves_samples(number)
-            for number in self._arrived
-        )
+        moves = any(_moves(found, number) for number in self._arrived)
         is_seen = all(bool(torch.stack(flags).any()) for flags in self._arrived.values())
         is_conclusive = is_seen and all(map(bool, self._finite)) and not moves
         unlocated = self._frontier.unlocated
@@ -294,7 +297,7 @@ class _Attempt:
     def _is_mixed(self, number: int, gradient: Tensor, members: Tensor) -> bool:
         """Whether a gradient whose dimension 0 has the samples is one of more than these."""
         samples, frontier = self._grouping.samples, self._frontier
-        if gradient.shape[:1] != (samples,) or number in frontier.below_batch_norm:
+        if gradient.shape[:1] != (samples,) or number in frontier.unordered:
             return False
         places = self._found.exact_places(gradient.shape)
         if any(self._is_of(gradient, place, members) for place in places):
@@ -307,6 +310,11 @@ class _Attempt:
         by_sample = place.by_sample(gradient, self._grouping)
         nonzero = (by_sample != 0).reshape(self._grouping.samples, -1).any(1).cpu()
         return not bool((nonzero & ~members).any())
+
+
+def _moves(found: ParameterUses, number: int) -> bool:
+    """Whether a node takes samples elsewhere by indices."""
+    return found.nodes[number].name() in _INDEXED and found.moves_samples(number)
 
 
 def _halves(samples: int, number: int) -> list[Tensor]:
