@@ -336,7 +336,7 @@ def weighed_on_one(rank, ranks):
     step = next(iter(train))
     for x, y, _ in step:
         step.backward(cross_entropy(train.model(x), y), weight=None if rank else len(x))
-    with pytest.raises(LoopError, match="given on some ranks and not on others"):
+    with pytest.raises(LoopError, match="or on some ranks, and not for others"):
         step.update()
 
 
