@@ -23,8 +23,7 @@ def text_table(table: Table, title: str, width: int) -> str:
     while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > _NARROWEST:
         widths[widths.index(max(widths))] -= 1
     rule = "  ".join("-" * one for one in widths)
-    title = printable(title).replace("\n", " ")
-    lines = [title, "", *_lines(columns, widths, at_bottom=True), rule]
+    lines = [printable(title), "", *_lines(columns, widths, at_bottom=True), rule]
     lines += (line for row in rows for line in _lines(row, widths))
     return "\n".join([*lines, ""])
 
