@@ -35,7 +35,7 @@ def count_samples(batch: Batch) -> int:
         >>> count_samples({"x": torch.zeros(8, 3), "name": ["a"] * 8})
         8
     """
-    sizes = {_size(leaf) for leaf in leaves_of(batch) if type(leaf) is not Constant}
+    sizes = {_size(leaf) for leaf in _leaves(batch) if type(leaf) is not Constant}
     if len(sizes) != 1:
         contents = "no tensor" if not sizes else f"first sizes {sorted(sizes)}"
         raise BatchError(f"a batch with {contents} cannot be cut along its samples; {REMEDY}")
@@ -111,13 +111,6 @@ def unmark_constants(batch: Batch) -> Batch:
     return map_leaves(lambda leaf, _: leaf.value if type(leaf) is Constant else leaf, batch)
 
 
-def leaves_of(batch: Batch) -> list[Any]:
-    """All leaves, in one order for batches of one structure."""
-    if _is_leaf(batch):
-        return [batch]
-    return [leaf for part in _flatten(batch)[1] for leaf in leaves_of(part)]
-
-
 def map_leaves(function: Callable[[Any, str], Any], batch: Batch, name: str = "") -> Batch:
     """The batch with every leaf, and what cannot be cut, replaced by `function(leaf, name)`.
 
@@ -178,6 +171,13 @@ def _size(leaf: Any) -> int:
             f"a batch holds a tensor of no dimension, with no samples to cut; {REMEDY}"
         )
     return int(shape[0])
+
+
+def _leaves(batch: Batch) -> list[Any]:
+    """All leaves, in one order for batches of one structure."""
+    if _is_leaf(batch):
+        return [batch]
+    return [leaf for part in _flatten(batch)[1] for leaf in _leaves(part)]
 
 
 def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:

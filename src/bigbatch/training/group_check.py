@@ -160,8 +160,9 @@ def check_groups(
         mode = _set_mode(model, lambda: _loss(model, loss_fn, x, y))
         random = random_state()
         loss = _loss(model, loss_fn, x, y)
-        if weight is None and (weight := label_weights(loss, samples)) is not None:
-            weight = weight if len(weight) == samples else None
+        labels = label_weights(loss, samples) if weight is None else None
+        if labels is not None and len(labels) == samples:
+            weight = labels
         compared = _ComparedGradients(model, names, grouping, weight, loss)
         for d, (lo, hi) in enumerate(pairwise(accumulate(grouping.sizes, initial=0))):
             if compared.weights[d]:

@@ -200,7 +200,10 @@ class Step:
         if isinstance(weight, Tensor):
             weight = weight.detach().cpu()  # one wait for the device
         sample_weights = weight
-        weight = samples if weight is None else _as_number(weight, samples)
+        if weighting == "labels" and isinstance(weight, Tensor):
+            weight = math.fsum(weight.tolist())  # of the graph, so it needs no check
+        else:
+            weight = samples if weight is None else _as_number(weight, samples)
         if self._is_lost(weight):
             weight, sample_weights = samples, None
         if weight:
