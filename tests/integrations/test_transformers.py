@@ -702,3 +702,20 @@ def test_a_variance_reduced_optimizer_is_that_of_a_loop_by_hand(tmp_path):
             step.clip_grad_norm_(1.0)
             losses.append(step.update().loss)
     assert losses == pytest.approx([loss for (loss,) in logged(trainer, "loss")], rel=1e-4)
+
+
+def test_a_trainer_that_keeps_metrics_of_its_own_logs(tmp_path):
+    """As TRL's do, in `_metrics`."""
+
+    class Keeping(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._metrics = {"train": {}}
+
+    class Adaptive(AdaptiveMixin, Keeping):
+        pass
+
+    trainer = adaptive(tmp_path, GROWING, kind=Adaptive, max_steps=3, logging_steps=1)
+    trainer.train()
+    assert [(8,)] * 3 == logged(trainer, "batch_size")
+    assert {"train": {}} == trainer._metrics

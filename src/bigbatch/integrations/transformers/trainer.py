@@ -269,18 +269,13 @@ class AdaptiveMixin(NextClass):
         record = None if train is None else train.record
         if train is not None and record is not None:
             if "loss" in logs:
-                logs |= self._metrics(record, train.last_measured)
+                measured = train.last_measured
+                logs |= _metrics_of(record, None if measured is self._logged else measured)
+                self._logged = measured
             if train.run_log is not None:
                 scores = [n for n in logs if n.startswith("eval_") and not n.endswith(_SPEED)]
                 train.log(**{name: logs[name] for name in scores})
         super().log(logs, *args, **kwargs)
-
-    def _metrics(self, record: StepRecord, measured: StepRecord | None) -> dict[str, float]:
-        metrics: dict[str, float] = {"batch_size": record.batch_size, "samples": record.samples}
-        if measured is not None and measured is not self._logged:
-            metrics |= {"similarity": measured.similarity, "noise_scale": measured.noise_scale}
-        self._logged = measured
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     # checkpoints
 
@@ -341,6 +336,14 @@ def load_rank_state(folder: Path, rank: int) -> tuple[int, dict[str, Any]]:
         "with save_only_model=True; load the model from it, and train without "
         "resume_from_checkpoint"
     )
+
+
+def _metrics_of(record: StepRecord, measured: StepRecord | None) -> dict[str, float]:
+    """What is logged of the last update, and of a measurement that was not logged before."""
+    metrics: dict[str, float] = {"batch_size": record.batch_size, "samples": record.samples}
+    if measured is not None:
+        metrics |= {"similarity": measured.similarity, "noise_scale": measured.noise_scale}
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _unwrap(optimizer: Any) -> Any:
