@@ -26,11 +26,19 @@ def on(devices, network=FREE, ranks=1, **times):
 
 @property_test(100)
 @given(fixed=st.floats(1e-4, 1), per_sample=st.floats(1e-6, 1e-2), scale=st.floats(1, 1e6))
-def test_the_least_time_is_at_the_root_of_overhead_times_noise_scale(fixed, per_sample, scale):
-    """Neighbours of the grid are at most 1.5 apart, and the least of two is not always nearest."""
+def test_the_fastest_batch_is_where_the_closed_form_has_a_time_of_five_percent_more(
+    fixed, per_sample, scale
+):
+    """(fixed + per_sample B) (1 + scale / B) = 1.05 (sqrt(fixed) + sqrt(per_sample scale))^2.
+
+    Neighbours of the grid are at most 1.5 apart, and the least of the grid is above that of all.
+    """
     best = on(1, fixed=fixed, per_sample=per_sample).fastest(scale, math.inf)
-    closed = math.sqrt(fixed / per_sample * scale)
-    assert closed / 1.5 <= best <= max(closed * 1.5, 1)
+    spread = 1.05 * (math.sqrt(fixed) + math.sqrt(per_sample * scale)) ** 2
+    spread -= fixed + per_sample * scale
+    root = math.sqrt(max(0, spread**2 - 4 * fixed * per_sample * scale))
+    smallest = (spread - root) / (2 * per_sample)
+    assert smallest / 1.5 <= best <= max(smallest * 1.5, 1)
 
 
 @property_test(100)
@@ -41,12 +49,14 @@ def test_the_least_time_is_at_the_root_of_overhead_times_noise_scale(fixed, per_
     most=st.floats(1, 1e7),
     ranks=st.sampled_from([1, 2, 3, 8]),
 )
-def test_no_size_of_the_grid_takes_less_time(devices, largest, scale, most, ranks):
+def test_it_is_the_first_size_of_the_grid_that_takes_five_percent_more_than_the_least(
+    devices, largest, scale, most, ranks
+):
     cluster = on(devices, Network(), ranks, optimizer=0.003, rest=0.02, largest=largest)
     best = cluster.fastest(scale, most)
-    assert best in grid(devices, most)
-    least = min(cluster.relative_seconds(size, scale) for size in grid(devices, most))
-    assert least == cluster.relative_seconds(best, scale)
+    seconds = {size: cluster.relative_seconds(size, scale) for size in sorted(grid(devices, most))}
+    most_seconds = 1.05 * min(seconds.values())
+    assert best == next(size for size, time in seconds.items() if time <= most_seconds)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 5, 6, 7, 8, 10, 12, 512])
@@ -54,7 +64,7 @@ def test_the_fastest_size_is_a_multiple_of_any_number_of_devices(devices):
     best = on(devices, fixed=0.1).fastest(1e4, math.inf)
     closed = math.sqrt(0.1 / 1e-4 * devices * 1e4)  # each device has its own fixed time
     assert 0 == best % devices
-    assert closed / 1.5 <= best <= closed * 1.5
+    assert closed / 2.5 <= best <= closed
 
 
 def test_the_least_size_has_a_sample_for_each_device():

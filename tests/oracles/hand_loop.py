@@ -251,8 +251,9 @@ def ddp_script(script, args, groups, ranks):
         return nn.functional.cross_entropy(model(x), y)
 
     for _ in range(args.steps):
-        optimizer.zero_grad()
-        for rank in range(ranks):
+        sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for rank in range(ranks):  # added as DDP adds: backwards first, then ranks
+            optimizer.zero_grad()
             for _ in range(args.accumulation):
                 batch = next(batches[rank])
                 loop.add(loss_of, *batch)
@@ -260,6 +261,9 @@ def ddp_script(script, args, groups, ranks):
                 (loss / ranks).backward()
                 if rank == 0:
                     loop.losses.append(loss.item())
+            sums = [total + p.grad for total, p in zip(sums, model.parameters(), strict=True)]
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            parameter.grad = total
         optimizer.step()
         loop.end_step()
     return loop

@@ -217,7 +217,7 @@ class BatchAdvice:
         return doubts
 
     def fastest(self, noise_scale: float, devices: int | None = None) -> int:
-        """The batch size of the least time on so many devices; default: the observed ranks."""
+        """The smallest batch of about the least time on so many devices; default: its own."""
         assert self.observations.time is not None
         cluster = self._cluster(devices or self.found.ranks)
         most = _REACH * max(self.found.batch_size, self.trend.noise_scale)

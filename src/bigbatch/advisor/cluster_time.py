@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from bigbatch.advisor.observations import Found, MachineTime
 from bigbatch.setting_types import NotNegative, Positive, checked
 
+ALIKE = 1.05  # times are not known better, and the smaller batch needs fewer samples
+
 
 @checked
 @dataclass(frozen=True)
@@ -72,7 +74,12 @@ class ClusterTime:
         return self.seconds(batch_size) * (1 + noise_scale / batch_size)
 
     def fastest(self, noise_scale: float, most: float) -> int:
-        """The batch size of the least time, 2^i or 3 2^i samples a device, at most `most`."""
+        """The smallest batch size whose time is at most 5 % above the least.
+
+        Of 2^i and 3 2^i samples a device, at most `most`.
+        """
         sizes = [self.devices * (base << i) for i in range(40) for base in (1, 3)]
         fitting = [n for n in sizes if n <= max(most, self.devices)]
-        return min(fitting, key=lambda n: self.relative_seconds(n, noise_scale))
+        seconds = {size: self.relative_seconds(size, noise_scale) for size in fitting}
+        least = min(seconds.values())
+        return min(size for size in fitting if seconds[size] <= ALIKE * least)

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from bigbatch.data.collate import REMEDY, Batch, copy_batch, copy_leaf, is_dense, map_leaves
+from bigbatch.data.collate import REMEDY, Batch, copy_batch, is_dense, map_leaves
 
 _NO_CHANCE = 64  # elements that are not equal in two batches by chance
-_COPIED = 5  # first batches of a training that are copied in any case, and compared
-_COMPARED = 64  # batches with which two of them are compared: more than a loader takes in turn
+_COPIED = 5  # first batches of a training that are copied in any case
+_WATCHED = 64  # batches whose memory is compared: more than a loader has buffers
 
 
 class BatchMemory:
-    """Watches the memory of a loader's first batches; they are held, and copies are given out.
+    """Watches the memory of a loader's first batches, which are held; of the first, copies are cut.
 
-    If one of them has changed when a later batch arrives, the loader reuses its buffers, and every
+    If a later batch of the pass lies in their memory, the loader reuses its buffers, and every
     batch is copied from then on. A leaf that is the same memory with the same content in two
     batches, while others differ, is a constant: a tensor of class embeddings, as long as the batch
     by chance. Where all of its rows are equal (a mask of ones), it makes no difference.
@@ -28,36 +28,43 @@ class BatchMemory:
         self.examined = False  # whether they are known, after two batches
         self.reuses = False  # whether earlier batches may be overwritten
         self._seen = 0
-        self._watched: list[_Watched] = []
+        self._watched: list[_Watched] = []  # the pass's first batch and its latest ones
+
+    def begin_pass(self) -> None:
+        """Forgets the batches of the last pass: a list gives the same tensors in every one."""
+        self._watched.clear()
 
     def admit(self, batch: Batch) -> Batch:
         """The batch, or a copy of it that the loader cannot change."""
-        if self._seen == _COMPARED:
+        if self._seen == _WATCHED:
             return copy_batch(batch) if self.reuses else batch
         self._seen += 1
-        changed = [one.changed_leaves() for one in self._watched]
-        self.reuses = any(changed)
-        if self.reuses or self._seen <= _COPIED:
-            present = _Watched({}, {})
-            batch = map_leaves(present.copy, batch)
-            if self._watched and not self.examined:
-                self._find_constants(self._watched[-1], present, changed[-1])
-            self._watched.append(present)
-        if self.reuses:
-            self._seen = _COMPARED
-        kept = () if self._seen == _COMPARED else {0, len(self._watched) - 1}
-        if self._seen >= _COPIED:
-            self._watched = [self._watched[number] for number in kept]
-        return batch
+        given, is_new = batch, self._seen <= _COPIED or not self.examined
+        if self.reuses or is_new:
+            given = copy_batch(batch)
+        present = _Watched(_named_leaves(batch), _named_leaves(given) if is_new else {})
+        if self._watched and not self.examined:
+            self._find_constants(self._watched[-1], present)
+        variable = [leaf for name, leaf in present.leaves.items() if name not in self.constants]
+        watched = [leaf for one in self._watched for leaf in one.leaves.values()]
+        if not self.reuses and any(_overlap(one, other) for one in variable for other in watched):
+            self.reuses, self._seen = True, _WATCHED
+            self._watched.clear()
+            return copy_batch(batch)
+        if self._seen > _COPIED:
+            del self._watched[1:]
+        self._watched.append(present)
+        if self._seen == _WATCHED:
+            self._watched.clear()
+        return given
 
-    def _find_constants(self, previous: "_Watched", present: "_Watched", changed: set[str]) -> None:
+    def _find_constants(self, previous: "_Watched", present: "_Watched") -> None:
         self.examined = True
-        leaves, same, equal = present.leaves, set(), set()
+        leaves, same, equal = present.leaves, set[str](), set[str]()
         for name in leaves.keys() & previous.leaves.keys():
-            if _is_same_memory(previous.leaves[name], leaves[name]) and name not in changed:
-                same.add(name)
-            elif _is_equal(previous.copies[name], present.copies[name]):
-                equal.add(name)
+            if _is_equal(previous.given[name], present.given[name]):
+                is_same = _is_same_memory(previous.leaves[name], leaves[name])
+                (same if is_same else equal).add(name)
         if len(same | equal) == len(leaves):  # one batch, given again
             return
         differing = {name for name in same | equal if not _has_equal_rows(leaves[name])}
@@ -81,21 +88,33 @@ class BatchMemory:
 
 
 class _Watched(NamedTuple):
-    """The leaves of a batch of the loader by their names, and their copies."""
+    """The leaves of a batch of the loader by their names, and those of its copy."""
 
     leaves: dict[str, Any]
-    copies: dict[str, Any]
+    given: dict[str, Any]
 
-    def copy(self, leaf: Any, name: str) -> Any:
-        """Adds a leaf; its copy."""
-        self.leaves[name], self.copies[name] = leaf, copy_leaf(leaf)
-        return self.copies[name]
 
-    def changed_leaves(self) -> set[str]:
-        """Names of the leaves that were written to since they were copied."""
-        return {
-            name for name, leaf in self.leaves.items() if not _is_equal(leaf, self.copies[name])
-        }
+def _named_leaves(batch: Batch) -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    map_leaves(lambda leaf, name: leaves.setdefault(name, leaf), batch)
+    return leaves
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    """Whether writing to one leaf may change the other."""
+    if isinstance(one, numpy.ndarray) and isinstance(other, numpy.ndarray):
+        return numpy.may_share_memory(one, other)
+    if is_dense(one) and is_dense(other):
+        (start, stop), (other_start, other_stop) = _extent(one), _extent(other)
+        return one.device == other.device and start < other_stop and other_start < stop
+    return one is other and isinstance(one, list)
+
+
+def _extent(leaf: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte, and after its last."""
+    last = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True))
+    start = leaf.data_ptr()
+    return start, start + (last + 1) * leaf.element_size() if leaf.numel() and start else start
 
 
 def _is_same_memory(one: Any, other: Any) -> bool:

@@ -222,6 +222,7 @@ class SampleBuffer:
         self.counted, self.ended, self.has_stated_sizes, self._skipped = 0, False, True, False
         self._stated_sizes = self.loader.batch_size, self.loader.length
         self._iterator = iterator
+        self._memory.begin_pass()
 
     def _discard(self, samples: int) -> None:
         """Drops samples that were taken before the state was saved."""

@@ -4,7 +4,7 @@ import copy
 import warnings
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -73,7 +73,7 @@ class BaseBatchScheduler:
 
     @scheduler.setter
     def scheduler(self, scheduler: Any) -> None:
-        if callable(scheduler) and not isinstance(scheduler, type):
+        if callable(scheduler) and not isinstance(scheduler, type | nn.Module):
             scheduler = RateFunction(self._optimizer, scheduler)
         if scheduler is None:
             self._pending_state = None
