@@ -1,8 +1,6 @@
 """The options of variance-reduced optimizers, and the values and base optimizers they refuse."""
 
-import math
 from collections.abc import Iterable
-from reprlib import repr as shortened
 from typing import Annotated, Any, TypedDict
 
 import torch
@@ -10,24 +8,10 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.setting_types import Coefficient, In, Kind, Share, argument_kinds, check_setting
+from bigbatch.setting_types import In, Share, argument_kinds, check_setting
 
 Gamma = Annotated[float, In("(0, 1]", "the least factor of a step")]
 RMax = Annotated[float, In("[1, inf)", "1.0 or 1 / gamma are usual")]
-
-
-class _OneElement:
-    """The tensors of one element, as `In` is the numbers of an interval."""
-
-    def __contains__(self, value: Tensor) -> bool:
-        return value.numel() == 1
-
-    def __str__(self) -> str:
-        return "of one number"
-
-
-RATE = Kind(Coefficient)
-Rate = Coefficient | Annotated[Tensor, _OneElement()]
 Betas = tuple[Share, Share]
 
 
@@ -38,25 +22,6 @@ class VROptions(TypedDict, total=False):
     r_max: RMax
     beta3: Share | None
     watch: bool
-
-
-def rates_of(optimizer: Optimizer) -> list[float]:
-    """The learning rate of each parameter group; nan for a group that was built without one.
-
-    Raises:
-        SettingError: a rate was set to anything but such a number.
-    """
-    rates: list[float] = []
-    for number, group in enumerate(optimizer.param_groups):
-        lr: Any = group.get("lr")
-        rate = lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr
-        if "lr" not in group or (lr is None and optimizer.defaults.get("lr") is None):
-            rate = math.nan
-        elif rate not in RATE:
-            name = f"the learning rate of parameter group {number}"
-            raise SettingError(f"{name} was set to {shortened(lr)}; set {RATE}")
-        rates.append(float(rate))
-    return rates
 
 
 def require_base(base: Optimizer, names: Iterable[str]) -> None:

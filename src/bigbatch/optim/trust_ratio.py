@@ -14,7 +14,8 @@ from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.gsnr_options import Betas, Rate, rates_of, require_kinds, require_unique
+from bigbatch.optim.gsnr_options import Betas, require_kinds, require_unique
+from bigbatch.optim.learning_rates import Rate, rates_of
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import TwoPass, require_kernels
 from bigbatch.setting_types import Coefficient, PositiveCoefficient, Share, checked

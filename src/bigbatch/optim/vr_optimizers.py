@@ -6,7 +6,8 @@ from torch.optim import SGD, Adam
 from torch.optim.optimizer import ParamsT
 
 from bigbatch.optim.fused_step import can_fuse
-from bigbatch.optim.gsnr_options import Betas, Rate, VROptions
+from bigbatch.optim.gsnr_options import Betas, VROptions
+from bigbatch.optim.learning_rates import Rate
 from bigbatch.optim.trust_ratio import LAMB, LARS
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.setting_types import Coefficient, In, PositiveCoefficient, Share, checked

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.optim.gsnr_options import RATE, rates_of
+from bigbatch.optim.learning_rates import RATE, rates_of
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from bigbatch.errors import LoopError, SettingError, StateError
-from bigbatch.optim.gsnr_options import rates_of
+from bigbatch.optim.learning_rates import rates_of
 from bigbatch.setting_types import NotNegative, check_setting
 from bigbatch.state_checks import loads_state
 from bigbatch.training.scaled_lr import times_written

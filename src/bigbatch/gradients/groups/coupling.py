@@ -19,7 +19,6 @@ _PRODUCTS = node_names("Addmm Addmv Bmm Baddbmm Cdist EuclideanDist Mm Mv")
 _ELEMENTWISE = node_names("Add Sub Mul Div Maximum Minimum Where")
 _JOINING = node_names("Cat Stack")
 _LINEAR = node_names("Add Sub Where") | _JOINING
-_SELECTING = node_names("Select Unbind")
 _NONLINEAR_ALONG = node_names(
     "Cumprod CumulativeLogsumexp LinalgVectorNorm LogSoftmax Logsumexp Norm Prod Softmax Sort Std "
     "Topk Var VarMean"
