@@ -113,12 +113,13 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 for _ in range(25):
     x = torch.randn(32, 4)
     optimizer.zero_grad()
-    model(torch.cat([x, -x])).mean().backward()  # the gradient is 0
+    rows = torch.cat([x, -x])[torch.randperm(64)]  # the gradient of all is 0
+    model(rows).mean().backward()
     optimizer.step()
 """
 
 STATUSES = {
-    "without a size": (BALANCED, 1, "no size is advised", ""),
+    "without a size": (BALANCED, 1, "No batch size: ", ""),
     "without a training": ("pass", 1, "No advice: the program ended without a step", ""),
     "too short": ("main(3)", 1, "at least 6 are needed", ""),
     "of its own": ("main(30)\nsys.exit(3)", 3, "Noise scale", ""),

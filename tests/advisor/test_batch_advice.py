@@ -87,12 +87,32 @@ def made(request):
     return MADE[request.param]
 
 
-@pytest.mark.parametrize("fixed", [0.0032, 0.0128, 0.0512])
+@pytest.mark.parametrize("fixed", [0.03, 0.05, 0.07])
 def test_a_batch_within_a_factor_of_two_is_left(fixed):
     advice = advice_of(steady(64.0), machine(fixed=fixed))
     assert advice.leaves_batch
     assert "Leave it: the batch of 64 is within a factor of 2 of the fastest" in conclusion(advice)
     assert "Lines to add" not in str(advice)
+
+
+@pytest.mark.parametrize(
+    ("scale", "time", "present"),
+    [
+        (2e4, machine(fixed=0.01, per_sample=2e-4), 1024),
+        (1000.0, machine(fixed=0.001, per_sample=0.001), 32),
+        (100.0, machine(fixed=0.001, per_sample=1e-9), 16384),
+    ],
+)
+def test_a_batch_that_is_not_slower_than_any_other_by_five_percent_is_left(scale, time, present):
+    advice = advice_of(steady(scale), time, batch_size=present)
+    row = advice.this_machine
+    assert (present, 1.0, 1.0) == (row.batch_size, row.time, row.samples)
+    assert row.low <= present <= row.high
+    least = min(advice.relative_time(base << i) for i in range(24) for base in (1, 3))
+    assert 1 / 1.05 <= least
+    assert f"no batch trains more than 5% faster than the present one, {present}." in conclusion(
+        advice
+    )
 
 
 @pytest.mark.parametrize("fixed", [0.0004, 0.1])

@@ -1,7 +1,7 @@
 """Loaders that write into memory of earlier batches, and tensors that belong to every sample."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, make_dataclass
 from itertools import chain
 
 import numpy
@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from bigbatch.data.batches import Batches
+from bigbatch.errors import BatchError
 from bigbatch.policies.plan import BatchPlan
 
 SIZE, PASS = 8, 64
@@ -111,6 +112,30 @@ def test_memory_of_a_loader_around_a_data_loader_is_watched(plan, loader):
     assert [*range(PASS)] == [*chain(*passes(Batches(loader), plan))]
 
 
+@dataclass
+class Converted:
+    """Cannot be made of its fields alone."""
+
+    x: torch.Tensor
+    dtype: InitVar[torch.dtype]
+
+    def __post_init__(self, dtype):
+        self.x = self.x.to(dtype)
+
+
+def test_what_cannot_be_made_again_is_not_copied_and_its_split_cuts_it():
+    loader = [Converted(torch.arange(s, s + SIZE), torch.int64) for s in range(0, PASS, SIZE)]
+    with pytest.raises(BatchError, match=r"Converted, which cannot be cut.*split=lambda"):
+        passes(Batches(loader), PLANS[2])
+    batches = Batches(
+        loader,
+        split=lambda batch, lo, hi: Converted(batch.x[lo:hi], torch.int64),
+        count=lambda batch: len(batch.x),
+    )
+    given = passes(batches, PLANS[2], read=lambda batch: batch.x.tolist())
+    assert [*range(PASS)] == [*chain(*given)]
+
+
 def test_what_a_trained_encoder_computed_keeps_its_graph():
     weight = torch.ones((), requires_grad=True)
     loader = [weight * torch.arange(SIZE) for _ in range(3)]
@@ -124,17 +149,69 @@ def test_sparse_tensors_are_given_as_they_are():
     assert all(one is other for one, other in zip(loader, given, strict=True))
 
 
-def test_a_loader_with_memory_for_each_batch_is_not_copied_from_the_fifth_on():
-    given = [torch.arange(start, start + SIZE) for start in range(0, PASS, SIZE)]
+def test_a_loader_with_memory_for_each_batch_is_not_copied_after_64_batches():
+    given = [torch.arange(start, start + SIZE) for start in range(0, 9 * PASS, SIZE)]
     kept = passes(Batches(given), BatchPlan(1, SIZE, 1), read=lambda batch: batch.data_ptr())
-    assert [batch.data_ptr() for batch in given[5:]] == kept[5:]
+    same = [batch.data_ptr() == place for batch, place in zip(given, kept, strict=True)]
+    assert [False] * 64 + [True] * 8 == same
+
+
+# containers that are filled again, and buffers that are filled ahead
+
+
+def refilled(container, put):
+    """Yields one container again and again."""
+    for start in range(0, LONG, SIZE):
+        put(container, torch.arange(start, start + SIZE))
+        yield container
+
+
+LONG = 200 * SIZE
+FilledClass = make_dataclass("FilledClass", ["x"])
+CONTAINERS = {
+    "dict": (dict, lambda c, x: c.update(x=x), lambda c: c["x"]),
+    "list": (lambda: [None], lambda c, x: c.__setitem__(0, x), lambda c: c[0]),
+    "dataclass": (lambda: FilledClass(None), lambda c, x: setattr(c, "x", x), lambda c: c.x),
+    "in a tuple": (lambda: ({},), lambda c, x: c[0].update(x=x), lambda c: c[0]["x"]),
+}
+
+
+@pytest.mark.parametrize("plan", [BatchPlan(1, SIZE, 5), BatchPlan(1, 3, 7)], ids=str)
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_that_is_filled_again_loses_no_sample(name, plan):
+    make, put, read = CONTAINERS[name]
+    loader = type("Loader", (), {"__iter__": lambda self: refilled(make(), put)})()
+    given = passes(Batches(loader), plan, read=lambda batch: read(batch).tolist())
+    assert [*range(LONG)] == [*chain(*given)]
+
+
+class Ahead:
+    """Fills buffers ahead, as far as it may: all but the one that was given last."""
+
+    def __init__(self, ring, first=0):
+        self.ring, self.first = ring, first
+
+    def __iter__(self):
+        buffers = torch.empty(self.ring, SIZE, dtype=torch.int64)
+        filled = 0
+        for number, start in enumerate(range(0, LONG, SIZE)):
+            while filled < min(number + self.ring - 1, LONG // SIZE):
+                buffers[filled % self.ring] = torch.arange(SIZE) + filled * SIZE
+                filled += 1
+            yield torch.arange(SIZE) + start if number < self.first else buffers[number % self.ring]
+
+
+@pytest.mark.parametrize("plan", [BatchPlan(1, SIZE, 1), BatchPlan(1, SIZE, 40)], ids=str)
+@pytest.mark.parametrize("loader", [Ahead(6), Ahead(18), Ahead(40), Ahead(2, first=40)], ids=vars)
+def test_buffers_that_are_filled_ahead_lose_no_sample(loader, plan):
+    assert [*range(LONG)] == [*chain(*passes(Batches(loader), plan))]
 
 
 # what belongs to every sample
 
 TABLES = {
     "embeddings": torch.arange(SIZE * 3.0).view(SIZE, 3),
-    "array": numpy.arange(float(SIZE)),
+    "array": numpy.arange(2.0 * SIZE).reshape(SIZE, 2),
     "names": [f"class {number}" for number in range(SIZE)],
 }
 
@@ -210,10 +287,12 @@ def test_an_equal_table_in_memory_of_its_own_is_said_once():
     assert 1 == len(w)
 
 
-def test_one_tensor_of_labels_in_all_batches_is_said_once_and_its_copies_are_cut():
-    labels = torch.arange(SIZE)
+@pytest.mark.parametrize("labels", [torch.arange(SIZE), torch.arange(2) / torch.ones(4, 1)])
+@pytest.mark.parametrize("shape", [(SIZE,), (SIZE, 1)])
+def test_one_tensor_of_labels_in_all_batches_is_said_once_and_its_copies_are_cut(labels, shape):
+    labels = labels.reshape(shape)
     loader = [(torch.arange(start, start + SIZE), labels) for start in range(0, PASS, SIZE)]
-    with pytest.warns(UserWarning, match=r"shape \(8,\), is the same tensor.*y\.clone\(\)") as w:
+    with pytest.warns(UserWarning, match=r"shape \(8,.*is the same tensor.*y\.clone\(\)") as w:
         passes(Batches(loader), PLANS[2], count=2)
     assert 1 == len(w)
     copies = [(x, y.clone()) for x, y in loader]

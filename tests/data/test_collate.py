@@ -1,7 +1,7 @@
 """The sample axis: batches of every nesting are counted, cut and glued, or refused."""
 
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -177,6 +177,91 @@ def test_a_batch_without_a_shared_sample_axis_is_refused_and_split_is_named(batc
 def test_unequal_leaves_are_refused_with_their_sizes():
     with pytest.raises(BatchError, match=r"\[7, 8\]"):
         count_samples((torch.zeros(8, 2), torch.zeros(7)))
+
+
+class Refused(dict):
+    """As transformers' ModelOutput."""
+
+    def update(self, *args):
+        raise TypeError("cannot be updated")
+
+
+class Wrapped(MutableMapping):
+    """A mapping around a dict, which copy.copy would share."""
+
+    def __init__(self, values):
+        self.values_by_name = dict(values)
+
+    def __getitem__(self, name):
+        return self.values_by_name[name]
+
+    def __setitem__(self, name, value):
+        self.values_by_name[name] = value
+
+    __delitem__ = None
+
+    def __iter__(self):
+        return iter(self.values_by_name)
+
+    def __len__(self):
+        return len(self.values_by_name)
+
+
+@dataclass
+class Masked:
+    x: Tensor
+    mask: Tensor | None = field(default=None, init=False)
+
+
+def masked(x):
+    batch = Masked(x)
+    batch.mask = x[:, 0] > 1
+    return batch
+
+
+MADE = {
+    "a dict without update": lambda x: Refused(x=x, mask=x[:, 0] > 1),
+    "a mapping around a dict": lambda x: Wrapped({"x": x, "mask": x[:, 0] > 1}),
+    "a field that is set later": masked,
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_cut_is_of_the_class_of_its_batch_and_leaves_it(name):
+    batch = MADE[name](tensor([0, 1, 2, 3]))
+    part = slice_samples(batch, 1, 3)
+    values = part if isinstance(part, Mapping) else vars(part)
+    assert type(batch) is type(part)
+    assert [1.0, 2.0] == values["x"][:, 0].tolist()
+    assert [False, True] == values["mask"].tolist()
+    assert 4 == count_samples(batch)
+
+
+class OwnList(list):
+    """A list that is made of something else."""
+
+    def __init__(self, image, label):
+        super().__init__([image, label])
+
+
+UNCUT = {
+    "a list with a constructor of its own": OwnList(torch.zeros(4, 2), torch.zeros(4)),
+    "sparse": (torch.eye(4).to_sparse(), torch.zeros(4)),
+    "sparse rows": torch.eye(4).to_sparse_csr(),
+    "jagged": torch.nested.nested_tensor(
+        [torch.zeros(n, 2) for n in (1, 2, 3, 4)], layout=torch.jagged
+    ),
+    "nested": torch.nested.nested_tensor([torch.zeros(n, 2) for n in (1, 2, 3, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", UNCUT)
+@pytest.mark.filterwarnings("ignore:.*prototype", "ignore:Sparse CSR")
+def test_what_cannot_be_cut_is_refused_and_split_is_named(name):
+    if isinstance(batch := UNCUT[name], Tensor):
+        assert 4 == count_samples(batch)
+    with pytest.raises(BatchError, match=r"split=lambda"):
+        slice_samples(batch, 1, 3)
 
 
 class Captioned:

@@ -1,9 +1,11 @@
 """Loaders of every kind: their own state, streams, workers, ragged batches, epochs' ends."""
 
+import random
 import warnings
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import (
@@ -151,6 +153,61 @@ def grouped(data):
 @pytest.mark.parametrize("stop", [0, 1, 2])
 def test_any_sampler_continues_where_it_was(make, stop):
     uninterrupted, resumed, _ = interrupted(lambda: make(Recorded()), stop)
+    assert uninterrupted == resumed
+
+
+class Bucketed(Sampler):
+    """Draws the order of each bucket when it is reached."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __iter__(self):
+        for start in range(0, 48, 12):
+            numbers = [start + int(n) for n in self.draw(12)]
+            yield numbers[:6]
+            yield numbers[6:]
+
+
+DRAWS = {
+    "torch": torch.randperm,
+    "NumPy": numpy.random.permutation,
+    "Python": lambda n: random.sample(range(n), n),
+    "none": range,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_an_order_that_is_drawn_on_the_way_causes_a_warning(name):
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        interrupted(lambda: DataLoader(Recorded(48), batch_sampler=Bucketed(DRAWS[name])), 4)
+    assert (name != "none") == any("draws its order from" in str(note.message) for note in caught)
+
+
+class Live:
+    """A loader whose state is the dict that it changes later."""
+
+    dataset = None
+
+    def __init__(self):
+        self.state = {"position": 0}
+
+    def __iter__(self):
+        while self.state["position"] < SAMPLES:
+            position = self.state["position"]
+            self.state["position"] += 5
+            yield torch.arange(position, position + 5)
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_state_that_the_loader_changes_later_is_copied(stop):
+    uninterrupted, resumed, _ = interrupted(Live, stop)
     assert uninterrupted == resumed
 
 

@@ -161,6 +161,21 @@ def test_the_rate_and_the_base_step_of_a_loop_follow_the_samples_of_its_batches(
     assert any(later - step not in (0, 1) for step, later in itertools.pairwise(base_steps))
 
 
+def test_a_table_of_rates_ends_with_the_last_step_and_a_longer_training_is_warned_of():
+    table = [0.1 / (1 + tick) for tick in range(8)]
+    opt = optimizer()
+    clock = BaseBatchScheduler(BASE, opt)
+    clock.scheduler = table.__getitem__
+    with warnings.catch_warnings(action="error"):
+        for _ in range(4):
+            opt.step()
+            clock.advance(2 * BASE)
+    assert [table[-1]] * 2 == rates(opt)
+    with pytest.warns(UserWarning, match="no rate from 8 on; the last one stays"):
+        clock.advance(2 * BASE)
+    assert [table[-1]] * 2 == rates(opt)
+
+
 # ticks
 
 

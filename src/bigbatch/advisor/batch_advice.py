@@ -22,7 +22,7 @@ FARTHEST = 32  # factor up to which a size is advised: docs/advise.md shows advi
 
 @dataclass(frozen=True)
 class DeviceAdvice:
-    """The fastest batch size on so many devices."""
+    """The fastest batch size on so many devices; the present one if it is not slower by 5 %."""
 
     devices: int  # how many, each like the observed one
     batch_size: int  # samples of a step of all of them
@@ -220,8 +220,11 @@ class BatchAdvice:
         """The smallest batch of about the least time on so many devices; default: its own."""
         assert self.observations.time is not None
         cluster = self._cluster(devices or self.found.ranks)
-        most = _REACH * max(self.found.batch_size, self.trend.noise_scale)
-        return cluster.fastest(min(noise_scale, most), most)
+        return cluster.fastest(min(noise_scale, self._most), self._most)
+
+    @property
+    def _most(self) -> float:
+        return _REACH * max(self.found.batch_size, self.trend.noise_scale)
 
     def relative_time(self, batch_size: float) -> float:
         """Time to the same progress on the observed ranks, relative to the present batch size."""
@@ -240,6 +243,8 @@ class BatchAdvice:
         present, scale = max(self.found.batch_size, devices), trend.noise_scale
         one, cluster = self._cluster(1), self._cluster(devices)
         best, low, high = (self.fastest(value, devices) for value in (scale, trend.low, trend.high))
+        if cluster.is_fast(present, scale, self._most):
+            best, low, high = present, min(low, present), max(high, present)
         seconds = cluster.relative_seconds(best, scale)
         return DeviceAdvice(
             devices,

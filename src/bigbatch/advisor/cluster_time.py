@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from bigbatch.advisor.observations import Found, MachineTime
 from bigbatch.setting_types import NotNegative, Positive, checked
 
-ALIKE = 1.05  # times are not known better, and the smaller batch needs fewer samples
+_ALIKE = 1.05  # times are not known better, and the smaller batch needs fewer samples
 
 
 @checked
@@ -78,8 +78,15 @@ class ClusterTime:
 
         Of 2^i and 3 2^i samples a device, at most `most`.
         """
+        return min(self._fast_sizes(noise_scale, most))
+
+    def is_fast(self, batch_size: int, noise_scale: float, most: float) -> bool:
+        """Whether the time of this batch size is at most 5 % above the least of those."""
+        return batch_size in self._fast_sizes(noise_scale, most, batch_size)
+
+    def _fast_sizes(self, noise_scale: float, most: float, *more: int) -> list[int]:
         sizes = [self.devices * (base << i) for i in range(40) for base in (1, 3)]
-        fitting = [n for n in sizes if n <= max(most, self.devices)]
+        fitting = [*more, *(n for n in sizes if n <= max(most, self.devices))]
         seconds = {size: self.relative_seconds(size, noise_scale) for size in fitting}
         least = min(seconds.values())
-        return min(size for size in fitting if seconds[size] <= ALIKE * least)
+        return [size for size in fitting if seconds[size] <= _ALIKE * least]

@@ -37,6 +37,8 @@ def conclusion(advice: BatchAdvice) -> str:
     if row is None:
         return unknown(advice)
     saved = f"{1 - row.time:.0%} less time to the same progress"
+    if advice.leaves_batch and row.batch_size == present:
+        return f"Leave it: no batch trains more than 5% faster than the present one, {present}."
     if advice.leaves_batch:
         return (
             f"Leave it: the batch of {present} is within a factor of 2 of the fastest one, "

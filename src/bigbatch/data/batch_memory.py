@@ -2,25 +2,26 @@
 
 import math
 import warnings
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
-from bigbatch.data.collate import REMEDY, Batch, copy_batch, is_dense, map_leaves
+from bigbatch.data.collate import REMEDY, Batch, containers_of, copy_batch, is_dense, map_leaves
 
 _NO_CHANCE = 64  # elements that are not equal in two batches by chance
-_COPIED = 5  # first batches of a training that are copied in any case
-_WATCHED = 64  # batches whose memory is compared: more than a loader has buffers
+_WATCHED = 64  # batches that are copied and compared: more than a loader has buffers
 
 
 class BatchMemory:
-    """Watches the memory of a loader's first batches, which are held; of the first, copies are cut.
+    """Watches the memory of a loader's first 64 batches, of which copies are given out.
 
-    If a later batch of the pass lies in their memory, the loader reuses its buffers, and every
-    batch is copied from then on. A leaf that is the same memory with the same content in two
-    batches, while others differ, is a constant: a tensor of class embeddings, as long as the batch
-    by chance. Where all of its rows are equal (a mask of ones), it makes no difference.
+    If one of them lies in the memory of an earlier one of the pass, or is the same container, the
+    loader reuses it, and every batch is copied from then on. A leaf that is the same memory with
+    the same content in two batches, while others differ, is a constant: a tensor of class
+    embeddings, as long as the batch by chance. Where all of its rows are equal (a mask of ones), it
+    makes no difference.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class BatchMemory:
         self.examined = False  # whether they are known, after two batches
         self.reuses = False  # whether earlier batches may be overwritten
         self._seen = 0
-        self._watched: list[_Watched] = []  # the pass's first batch and its latest ones
+        self._watched: list[_Watched] = []  # the pass's first batch and its latest three
 
     def begin_pass(self) -> None:
         """Forgets the batches of the last pass: a list gives the same tensors in every one."""
@@ -39,29 +40,22 @@ class BatchMemory:
         if self._seen == _WATCHED:
             return copy_batch(batch) if self.reuses else batch
         self._seen += 1
-        given, is_new = batch, self._seen <= _COPIED or not self.examined
-        if self.reuses or is_new:
-            given = copy_batch(batch)
-        present = _Watched(_named_leaves(batch), _named_leaves(given) if is_new else {})
+        given = copy_batch(batch)
+        present = _Watched(_named_leaves(batch), _named_leaves(given), [*containers_of(batch)])
         if self._watched and not self.examined:
             self._find_constants(self._watched[-1], present)
-        variable = [leaf for name, leaf in present.leaves.items() if name not in self.constants]
-        watched = [leaf for one in self._watched for leaf in one.leaves.values()]
-        if not self.reuses and any(_overlap(one, other) for one in variable for other in watched):
-            self.reuses, self._seen = True, _WATCHED
-            self._watched.clear()
-            return copy_batch(batch)
-        if self._seen > _COPIED:
-            del self._watched[1:]
-        self._watched.append(present)
-        if self._seen == _WATCHED:
-            self._watched.clear()
+        self.reuses = any(present.overlaps(other, self.constants) for other in self._watched)
+        if self.reuses:
+            self._seen = _WATCHED
+        kept = [*self._watched[:1], *self._watched[1:][-2:], present]
+        self._watched = [] if self._seen == _WATCHED else kept
         return given
 
     def _find_constants(self, previous: "_Watched", present: "_Watched") -> None:
         self.examined = True
         leaves, same, equal = present.leaves, set[str](), set[str]()
-        for name in leaves.keys() & previous.leaves.keys():
+        both = leaves.keys() & previous.leaves.keys()
+        for name in both & present.given.keys() & previous.given.keys():
             if _is_equal(previous.given[name], present.given[name]):
                 is_same = _is_same_memory(previous.leaves[name], leaves[name])
                 (same if is_same else equal).add(name)
@@ -88,10 +82,19 @@ class BatchMemory:
 
 
 class _Watched(NamedTuple):
-    """The leaves of a batch of the loader by their names, and those of its copy."""
+    """The leaves of a batch of the loader by their names, those of its copy, and its containers."""
 
     leaves: dict[str, Any]
     given: dict[str, Any]
+    containers: list[Any]
+
+    def overlaps(self, other: "_Watched", constants: set[str]) -> bool:
+        """Whether writing to this batch may have changed the other one, apart from constants."""
+        variable = [leaf for name, leaf in self.leaves.items() if name not in constants]
+        return any(_overlap(*pair) for pair in product(variable, other.leaves.values())) or any(
+            one is another and not isinstance(one, tuple)
+            for one, another in product(self.containers, other.containers)
+        )
 
 
 def _named_leaves(batch: Batch) -> dict[str, Any]:
@@ -129,8 +132,9 @@ def _is_equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        kinds = {(is_dense(t), t.dtype, t.device, t.shape) for t in (one, other)}
-        if len(kinds) > 1 or not is_dense(one):
+        if not (is_dense(one) and is_dense(other)):
+            return False
+        if len({(t.dtype, t.device, t.shape) for t in (one, other)}) > 1:
             return False
         if one.element_size() == 1:  # also of kinds that torch cannot compare
             one, other = one.view(torch.uint8), other.view(torch.uint8)
@@ -139,7 +143,7 @@ def _is_equal(one: Any, other: Any) -> bool:
         return bool(((one == other) | (one.isnan() & other.isnan())).all())
     if isinstance(one, numpy.ndarray) and isinstance(other, numpy.ndarray):
         return one.dtype == object or one.tobytes() == other.tobytes()
-    return bool(one == other)
+    return type(one) in (list, tuple) and type(one) is type(other) and one == other
 
 
 def _has_equal_rows(leaf: Any) -> bool:
@@ -147,5 +151,5 @@ def _has_equal_rows(leaf: Any) -> bool:
 
 
 def _may_be_labels(leaf: Any) -> bool:
-    is_column = isinstance(leaf, torch.Tensor) and leaf.dim() == 1
-    return is_column and not leaf.is_floating_point()
+    """Whether it has one number for each row."""
+    return hasattr(leaf, "shape") and math.prod(leaf.shape) == len(leaf)

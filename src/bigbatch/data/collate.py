@@ -7,11 +7,10 @@ a leaf with one value a sample.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -116,12 +115,23 @@ def map_leaves(function: Callable[[Any, str], Any], batch: Batch, name: str = ""
 
     The name of a leaf is its keys and positions in the batch.
     """
-    if not _is_leaf(batch):
-        with suppress(BatchError):
-            names, parts, unflatten = _flatten(batch)
-            pairs = zip(names, parts, strict=True)
-            return unflatten([map_leaves(function, part, f"{name}[{n!r}]") for n, part in pairs])
-    return function(batch, name)
+    if (taken_apart := _try_flatten(batch)) is None:
+        return function(batch, name)
+    names, parts, unflatten = taken_apart
+    pairs = zip(names, parts, strict=True)
+    mapped = [map_leaves(function, part, f"{name}[{n!r}]") for n, part in pairs]
+    try:
+        return unflatten(mapped)
+    except BatchError:
+        return function(batch, name)
+
+
+def containers_of(batch: Batch) -> Iterator[Any]:
+    """The batch and the batches in it, without leaves."""
+    if (taken_apart := _try_flatten(batch)) is not None:
+        yield batch
+        for part in taken_apart[1]:
+            yield from containers_of(part)
 
 
 def copy_batch(batch: Batch) -> Batch:
@@ -141,13 +151,25 @@ def copy_leaf(leaf: Any) -> Any:
 
 def is_dense(leaf: Any) -> bool:
     """Whether it is a tensor with one place in memory for each of its elements."""
-    if not isinstance(leaf, torch.Tensor) or leaf.is_quantized or leaf.is_nested:
+    if not isinstance(leaf, torch.Tensor) or leaf.is_quantized or leaf.is_nested or leaf.is_meta:
         return False
-    return leaf.layout == torch.strided
+    is_plain = type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return is_plain and leaf.layout == torch.strided
 
 
 def _index(batch: Batch, samples: slice) -> Batch:
-    return map_leaves(lambda leaf, _: leaf if type(leaf) is Constant else leaf[samples], batch)
+    return map_leaves(lambda leaf, _: _cut(leaf, samples), batch)
+
+
+def _cut(leaf: Any, samples: slice) -> Any:
+    if type(leaf) is Constant:
+        return leaf
+    if not _is_leaf(leaf):
+        raise BatchError(f"a batch holds a {type(leaf).__name__}, which cannot be cut; {REMEDY}")
+    try:
+        return leaf[samples]
+    except (NotImplementedError, RuntimeError) as error:  # sparse and nested tensors
+        raise BatchError(f"a {type(leaf).__name__} cannot be cut ({error}); {REMEDY}") from None
 
 
 class _StructureMismatchError(Exception):
@@ -165,6 +187,8 @@ def _is_leaf(batch: Batch) -> bool:
 def _size(leaf: Any) -> int:
     if isinstance(leaf, (list, tuple)):
         return len(leaf)
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return int(leaf.size(0))
     shape = leaf.shape
     if not shape:
         raise BatchError(
@@ -195,32 +219,67 @@ def _map(function: Callable[[list[Any]], Any], batches: list[Batch]) -> Batch:
     return unflatten([_map(function, list(column)) for column in columns])
 
 
-def _flatten(batch: Batch) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]]:
-    """The parts of a batch that is no leaf: their names, they, and a function to make another."""
+def _try_flatten(batch: Batch) -> "_Parts | None":
+    """The parts of a batch; None for a leaf, and for what cannot be cut."""
+    try:
+        return None if _is_leaf(batch) else _flatten(batch)
+    except BatchError:
+        return None
+
+
+def _flatten(batch: Batch) -> "_Parts":
+    """The parts of a batch that is no leaf."""
     if isinstance(batch, (tuple, list)):
         kind: Any = type(batch)
-        unflatten = kind._make if hasattr(batch, "_fields") else kind
-        return list(range(len(batch))), list(batch), unflatten
+        make = kind._make if hasattr(batch, "_fields") else kind
+        return _Parts(list(range(len(batch))), list(batch), partial(_made, batch, make))
     if isinstance(batch, Mapping):
-        return list(batch), list(batch.values()), partial(_with_values, batch)
+        names, values = list(batch), list(batch.values())
+        return _Parts(names, values, partial(_made, batch, partial(_with_items, batch, names)))
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch) if field.init]
+        computes = hasattr(batch, "__post_init__")  # the fields that are not given
+        fields = dataclasses.fields(batch)
+        names = [field.name for field in fields if field.init or not computes]
+        make = partial(_replaced if computes else _with_attributes, batch, names)
         values = [getattr(batch, name) for name in names]
-        return (
-            names,
-            values,
-            lambda parts: dataclasses.replace(batch, **dict(zip(names, parts, strict=True))),
-        )
+        return _Parts(names, values, partial(_made, batch, make))
     raise BatchError(f"a batch holds a {type(batch).__name__}, which cannot be cut; {REMEDY}")
 
 
-def _with_values(mapping: Mapping[Any, Any], values: list[Any]) -> Mapping[Any, Any]:
-    """A copy of a mapping, with its class and attributes, that has other values."""
-    items = dict(zip(mapping, values, strict=True))
-    if not isinstance(mapping, MutableMapping):
-        return type(mapping)(items)  # type: ignore[call-arg]
+class _Parts(NamedTuple):
+    names: list[Any]
+    values: list[Any]
+    unflatten: Callable[[list[Any]], Any]  # makes a batch like it of other values
+
+
+def _made(batch: Batch, make: Callable[[list[Any]], Any], values: list[Any]) -> Batch:
+    try:
+        return make(values)
+    except Exception as error:
+        raise BatchError(
+            f"a batch holds a {type(batch).__name__}, which cannot be made of other values "
+            f"({type(error).__name__}: {error}); {REMEDY}"
+        ) from error
+
+
+def _with_items(mapping: Any, names: list[Any], values: list[Any]) -> Mapping[Any, Any]:
+    """A mapping of its class that has other values, and its attributes where it can be copied."""
+    if not isinstance(mapping, dict) and not hasattr(mapping, "__copy__"):
+        return type(mapping)(dict(zip(names, values, strict=True)))  # type: ignore[no-any-return]
     copied = copy.copy(mapping)
-    copied.update(items)
+    for name, value in zip(names, values, strict=True):
+        copied[name] = value
+    return copied  # type: ignore[no-any-return]
+
+
+def _replaced(batch: Any, names: list[str], values: list[Any]) -> Batch:
+    return dataclasses.replace(batch, **dict(zip(names, values, strict=True)))
+
+
+def _with_attributes(batch: Any, names: list[str], values: list[Any]) -> Batch:
+    copied = copy.copy(batch)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(copied, name, value)  # also of a frozen one
     return copied
 
 
@@ -233,9 +292,8 @@ def _concatenate(leaves: list[Any]) -> Any:
     if any(leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype for leaf in leaves):
         raise _StructureMismatchError
     if isinstance(first, torch.Tensor):
-        return (
-            _cat_pinned(leaves) if all(leaf.is_pinned() for leaf in leaves) else torch.cat(leaves)
-        )
+        are_pinned = all(is_dense(leaf) and leaf.is_pinned() for leaf in leaves)
+        return _cat_pinned(leaves) if are_pinned else torch.cat(leaves)
     return numpy.concatenate(leaves)
 
 

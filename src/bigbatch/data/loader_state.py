@@ -1,7 +1,9 @@
 """Sizes and order of a loader, as far as it states them, and how a pass over it is resumed."""
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from bigbatch.data.collate import REMEDY, Batch
 from bigbatch.data.rng_state import random_state, restore_random_state, same_random_state
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import BatchError, SettingError, StateError
+
+_STATEFUL = ("state_dict", "load_state_dict")
 
 
 class ResumableLoader:
@@ -134,8 +138,10 @@ class ResumableLoader:
 
     def loader_state(self) -> dict[str, Any] | None:
         """The loader's own state, if it has one (StatefulDataLoader); an empty one if endless."""
-        load = getattr(self.batches, "load_state_dict", None)
-        return self.batches.state_dict() if callable(load) else {} if self.endless else None
+        if all(callable(getattr(self.batches, name, None)) for name in _STATEFUL):
+            own: dict[str, Any] = copy.deepcopy(self.batches.state_dict())  # some change it later
+            return own
+        return {} if self.endless else None
 
     def state_dict(self) -> dict[str, Any]:
         """The states that determine the order of the present pass and of later ones."""
@@ -195,15 +201,27 @@ class ResumableLoader:
         self._set_workers(state["has_workers"])
         self.restore_generators(state["generators"])
 
-    def warn_of_draws(self) -> None:
-        """Warns that a stream's random state cannot be restored if the model draws in between."""
-        data = getattr(self.batches, "dataset", None)
-        if data is None or isinstance(data, IterableDataset):
+    @contextmanager
+    def watch_draws(self, iterator: Any) -> Iterator[Iterator[Batch]]:
+        """The iterator to replay a pass with; warns if its order is drawn between its batches.
+
+        What the items of a map-style data set draw does not matter to the order.
+        """
+        dataset = getattr(self.batches, "dataset", None)
+        is_map = hasattr(iterator, "_sampler_iter") and not isinstance(dataset, IterableDataset)
+        watch = _DrawWatch(iterator._sampler_iter if is_map else iterator)
+        if not is_map:
+            yield watch
+        else:
+            iterator._sampler_iter = watch
+            yield iterator
+            iterator._sampler_iter = watch.iterator
+        if watch.drew:
             warnings.warn(
-                "the loader draws from torch's global generator between its batches; if the "
-                "model draws too, the order of the data differs from the interrupted run: give the "
-                "loader a torch.Generator of its own, or workers",
-                stacklevel=6,
+                "the loader draws its order from a global generator between its batches; if the "
+                "model draws from it too, the order of the data differs from the interrupted run: "
+                "give the loader a torch.Generator of its own, or workers",
+                stacklevel=7,
             )
 
     def warn_of_position(self, drawn_from: dict[str, Any]) -> None:
@@ -262,6 +280,23 @@ def _drawn(draw: Callable[[], Batch]) -> Iterator[Batch]:
                 "batch, without end; pass what it iterates over, such as the DataLoader"
             )
         yield batch
+
+
+class _DrawWatch(Iterator[Any]):
+    """What an iterator gives, and whether it draws from a global generator after its first."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self.drew = self._has_begun = False
+
+    def __next__(self) -> Any:
+        before = random_state() if self._has_begun and not self.drew else None
+        self._has_begun = True
+        try:
+            return next(self.iterator)
+        finally:
+            if before is not None:
+                self.drew = not same_random_state(before, random_state())
 
 
 class _ExclusivePass(Iterator[Batch]):

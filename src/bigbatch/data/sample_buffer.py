@@ -4,8 +4,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
-
 from bigbatch.data.batch_memory import BatchMemory
 from bigbatch.data.collate import (
     Batch,
@@ -195,13 +193,12 @@ class SampleBuffer:
 
     def _replay(self, state: dict[str, Any]) -> None:
         """Fetches again what was fetched before the state was saved."""
-        rng_state = torch.get_rng_state()
-        needed = state["batches"] + len(state["fetched_from"])
-        while self._fetched < state["batches"]:
-            self._refetch(needed)
-            self.waiting -= self._chunks.pop().samples
-        if not torch.equal(rng_state, torch.get_rng_state()):
-            self.loader.warn_of_draws()
+        needed, iterator = state["batches"] + len(state["fetched_from"]), self._iterator
+        with self.loader.watch_draws(iterator) as self._iterator:
+            while self._fetched < state["batches"]:
+                self._refetch(needed)
+                self.waiting -= self._chunks.pop().samples
+        self._iterator = iterator
         for random_state in state["fetched_from"]:
             restore_random_state(random_state)
             self._refetch(needed)
@@ -268,10 +265,8 @@ class SampleBuffer:
 
     def _admit(self, batch: Batch) -> Batch:
         """The batch in memory that stays, its constants marked, and those of the first with it."""
-        was_examined, reused = self._memory.examined, self._memory.reuses
+        was_examined = self._memory.examined
         batch, constants = self._memory.admit(batch), self._memory.constants
-        if self._memory.reuses and not reused:  # those that wait will be overwritten as well
-            self._chunks = deque(c._replace(batch=copy_batch(c.batch)) for c in self._chunks)
         if constants and not was_examined:
             first = [c._replace(batch=mark_constants(c.batch, constants)) for c in self._chunks]
             self._chunks = deque(first)

@@ -216,12 +216,27 @@ class BaseBatchScheduler:
 
 
 class RateFunction(LambdaLR):
-    """A schedule by hand: the learning rate itself, of all groups, as a function of the tick."""
+    """A schedule by hand: the learning rate itself, of all groups, as a function of the tick.
+
+    It stays at its end where a table has no more rates: the tick after the last step is read too.
+    """
+
+    _end: int | None = None
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates at the present tick, where those of `LambdaLR` are factors."""
         tick, function = self.last_epoch, self.lr_lambdas[0]
-        rate = check_setting(f"what scheduler= gives for {tick}", function(tick), NotNegative)
+        try:
+            rate = check_setting(f"what scheduler= gives for {tick}", function(tick), NotNegative)
+        except IndexError:
+            if tick == 0:
+                raise
+            if self._end not in (None, tick):
+                warnings.warn(
+                    f"scheduler= has no rate from {self._end} on; the last one stays", stacklevel=9
+                )
+            self._end = self._end or tick
+            return [group["lr"] for group in self.optimizer.param_groups]
         return [rate] * len(self.lr_lambdas)
 
 
