@@ -24,10 +24,10 @@ _NONLINEAR_ALONG = node_names(
     "Topk Var VarMean"
 ) | {"NormBackward1", "ProdBackward1"}
 _BENT = node_names("Abs Relu")  # of one number, linear near it
-_NONLINEAR = _BENT | node_names(
-    "Exp Exp2 Expm1 Log Log1P Log2 Log10 LogSigmoid Pow Reciprocal Rsqrt Sigmoid Softplus Sqrt Tanh"
-)
-_NONLINEAR |= {"PowBackward1", "PowBackward2"}
+_NONLINEAR = node_names(
+    "Abs Exp Expm1 Log Log10 Log1P Log2 LogSigmoid Pow Reciprocal Relu Rsqrt Sigmoid Softplus Sqrt "
+    "Tanh"
+) | {"PowBackward1", "PowBackward2"}
 _SELECTING = node_names("Select Unbind")
 _SLICING = node_names("Slice Split")
 _REDUCTIONS = node_names("Mean Sum") | {"MeanBackward1", "SumBackward1"}
@@ -37,9 +37,8 @@ def coupling_function(roots: Iterable[Node], ends: Collection[Node], samples: in
     """The function between a loss and the outputs of samples that mixes samples; empty if none.
 
     It is a product of two tensors of samples whose rows meet, a difference or another function of
-    all pairs of rows, a deviation or softmax along the samples, a product of two means, or a power
-    or another nonlinear function of one. Of a mean over a part of the samples alone it has another
-    slope, so a group's gradient would be another.
+    all pairs of rows, a deviation or softmax along the samples, a product of two means, or another
+    nonlinear function of means, whose slope is another at the mean of a group alone.
 
     Args:
         roots: the nodes of the loss.
@@ -118,9 +117,8 @@ def _outputs_of(node: Node) -> list[Edge]:
 
 def _selected(node: Node, operand: Edge, samples: int) -> dict[Edge, int]:
     """The sample of each output of a function that selects one, or takes all apart; else empty."""
-    takes_one = node.name() in _SLICING and shape_of(node)[:1] == (1,)
-    has_all = shape_of(*operand)[:1] == (samples,) and _is_along(node, operand, samples)
-    if not has_all or not (takes_one or node.name() in _SELECTING):
+    is_one = node.name() in _SELECTING or (node.name() in _SLICING and shape_of(node)[:1] == (1,))
+    if not is_one or shape_of(*operand)[:1] != (samples,) or not _is_along(node, operand, samples):
         return {}
     index = getattr(node, "_saved_index", getattr(node, "_saved_start", None))
     return {
