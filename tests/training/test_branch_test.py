@@ -259,15 +259,17 @@ def test_an_error_of_the_users_own_is_passed_on_and_leaves_everything_as_it_was(
 
 def recorded(train, **settings):
     """Numbers of the samples of each call, whether it trains, and the learning rate."""
-    calls = []
+    calls, trained = [], set()
 
     def record(batch):
-        trains = torch.is_grad_enabled()
-        calls.append((trains, batch[2].tolist(), train.optimizer.param_groups[0]["lr"]))
-        return loss_of(train.model)(batch)
+        number = len(calls)
+        calls.append((batch[2].tolist(), train.optimizer.param_groups[0]["lr"]))
+        loss = loss_of(train.model)(batch)
+        loss.register_hook(lambda gradient: trained.add(number))
+        return loss
 
     result = train.branch_test(record, SIZES, samples=160, repeats=3, **settings)
-    return calls, result
+    return [(n in trained, *call) for n, call in enumerate(calls)], result
 
 
 def test_branches_of_a_repeat_share_samples_that_are_the_loaders_next_ones():
@@ -344,11 +346,80 @@ def test_the_losses_are_those_of_a_loop_written_out():
             assert pytest.approx(loss(), rel=1e-5) == result.losses[number][repeat]
 
 
+def texts(samples=400):
+    """Sequences of 0 to 6 labels; every third has none."""
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randint(7, (samples, 6), generator=draw)
+    lengths = (
+        torch.randint(7, (samples, 1), generator=draw) * (torch.arange(samples) % 3 > 0)[:, None]
+    )
+    return x, torch.where(torch.arange(6) < lengths, x, -100)
+
+
+def token_losses(weight):
+    return lambda model, x, y: cross_entropy(model(x).flatten(0, 1), y.flatten(), weight=weight)
+
+
+def branches_of_texts(loss, micro_batch, sizes=(4, 8, 16)):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7)).double()
+    start = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    loader = DataLoader(TensorDataset(*texts()), 16)
+    train = bb.AdaptiveBatch(
+        model, optimizer, loader, policy=bb.Fixed(16), micro_batch=micro_batch, lr_scaling=None
+    )
+    result = train.branch_test(
+        lambda batch: loss(model, *batch), [*sizes], samples=64, repeats=2, held_aside=32
+    )
+    return start, result
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 16, 32])
+@pytest.mark.parametrize(
+    "weight", [None, torch.linspace(0.1, 2, 7).double()], ids=["labels", "classes"]
+)
+def test_a_mean_over_labels_is_that_of_all_samples_however_they_are_cut(micro_batch, weight):
+    loss, (x, y) = token_losses(weight), texts()
+    model, result = branches_of_texts(loss, micro_batch)
+    for repeat, first in enumerate((0, 96)):
+        aside = x[first : first + 32], y[first : first + 32]
+        # float64; sums in another order
+        assert pytest.approx(loss(model, *aside).item(), rel=1e-9) == result.first_losses[repeat]
+        for size, losses in zip(result.batch_sizes, result.losses, strict=True):
+            trained = copy.deepcopy(model)
+            optimizer = torch.optim.SGD(trained.parameters(), lr=0.2)
+            for lo in range(first + 32, first + 96, size):
+                optimizer.zero_grad()
+                loss(trained, x[lo : lo + size], y[lo : lo + size]).backward()
+                optimizer.step()
+            assert pytest.approx(loss(trained, *aside).item(), rel=1e-9) == losses[repeat]
+
+
+def test_samples_without_a_label_leave_the_loss_unknown():
+    _, result = branches_of_texts(
+        lambda model, x, y: token_losses(None)(model, x, torch.full_like(y, -100)), 4
+    )
+    assert all(map(math.isnan, result.first_losses))
+    assert math.isnan(result.critical_batch)
+
+
+def test_a_loss_of_two_kinds_is_refused():
+    def two_kinds(model, x, y):
+        loss = token_losses(None)(model, x, y)
+        return loss if (y != -100).any() else model(x).square().mean()
+
+    with pytest.raises(LoopError, match="mean over labels in some batches only; return one kind"):
+        branches_of_texts(two_kinds, 1)
+    _, result = branches_of_texts(lambda model, x, y: model(x).square().mean(), 1)
+    assert math.isfinite(sum(result.first_losses))
+
+
 # the answer
 
 
 class Quadratic(nn.Module):
-    """risk = sum h w^2 / 2, whose gradient has noise of covariance h; without grad, exactly."""
+    """risk = sum h w^2 / 2, exactly, whose gradient has noise of covariance h."""
 
     def __init__(self, seed):
         super().__init__()
@@ -358,7 +429,8 @@ class Quadratic(nn.Module):
 
     def forward(self, noise):
         risk = (self.h * self.w**2).sum() / 2
-        return risk + noise.mean(0) @ self.w if torch.is_grad_enabled() else risk
+        noisy = noise.mean(0) @ self.w
+        return risk + noisy - noisy.detach()
 
 
 def quadratic(seed, rate, rule, samples=512):

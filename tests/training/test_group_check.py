@@ -129,6 +129,78 @@ def test_a_loss_of_covariances_is_refused_by_its_product():
     }
 
 
+def squares(output, y):
+    return mse_loss(output[:, 0], y.float())
+
+
+NONLINEAR_IN_A_MEAN = {
+    "SqrtBackward0": lambda o, y: squares(o, y).sqrt(),
+    "PowBackward0": lambda o, y: squares(o, y) ** 0.5,
+    "ExpBackward0": lambda o, y: cross_entropy(o, y, label_smoothing=0.1).exp(),  # perplexity
+    "LogBackward0": lambda o, y: ((o[:, 0] - y).square().mean() + 0.1).log(),
+    "MulBackward0": lambda o, y: squares(o, y) * cross_entropy(o, y),
+    "DivBackward0": lambda o, y: (y == 0).sum() / o.sigmoid().sum(),
+    "ReciprocalBackward0": lambda o, y: 1 / o.sigmoid().mean(),
+}
+
+
+@pytest.mark.parametrize("name", NONLINEAR_IN_A_MEAN)
+def test_a_nonlinear_function_of_a_mean_over_samples_is_refused_by_its_name(name):
+    """A part of the samples has another mean, where the function has another slope."""
+    model, (x, y), loss_fn = mlp(), classes(), NONLINEAR_IN_A_MEAN[name]
+    checked = bb.check_groups(model, loss_fn, x, y, groups=4)
+    reason = f"a group's samples influence others in {name}"
+    assert {reason} == {p.refusal for p in checked.parameters}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train = bb.AdaptiveBatch(
+        model, optimizer, [(x, y)], policy=bb.Fixed(16), micro_batch=16, groups=4
+    )
+    step = next(iter(train))
+    part, labels = next(iter(step))
+    with pytest.raises(GradientError, match=reason):
+        step.backward(loss_fn(model(part), labels))
+
+
+def test_the_root_of_a_mean_is_refused_where_time_is_first():
+    def time_first(output, y):
+        return mse_loss(output.transpose(0, 1), torch.ones(5, len(output), 3)).sqrt()
+
+    checked = bb.check_groups(mlp(), time_first, torch.randn(8, 5, 5))
+    assert {"a group's samples influence others in SqrtBackward0"} == {
+        p.refusal for p in checked.parameters
+    }
+
+
+def in_a_loop(output, y):
+    """Slices of one sample, and of its first two numbers, where the batch is a multiple of two."""
+    parts = [output[i : i + 1].squeeze(0)[:2] for i in range(len(y))]
+    return sum(mse_loss(part, torch.ones(2)).sqrt() for part in parts) / len(y)
+
+
+LINEAR_IN_MEANS = {
+    "two terms": lambda m, o, y: cross_entropy(o, y, label_smoothing=0.1) - squares(o, y) / 3,
+    "learned weight": lambda m, o, y: (-m.scale).exp() * squares(o, y) + m.scale,
+    "learned deviation": lambda m, o, y: squares(o, y) / (2 * m.scale**2) + m.scale.log(),
+    "learned temperature": lambda m, o, y: cross_entropy(o * m.scale.exp(), y),
+    "norm of a weight": lambda m, o, y: cross_entropy(o, y) + 0.1 * m.scale.square().sum().sqrt(),
+    "root of each sample": lambda m, o, y: (o - y[:, None]).square().mean(1).sqrt().mean(),
+    "loop": lambda m, o, y: in_a_loop(o, y),
+    "flooding": lambda m, o, y: (cross_entropy(o, y) - 0.1).abs() + 0.1,
+    "hinge": lambda m, o, y: torch.relu(cross_entropy(o, y) - 0.1),
+}
+
+
+@pytest.mark.parametrize("kind", LINEAR_IN_MEANS)
+def test_a_loss_that_is_linear_in_means_over_samples_is_measured(kind):
+    model, (x, y) = mlp(), classes()
+    model.scale = nn.Parameter(torch.tensor(0.7))
+    checked = bb.check_groups(model, lambda o, y: LINEAR_IN_MEANS[kind](model, o, y), x, y)
+    # a parameter outside the samples has no groups, which is no matter of the others
+    assert {"scale"} >= {p.name for p in checked.failures}
+    assert not any("influence" in p.refusal for p in checked.parameters)
+    assert pytest.approx(checked.loop.noise_scale, rel=1e-4) == checked.one_backward.noise_scale
+
+
 def test_what_is_refused_is_listed_with_the_reason():
     model = mlp(nn.BatchNorm1d(12))
     checked = bb.check_groups(model, cross_entropy, *classes())

@@ -25,8 +25,8 @@ Value = TypeVar("Value")
 
 _COUPLED = (
     "the samples of a backward influence each other in {}: a loss that compares them (contrastive, "
-    "ranking, hard negatives, a correlation) or a model that mixes them. Another batch size is "
-    "then another loss, and no noise scale says which is faster; train two or three and compare"
+    "ranking, hard negatives, a correlation, RMSE) or a model that mixes them. Another batch size "
+    "is then another loss, and no noise scale says which is faster; train two or three and compare"
 )
 _MICRO_BATCHES = 4  # backwards of all ranks from which they are compared themselves
 _LEARNED = 2  # equal steps that show how many backwards a step has

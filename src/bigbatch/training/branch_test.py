@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from statistics import fmean
 
@@ -15,7 +15,7 @@ from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rng_state import seed_torch
 from bigbatch.data.sample_buffer import SampleBuffer
-from bigbatch.errors import BatchError, SettingError
+from bigbatch.errors import BatchError, LoopError, SettingError
 from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
 from bigbatch.training.branch_plan import BranchPlan, BranchRequest, averaging_steps
 from bigbatch.training.loss_check import one_number
@@ -153,6 +153,7 @@ class _Branches:
     snapshot: TrainingSnapshot
     plan: BranchPlan
     factors: tuple[float, ...]
+    weightings: set[str] = field(default_factory=set)  # of all losses, where they matter
 
     def train(self) -> tuple[list[float], list[list[list[float]]]]:
         """Losses before the branches, by repeat, and of each branch, by repeat and point."""
@@ -164,13 +165,14 @@ class _Branches:
         for repeat, seed in enumerate(seeds):
             start = repeat * plan.read // plan.repeats // ranks
             self._restart()
-            sums = [self._loss_sum(start, seed)]
+            sums = self._loss_sum(start, seed)
             for size, factor in zip(plan.batch_sizes, self.factors, strict=True):
                 self._restart()
                 with scale_lr(self.update.optimizer, factor):
                     sums += self._train_branch(size // ranks, plan.points(size), start, seed)
-            rows = zip(*self.update.collectives.all_gather(*sums), strict=True)
-            means = iter([math.fsum(row) / plan.held_aside for row in rows])
+            totals = map(math.fsum, zip(*self.update.collectives.all_gather(*sums), strict=True))
+            pairs = zip(totals, totals, strict=True)
+            means = (loss / weight if weight else math.nan for loss, weight in pairs)
             first_losses.append(next(means))
             for size, of_branch in zip(plan.batch_sizes, losses, strict=True):
                 of_branch.append([*islice(means, len(plan.points(size)))])
@@ -181,8 +183,8 @@ class _Branches:
         self.update.meter.source.zero_grad()
 
     def _train_branch(self, rows: int, points: list[int], start: int, seed: int) -> list[float]:
-        """The losses of one branch after so many steps of `rows` samples of this rank."""
-        sums = []
+        """`_loss_sum` of one branch after so many steps of `rows` samples of this rank."""
+        sums: list[float] = []
         first = start + self.plan.held_aside // self.update.collectives.ranks
         seed_torch(seed)
         for step in range(1, points[-1] + 1):
@@ -192,35 +194,49 @@ class _Branches:
                 # before the forward, which reads it
                 self.update.meter.source.reducer.set_requires_gradient_sync(number == len(parts))
                 loss = self._loss(batch)
-                labels = label_weights(loss, samples)
-                weights.append(samples if labels is None else float(labels.sum()))
+                weights.append(self._weight(loss, samples))
                 if weights[-1] or self.update.collectives.ranks > 1:
                     weighted_loss(loss, weights[-1] / rows).backward()  # type: ignore[no-untyped-call]
-            if labels is None or self._divide_by(math.fsum(weights) / rows):
+            if self._divide_by(math.fsum(weights) / rows):
                 self.update.optimizer.step()
             self.update.meter.source.zero_grad()
             first += rows
             if step in points:
-                sums.append(self._loss_sum(start, seed))
+                sums += self._loss_sum(start, seed)
                 seed_torch(seed + step)
         return sums
 
     def _divide_by(self, weight: float) -> bool:
         """Divides the gradient by the mean weight of a sample, over the ranks' means, if it can."""
         rows = self.update.collectives.all_gather(weight)
-        if total := math.fsum(mean for (mean,) in rows):
+        if (total := math.fsum(mean for (mean,) in rows)) not in (0, len(rows)):
             self.update.meter.source.scale(len(rows) / total)
         return total > 0
 
-    @torch.no_grad()
-    def _loss_sum(self, start: int, seed: int) -> float:
-        """The loss over this rank's held-aside samples, times their number."""
+    def _loss_sum(self, start: int, seed: int) -> list[float]:
+        """The sum of weight x loss over this rank's held-aside samples, and that of the weights."""
         seed_torch(seed)  # so that dropout is the same for all branches
+        self.update.meter.source.reducer.set_requires_gradient_sync(False)  # no backward follows
         stop = start + self.plan.held_aside // self.update.collectives.ranks
-        parts = self._parts(start, stop)
-        loss = math.fsum(float(self._loss(batch)) * samples for batch, samples in parts)
+        sums = [self._weighted(batch, samples) for batch, samples in self._parts(start, stop)]
         self.update.meter.source.zero_grad()  # what an engine has gathered for the forward
-        return loss
+        return [math.fsum(column) for column in zip(*sums, strict=True)]
+
+    def _weighted(self, batch: Batch, samples: int) -> tuple[float, float]:
+        """Weight x loss of a micro-batch, and its weight, which the graph of the loss has."""
+        loss = self._loss(batch)
+        weight = self._weight(loss, samples)
+        return weight and weight * float(loss.detach()), weight  # it is nan without a weight
+
+    def _weight(self, loss: Tensor, samples: int) -> float:
+        """What the mean of a micro-batch is over, as for `step.backward`."""
+        labels = label_weights(loss, samples)
+        weight = samples if labels is None else float(labels.sum())
+        if labels is None or weight != samples:
+            self.weightings.add("samples" if labels is None else "labels")
+        if len(self.weightings) > 1:
+            raise LoopError("loss_of is a mean over labels in some batches only; return one kind")
+        return weight
 
     def _parts(self, start: int, stop: int) -> list[tuple[Batch, int]]:
         """Samples of this rank as micro-batches of about equal sizes."""

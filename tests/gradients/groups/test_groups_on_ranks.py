@@ -143,3 +143,26 @@ def unseen_on_one_rank(rank, ranks):
 
 def test_every_rank_says_that_one_did_not_see_all(ranks):
     assert all("do not add up" in message for message in ranks(2)(unseen_on_one_rank))
+
+
+class TwoLosses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.network = network()
+
+    def forward(self, x, y):
+        output = self.network(x)
+        return cross_entropy(output, y), output.square().mean()
+
+
+def of_two_losses(rank, ranks, engine):
+    model = ENGINES[engine](TwoLosses().double())
+    x, y = batch(rank, 0, 0, N)
+    with GradientMeter(model, groups=K) as meter:
+        sum(model(x.double(), y)).backward()
+        return meter.read(samples=[N]).grad_variance
+
+
+def test_two_losses_that_a_model_returns_are_no_product_in_ddps_function_of_all_outputs(ranks):
+    plain, through_it = (ranks(2)(of_two_losses, engine) for engine in ("ddp", "ddp-unused"))
+    assert pytest.approx(plain, rel=1e-12) == through_it

@@ -18,13 +18,18 @@ from bigbatch.gradients.groups.backward_graph import Edge, Node, node_names, sha
 _PRODUCTS = node_names("Addmm Addmv Bmm Baddbmm Cdist EuclideanDist Mm Mv")
 _ELEMENTWISE = node_names("Add Sub Mul Div Maximum Minimum Where")
 _JOINING = node_names("Cat Stack")
-_LINEAR = node_names("Add Sub Where") | _JOINING
+_LINEAR = node_names("Add Sub Where") | _JOINING | {"_DDPSinkBackward"}
 _NONLINEAR_ALONG = node_names(
     "Cumprod CumulativeLogsumexp LinalgVectorNorm LogSoftmax Logsumexp Norm Prod Softmax Sort Std "
     "Topk Var VarMean"
 ) | {"NormBackward1", "ProdBackward1"}
-_NONLINEAR = node_names("Abs Exp Log Pow Relu Sigmoid Softplus Sqrt Tanh")
+_BENT = node_names("Abs Relu")  # of one number, linear near it
+_NONLINEAR = node_names(
+    "Abs Exp Expm1 Log Log10 Log1P Log2 LogSigmoid Pow Reciprocal Relu Rsqrt Sigmoid Softplus Sqrt "
+    "Tanh"
+) | {"PowBackward1", "PowBackward2"}
 _SELECTING = node_names("Select Unbind")
+_SLICING = node_names("Slice Split")
 _REDUCTIONS = node_names("Mean Sum") | {"MeanBackward1", "SumBackward1"}
 
 
@@ -33,7 +38,7 @@ def coupling_function(roots: Iterable[Node], ends: Collection[Node], samples: in
 
     It is a product of two tensors of samples whose rows meet, a difference or another function of
     all pairs of rows, a deviation or softmax along the samples, a product of two means, or another
-    function of a vector of means.
+    nonlinear function of means, whose slope is another at the mean of a group alone.
 
     Args:
         roots: the nodes of the loss.
@@ -62,10 +67,13 @@ def coupling_function(roots: Iterable[Node], ends: Collection[Node], samples: in
             edge[0] in reduced or edge in members for edge in operands
         )
         is_product = len(operands) > 1 and node.name() not in _LINEAR
-        is_curved = node.name() in _NONLINEAR and shape_of(node).numel() > 1
+        is_divisor = node.name() == "DivBackward0" and operands[0] == node.next_functions[1]
+        is_bent = node.name() in _BENT and shape_of(node).numel() == 1
+        is_curved = is_divisor or (node.name() in _NONLINEAR and not is_bent)
         if are_reduced and (is_product or is_curved):
             return str(node.name())
-        if are_reduced or (node.name() in _REDUCTIONS and _is_along(node, operands[0], samples)):
+        is_reduction = node.name() in _REDUCTIONS or getattr(node, "_saved_reduction", 0) > 0
+        if are_reduced or (is_reduction and _is_along(node, operands[0], samples)):
             reduced.add(node)
     return ""
 
@@ -109,9 +117,10 @@ def _outputs_of(node: Node) -> list[Edge]:
 
 def _selected(node: Node, operand: Edge, samples: int) -> dict[Edge, int]:
     """The sample of each output of a function that selects one, or takes all apart; else empty."""
-    if node.name() not in _SELECTING or not leaves_samples(node, operand, samples):
+    is_one = node.name() in _SELECTING or (node.name() in _SLICING and shape_of(node)[:1] == (1,))
+    if not is_one or shape_of(*operand)[:1] != (samples,) or not _is_along(node, operand, samples):
         return {}
-    index = getattr(node, "_saved_index", None)
+    index = getattr(node, "_saved_index", getattr(node, "_saved_start", None))
     return {
         edge: edge[1] if index is None else _signed(index) % samples for edge in _outputs_of(node)
     }
@@ -151,13 +160,12 @@ def _has_rows(size: int, samples: int) -> bool:
 
 
 def _is_along(node: Node, operand: Edge, samples: int) -> bool:
-    """Whether a function reduces the samples, in dimension 0 of its operand."""
-    shape = shape_of(*operand)
-    is_elsewhere = samples in shape[1:] and shape[0] != samples
+    """Whether a function reduces the samples, in dimension 0 of its operand, or all dimensions."""
+    shape, dims = shape_of(*operand), getattr(node, "_saved_dim", None)
+    is_elsewhere = samples in shape[1:] and 1 < shape[0] != samples
+    if dims is None or dims == ():  # all
+        return is_elsewhere or (len(shape) > 0 and _has_rows(shape[0], samples))
     if not shape or is_elsewhere or not _has_rows(shape[0], samples):
         return False
-    dims = getattr(node, "_saved_dim", None)
-    if dims is None or dims == ():  # all
-        return True
     signed = map(_signed, dims if isinstance(dims, tuple) else (dims,))
     return any(d % len(shape) == 0 for d in signed)
