@@ -135,6 +135,13 @@ SUMMED = {
     "squares": lambda z, y, _: F.mse_loss(z, one_hot(y), reduction="sum"),
     "huber": lambda z, y, _: F.huber_loss(z, one_hot(y), reduction="sum"),
     "binary": lambda z, y, _: F.binary_cross_entropy_with_logits(z, one_hot(y), reduction="sum"),
+    "two sums": lambda z, y, _: (
+        cross(z, y, reduction="sum") + F.mse_loss(z, one_hot(y), reduction="sum")
+    ),
+    "two terms": lambda z, y, _: (
+        F.binary_cross_entropy_with_logits(z, one_hot(y), reduction="sum")
+        - 0.5 * (1 + z - z.square()).sum()
+    ),
 }
 
 
@@ -148,7 +155,7 @@ FOLLOWS = {
     "own sum": lambda z, y, _: cross(z, y, reduction="none").sum(),
     "absolute": lambda z, y, _: F.l1_loss(z, one_hot(y), reduction="sum"),
     "two sums": lambda z, y, _: (
-        cross(z, y, reduction="sum") + F.mse_loss(z, one_hot(y), reduction="sum")
+        cross(z, y, reduction="none").sum() + (z - one_hot(y)).square().sum()
     ),
 }
 
@@ -167,6 +174,10 @@ def mask(y):
     return (y > 0).double() if y[0] else torch.ones(len(y))
 
 
+def masked(z, y):
+    return cross(z, y, reduction="none") * mask(y)
+
+
 ELEMENTS = {
     "masked mean": lambda z, y, _: (
         (cross(z, y, reduction="none") * mask(y)).sum() / mask(y).sum().clamp(min=1)
@@ -174,6 +185,15 @@ ELEMENTS = {
     "chosen samples": lambda z, y, _: z[mask(y) > 0].square().mean(),
     "chosen squares": lambda z, y, _: F.mse_loss(z[mask(y) > 0], one_hot(y)[mask(y) > 0]),
     "sum by hand": lambda z, y, _: cross(z, y, reduction="sum") / mask(y).sum(),
+    "half of it": lambda z, y, _: 0.5 * (masked(z, y).sum() / mask(y).sum()),
+    "negative": lambda z, y, _: -(masked(z, y).sum() / mask(y).sum()),
+    "one minus it": lambda z, y, _: 1 - z[mask(y) > 0].sigmoid().mean(),
+    "two terms": lambda z, y, _: (
+        F.smooth_l1_loss(z[mask(y) > 0], one_hot(y)[mask(y) > 0]) + cross(z, y)
+    ),
+    "two tasks": lambda z, y, _: cross(z[mask(y) > 0], y[mask(y) > 0]) + cross(2 * z, y),
+    "two sums": lambda z, y, _: (masked(z, y).sum() + cross(z, y, reduction="sum")) / mask(y).sum(),
+    "a quotient of means": lambda z, y, _: masked(z, y).mean() / mask(y).mean(),
 }
 
 
@@ -192,7 +212,32 @@ def test_it_is_not_said_where_the_weight_is_given():
             step.update()
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_, loss):
+        return 2 * loss
+
+    @staticmethod
+    def backward(_, gradient):
+        return 2 * gradient
+
+
+def uneven(z, y):
+    return cross(z, y, ignore_index=1)
+
+
+def both(z, y):
+    return torch.stack([uneven(z, y), z.square().mean()])
+
+
 TERMS = {
+    "a tensor": lambda z, y, m: uneven(z, y) * m.two,
+    "divided by a tensor": lambda z, y, m: uneven(z, y) / m.two,
+    "a dot product": lambda z, y, _: torch.dot(torch.tensor([1, 0.3]), both(z, y)),
+    "einsum": lambda z, y, _: torch.einsum("i,i->", torch.tensor([1, 0.3]), both(z, y)),
+    "interpolated": lambda z, y, _: torch.lerp(uneven(z, y), z.square().mean(), 0.3),
+    "a function": lambda z, y, _: Doubled.apply(uneven(z, y)),
+    "a power": lambda z, y, _: uneven(z, y).exp(),
     "class weights": lambda z, y, _: (
         cross(z, y, weight=torch.tensor([1.0, 2.0, 3.0])) + z.square().mean()
     ),
@@ -204,7 +249,27 @@ TERMS = {
 @pytest.mark.parametrize("name", TERMS)
 def test_a_mean_over_labels_among_other_terms_is_said_once(name):
     (message,) = warnings_of(loop(), TERMS[name], passes=2)
-    assert "adds other terms to a mean over labels" in message
+    assert "is no plain mean over its labels" in message
+    assert "pass weight=" in message
+
+
+def test_a_tensor_that_multiplies_a_mean_over_labels_is_named():
+    (message,) = warnings_of(loop(), TERMS["a tensor"])
+    assert "(times a tensor)" in message
+
+
+@pytest.mark.parametrize("begins_plain", [False, True])
+def test_labels_that_become_uneven_late_are_said_once(begins_plain):
+    step = 0
+
+    def loss_of(z, y, _):
+        nonlocal step
+        step += 1
+        term = 0 if begins_plain and step < 20 else z.square().mean()
+        return cross(z, y, ignore_index=1 if step > 30 else -100) + term
+
+    (message,) = warnings_of(loop(), loss_of, passes=6)
+    assert "is no plain mean over its labels" in message
 
 
 # ordinary ones
@@ -232,7 +297,19 @@ def contrastive(z, y, _):
     return (cross(similar, torch.arange(len(z))) + cross(similar.T, torch.arange(len(z)))) / 2
 
 
+def of_each_sample(z, y, _):
+    """A mean of the means over different numbers of numbers of each sample."""
+    return sum(z[i, : 1 + int(y[i])].square().mean() for i in range(len(y))) / len(y)
+
+
 ORDINARY = {
+    "of each sample": of_each_sample,
+    "distance of parameters": lambda z, y, m: (
+        cross(z, y) + F.mse_loss(m.body.weight, torch.zeros(3, 5), reduction="sum")
+    ),
+    "equal class weights": lambda z, y, _: cross(z, y, weight=torch.full((3,), 2.0)) + z.mean(),
+    "times what changes": lambda z, y, _: cross(z, y) * torch.rand(()) + z.square().mean(),
+    "a mean by what changes": lambda z, y, _: z.square().mean() / torch.rand(()),
     "cross entropy": cross,
     "smoothed": lambda z, y, _: cross(z, y, label_smoothing=0.1),
     "class weights": lambda z, y, _: cross(z, y, weight=torch.tensor([1.0, 2.0, 3.0])),

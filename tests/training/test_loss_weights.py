@@ -48,6 +48,10 @@ def channels_first(z, y, **options):
     return F.cross_entropy(z.movedim(-1, 1), y, **options)
 
 
+def where_finite(loss):
+    return torch.where(loss.isfinite(), loss, 0.0)
+
+
 LOSSES = {  # name: batch, loss of logits and labels
     "class weights": (PLAIN, lambda z, y: F.cross_entropy(z, y, weight=RARE)),
     "ignored labels": (PLAIN, lambda z, y: F.cross_entropy(z, y, ignore_index=2)),
@@ -59,6 +63,21 @@ LOSSES = {  # name: batch, loss of logits and labels
     "stacked alone": (
         PLAIN,
         lambda z, y: torch.stack([F.cross_entropy(z, y, weight=RARE)]).clone()[0].view(1),
+    ),
+    "squeezed": (PLAIN, lambda z, y: F.cross_entropy(z, y, weight=RARE)[None].squeeze(0)),
+    "averaged over a dimension": (
+        PLAIN,
+        lambda z, y: F.cross_entropy(z, y, weight=RARE).view(1).sum(0).mean(0),
+    ),
+    "expanded": (PLAIN, lambda z, y: F.cross_entropy(z, y, weight=RARE).expand(1)),
+    "without nan": (PLAIN, lambda z, y: F.cross_entropy(z, y, weight=RARE).nan_to_num()),
+    "where finite": (PLAIN, lambda z, y: where_finite(F.cross_entropy(z, y, weight=RARE))),
+    "clamped": (PLAIN, lambda z, y: F.cross_entropy(z, y, weight=RARE).clamp(max=50).clamp_min(0)),
+    "concatenated": (PLAIN, lambda z, y: torch.cat([F.cross_entropy(z, y, weight=RARE)[None]])),
+    "smoothed, times a number": (PADDED, lambda z, y: flat(z, y, label_smoothing=0.1) / 3),
+    "sequences, smoothed": (
+        PADDED,
+        lambda z, y: channels_first(z, y, weight=RARE, label_smoothing=0.1),
     ),
     "padding": (PADDED, flat),
     "padding of classes with weights": (PADDED, lambda z, y: flat(z, y, weight=RARE)),
@@ -119,6 +138,46 @@ def test_a_converted_loop_trains_on_the_loss_of_the_uncut_one(name, micro_batch)
     assert distance(found, gradients) < CLOSE
 
 
+def share(y):
+    return (y != -100).double().mean()
+
+
+def each_sample(z, y):
+    return [F.cross_entropy(a, b) for a, b in zip(z, y, strict=True)]
+
+
+def added_up(z, y):
+    total = 0
+    for i in range(len(z)):
+        total += F.cross_entropy(z[i], y[i])
+    return total / len(z)
+
+
+BY_SAMPLES = {  # although it has means over labels
+    "times the labels": lambda z, y: flat(z, y) * (y != -100).sum() / len(y),
+    "times a share": lambda z, y: flat(z, y) * share(y),
+    "a share times it": lambda z, y: share(y) * flat(z, y, label_smoothing=0.1),
+    "a stack": lambda z, y: torch.stack(each_sample(z, y)).mean(),
+    "a list": lambda z, y: sum(each_sample(z, y)) / len(z),
+    "added up": added_up,
+    "of chosen labels": lambda z, y: (
+        sum(F.cross_entropy(a[b >= 0], b[b >= 0]) for a, b in zip(z, y, strict=True)) / len(z)
+    ),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 5])
+@pytest.mark.parametrize("name", BY_SAMPLES)
+def test_a_mean_over_samples_that_is_made_of_means_over_labels_is_one(name, micro_batch):
+    x, y = PADDED
+    batch = x, y.clone().index_fill_(1, torch.tensor([0]), 1)  # a label in each sample
+    loss, gradients = uncut(batch, BY_SAMPLES[name])
+    with warnings.catch_warnings(action="error"):
+        record, found = cut(batch, BY_SAMPLES[name], micro_batch)
+    assert pytest.approx(loss, rel=CLOSE) == record.loss
+    assert distance(found, gradients) < CLOSE
+
+
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "checkpointed"])
 def test_groups_of_one_backward_have_the_weights_of_their_labels(name):
     record, _ = cut(*LOSSES[name], micro_batch=3)
@@ -151,7 +210,19 @@ def test_labels_that_are_no_multiple_of_the_samples_weigh_a_micro_batch_and_refu
         cut(*nodes, micro_batch=24, groups=4)
 
 
+@torch.jit.script
+def scripted(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return 0.9 * F.cross_entropy(z, y) + 0.1 * z.logsumexp(-1).square().mean()
+
+
 OTHER = {
+    "a script of two terms": lambda z, y: scripted(z, y),
+    "times a tensor": lambda z, y: F.cross_entropy(z, y) * torch.tensor(2.0, dtype=torch.float64),
+    "divided by a tensor": lambda z, y: F.cross_entropy(z, y) / (y >= 0).sum(),
+    "divides a tensor": lambda z, y: torch.tensor(2) / F.cross_entropy(z, y),
+    "times a constant loss": lambda z, y: (
+        (1 - (-F.cross_entropy(z, y).detach()).exp()) ** 2 * F.cross_entropy(z, y)
+    ),
     "squares": lambda z, y: F.mse_loss(z, z.detach() + 1),
     "two terms": lambda z, y: F.cross_entropy(z, y) + z.square().mean(),
     "a sum": lambda z, y: F.cross_entropy(z, y, reduction="sum"),

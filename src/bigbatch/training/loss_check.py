@@ -3,30 +3,40 @@
 import gc
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.gradients.groups.backward_graph import saved_tensor
+from bigbatch.gradients.groups.backward_graph import leaf_of, saved_tensor, shape_of
 from bigbatch.training.loss_weights import (
     MEAN,
     SUM,
+    Term,
+    factor_of,
+    is_mean_over_labels,
+    is_of_one_sample,
     label_counts,
-    label_terms,
-    mean_over_labels,
-    without_casts,
+    terms_of,
+    without_factors,
 )
 
 _EXAMINED = 8  # losses of a training: its code does not change
-_SUMS = ("SumBackward0", "SumBackward1")
-_DEPTH = 3  # nodes of the graph, from the loss
+_SUMS = ("NansumBackward0", "SumBackward0", "SumBackward1")
 _MAX_DIVISOR = 1024  # micro-batches by which a loss may have been divided
 _MIN_LOG_RATIO = math.log(1.4)  # of two sizes that are compared
 _CHANGES = 4  # changes of size that the loss has followed, and no other change
+_OF_LABELS = (
+    "the loss is no plain mean over its labels ({}): they weigh {{:g}} each in one micro-batch and "
+    "{{:g}} in another, and step.backward weighs it by samples; pass weight= with the sum of these "
+    "weights, (y != -100).sum() for example. If samples are meant, continue"
+)
+_OF_ELEMENTS = (
+    "the losses of two micro-batches of {} samples are sums divided by {{:g}} and by {{:g}}, and "
+    "step.backward weighs them by samples; for the mean over all elements of a step, pass what the "
+    "sum is divided by: step.backward(loss, weight=mask.sum()). If it counts no elements, continue"
+)
 _REMEDY = (
     'pass the mean loss of the micro-batch (reduction="mean"): step.backward weighs it by its '
     "samples. If it is not a sum over samples, continue"
@@ -38,40 +48,54 @@ class LossCheck:
 
     def __init__(self, *, warns: bool, has_scaler: bool) -> None:
         self._warns, self._has_scaler = warns, has_scaler
-        self.remaining, self._searched = _EXAMINED, False  # losses still to examine
+        # losses examined; whether means over labels were seen
+        self.examines, self._searched, self._examined, self._has_labels = True, False, 0, False
         self._previous: tuple[float, float] | None = None  # (size, loss) of the step before
         self._changes: int | None = 0  # None: the loss is no sum
-        self._divisors: dict[int, float] = {}  # by the samples of the micro-batch
+        self._divisors: dict[object, list[float]] = {}  # by the term and its samples
+        self._of_step: list[tuple[object, list[Any], str]] = []  # not compared yet
 
-    def examine(
-        self, loss: Tensor, samples: int, micro_batches: float, *, weighted: bool = False
-    ) -> None:
-        """Examines the graph of a micro-batch's loss; takes some microseconds.
+    def examine(self, loss: Tensor, samples: int, micro_batches: float, weighting: str) -> None:
+        """Examines a micro-batch's loss; raises a LoopError if a GradScaler has scaled it."""
+        self._examined += 1
+        message, is_early = "", self._examined <= _EXAMINED
+        terms = terms_of(loss) if is_early or weighting == "samples" else []
+        if is_early:
+            nodes = [term.node for term in terms]
+            self._refuse_scaled(nodes)
+            message = _sum_message(terms, samples) or _division_message(nodes, round(micro_batches))
+        self._has_labels |= weighting == "labels"
+        if weighting == "samples" and terms:
+            self._note(loss, terms, samples, is_early)
+        self.examines = is_early or self._has_labels
+        self._warn(message)
 
-        Args:
-            loss: the loss.
-            samples: samples of the micro-batch.
-            micro_batches: how many the step has on this rank.
-            weighted: whether its weight is given.
-        Raises:
-            LoopError: a GradScaler has scaled it.
-        """
-        self.remaining -= 1
-        nodes = list(_first_nodes(loss))
-        self._refuse_scaled(nodes)
-        message = _sum_message(nodes, samples) or _division_message(nodes, round(micro_batches))
-        if not message and nodes and not weighted and mean_over_labels(loss) is None:
-            message = _terms_message(loss) or self._divisor_message(nodes, samples)
-        if message:
-            self.remaining = 0
-            self._warn(message)
+    def _note(self, loss: Tensor, terms: list[Term], samples: int, is_early: bool) -> None:
+        """Notes what each term is a mean over; the labels are counted at the end of the step."""
+        means = [term for term in terms if is_mean_over_labels(term.node)]
+        self._has_labels |= bool(means)
+        cause = without_factors(loss)
+        kind = "times a tensor" if factor_of(cause) is not None else cause.name()
+        labels: list[Any] = [(t, label_counts(t.node).float().mean()) for t in means]
+        sizes: list[Any] = [(t, d) for t in terms if is_early and (d := _divisor(t)) is not None]
+        for noted, message in (
+            (labels, _OF_LABELS.format(kind)),
+            (sizes, _OF_ELEMENTS.format(samples)),
+        ):
+            noted = [(t, d) for t, d in noted if not is_of_one_sample(t.node, samples)]
+            if len(noted) == samples > 2:  # a mean of each sample
+                continue
+            for term, divisor in noted:
+                key = term.path, message, term.factor is None or samples
+                # the factor may make it a sum over samples, or a mean
+                values = [divisor] if term.factor is None else [divisor, divisor / term.factor]
+                self._of_step.append((key, values, message))
 
     def compare(self, size: float, loss: float) -> None:
         """Compares the mean micro-batch size and loss of a step with those of the step before."""
+        self._compare_divisors()
         previous, self._previous = self._previous, (size, loss)
-        if self._changes is None or previous is None:
-            return
-        if not (0 < loss < math.inf and 0 < previous[1] < math.inf):
+        if self._changes is None or not previous or not 0 < loss < math.inf > previous[1] > 0:
             return
         log_ratio = math.log(size / previous[0])
         if abs(log_ratio) < _MIN_LOG_RATIO:
@@ -79,7 +103,6 @@ class LossCheck:
         follows = 0.5 < math.log(loss / previous[1]) / log_ratio < 1.5
         self._changes = self._changes + 1 if follows else None
         if self._changes == _CHANGES:
-            self._changes = None
             self._warn(
                 f"the loss grows with the samples of a micro-batch ({_CHANGES} times in a row, now "
                 f"{previous[1]:.4g} -> {loss:.4g} for {previous[0]:g} -> {size:g} samples), as a "
@@ -87,21 +110,18 @@ class LossCheck:
                 stacklevel=8,  # the line of step.update
             )
 
-    def _divisor_message(self, nodes: list[Any], samples: int) -> str:
-        """A message if equally many samples are a mean over different numbers; else empty."""
-        divisor = _divisor(nodes)
-        if divisor is None or divisor == (earlier := self._divisors.setdefault(samples, divisor)):
-            return ""
-        return (
-            f"the losses of two micro-batches of {samples} samples are sums divided by {earlier:g} "
-            f"and by {divisor:g}, and step.backward weighs them by samples; to train on the mean "
-            "over all elements of a step, pass what the sum is divided by: step.backward(loss, "
-            "weight=mask.sum()), for example. If that does not count elements, continue"
-        )
+    def _compare_divisors(self) -> None:
+        """Warns of a term that is a mean over different numbers in two micro-batches."""
+        noted, self._of_step = self._of_step, []
+        for key, values, message in noted:
+            now = [*map(float, values)]
+            earlier = self._divisors.setdefault(key, now)
+            if all(abs(a - b) > 1e-4 * abs(a) for a, b in zip(now, earlier, strict=False)):
+                self._warn(message.format(earlier[0], now[0]), stacklevel=9)
+                return
 
     def _refuse_scaled(self, nodes: list[Any]) -> None:
-        factors = [f for node in nodes if (f := _factor(node, "MulBackward0")) is not None]
-        factors = [f for f in factors if f.dtype == torch.float32 and not f.requires_grad]
+        factors = [f for node in nodes if isinstance(f := factor_of(node), Tensor)]
         if not factors or self._searched:
             return
         self._searched = True  # among all objects: takes some milliseconds
@@ -117,29 +137,10 @@ class LossCheck:
             )
 
     def _warn(self, message: str, stacklevel: int = 6) -> None:  # the line of step.backward
-        if self._warns:
+        if message:  # one is enough
+            self.examines, self._changes, self._of_step = False, None, []
+        if message and self._warns:
             warnings.warn(message, stacklevel=stacklevel)
-
-
-def _first_nodes(loss: Tensor) -> Iterator[Any]:
-    """The node of the loss and those of its first arguments, without casts and views."""
-    node = without_casts((loss.grad_fn, loss.output_nr))
-    for _ in range(_DEPTH):
-        if node is None:
-            return
-        yield node
-        node = without_casts(node.next_functions[0]) if node.next_functions else None
-
-
-def _factor(node: Any, name: str) -> Tensor | None:
-    """The single number of a product or a quotient; it is not read."""
-    if node.name() != name:
-        return None
-    try:
-        other = node._saved_other
-    except RuntimeError:  # freed by a backward of the user's own
-        return None
-    return other if isinstance(other, Tensor) and other.numel() == 1 else None
 
 
 def _is_scale(factor: Tensor) -> bool:
@@ -151,42 +152,32 @@ def _is_scale(factor: Tensor) -> bool:
     )
 
 
-def _sum_message(nodes: list[Any], samples: int) -> str:
-    """A message about a loss function with reduction='sum'; else empty."""
-    if not nodes or samples < 2 or getattr(nodes[0], "_saved_reduction", None) != SUM:
-        return ""
-    return (
-        f'the loss of a micro-batch of {samples} samples is a sum (reduction="sum", '
-        f"{nodes[0].name()}); {_REMEDY}"
-    )
-
-
-def _terms_message(loss: Tensor) -> str:
-    """A message about a cross entropy, among other terms, that leaves labels out; else empty."""
-    for node in label_terms(loss):
-        counts = label_counts(node)
-        counted = float(counts.sum())
-        if counted != counts.numel():
+def _sum_message(terms: list[Term], samples: int) -> str:
+    """A message about a loss function with reduction='sum' among the terms; else empty."""
+    for node in (term.node for term in terms if term.is_added and samples > 1):
+        is_penalty = any(leaf_of(operand) is not None for operand, _ in node.next_functions)
+        if getattr(node, "_saved_reduction", None) == SUM and not is_penalty:
             return (
-                f"the loss adds other terms to a mean over labels whose weights sum to {counted:g} "
-                f"({counts.numel()} labels), and step.backward weighs it by samples; pass weight= "
-                "with that sum, (y != -100).sum() for example, to weigh it by labels"
+                f'the loss of a micro-batch of {samples} samples is a sum (reduction="sum", '
+                f"{node.name()}); {_REMEDY}"
             )
     return ""
 
 
-def _divisor(nodes: list[Any]) -> float | None:
-    """What a loss divides a sum by; None if it cannot be seen."""
-    first = nodes[0]
-    if first.name() == "MeanBackward0":
-        return float(first._saved_self_sym_numel)
-    if getattr(first, "_saved_reduction", None) == MEAN and hasattr(first, "_saved_self"):
-        return float(saved_tensor(first, "self").numel())
-    is_sum = len(nodes) > 1 and (
-        nodes[1].name() in _SUMS or getattr(nodes[1], "_saved_reduction", None) == SUM
-    )
-    divisor = _factor(first, "DivBackward0") if is_sum else None
-    return None if divisor is None or divisor.requires_grad else float(divisor)
+def _divisor(term: Term) -> Tensor | float | None:
+    """What a term divides a sum by; None if it cannot be seen."""
+    node, divisor, reduction = term.node, term.divisor, getattr(term.node, "_saved_reduction", None)
+    if not term.is_linear or node.name() in _SUMS or reduction == SUM:
+        return divisor if term.is_linear else None
+    if node.name() == "MeanBackward0":
+        number = shape_of(*node.next_functions[0]).numel()
+    elif reduction == MEAN and hasattr(node, "_saved_self"):
+        name = "target" if is_mean_over_labels(node) else "self"
+        number = saved_tensor(node, name).numel()
+    else:
+        return None
+    chosen = number * float(1 if divisor is None else divisor)  # by the mean of a mask, for example
+    return chosen if abs(chosen - round(chosen)) < 1e-3 else number
 
 
 def _division_message(nodes: list[Any], micro_batches: int) -> str:
@@ -195,10 +186,10 @@ def _division_message(nodes: list[Any], micro_batches: int) -> str:
     Half a squared error is not such a loss. A mean that is not torch's own loss function counts
     only if the divisor is the number of micro-batches.
     """
-    if len(nodes) < 2 or (divisor := _factor(nodes[0], "DivBackward0")) is None:
+    if len(nodes) < 2 or nodes[0].name() != "DivBackward0":
         return ""
-    number = float(divisor) if divisor.is_cpu else math.nan
-    if not (number.is_integer() and 2 <= number <= _MAX_DIVISOR):
+    number = factor_of(nodes[0])
+    if not (isinstance(number, float) and number.is_integer() and 2 <= number <= _MAX_DIVISOR):
         return ""
     name, is_mean = nodes[1].name(), getattr(nodes[1], "_saved_reduction", None) == MEAN
     is_mean |= name == "MeanBackward0" and number == micro_batches

@@ -1,7 +1,10 @@
 """How much a micro-batch counts in the mean loss of a step: what its own mean is over."""
 
-from typing import Any
+from collections import deque
+from contextlib import suppress
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from bigbatch.gradients.dtypes import widest_float
@@ -9,14 +12,29 @@ from bigbatch.gradients.groups.backward_graph import Node, node_names, saved_ten
 
 MEAN, SUM = 1, 2  # `reduction` of torch's loss functions, in their nodes
 
-_MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
 _CASTS = node_names("Alias Clone ReshapeAlias Squeeze ToCopy UnsafeView Unsqueeze View")
-_OF_ONE = node_names("Mean Select Stack Sum")  # which are no more where there is one number
+_CASTS |= {"SqueezeBackward1", "SqueezeBackward2"}
+# which are no more where there is one number
+_OF_ONE = node_names("Cat Clamp ClampMax ClampMin Expand Mean NanToNum Select Stack Sum Where")
+_OF_ONE |= {"ClampBackward1", "MeanBackward1", "SumBackward1"}
 _SINK = "_DDPSinkBackward"  # DDP's, of all outputs that its model returns
-_TERMS = node_names("Add Sub")
-_SUMS = _TERMS | node_names("Mean Stack Sum")
-_FACTORS = node_names("Mul Div Neg") | {"MulBackward1", "DivBackward1"}
-_BY_TORCH = "MulBackward1"  # a factor inside cross_entropy, for label smoothing; no one else's
+_PASSED = _CASTS | _OF_ONE | {_SINK}
+_TERMS = node_names("Add Neg Sub") | {"RsubBackward1"}
+_OF_MODELS = node_names("Addmm Bmm Convolution Embedding Mm")
+_FACTORS = "MulBackward0", "DivBackward0"
+_WEAKER = {torch.float64: torch.float16, torch.int64: torch.int8}
+_FEW, _MOST_NODES = 64, 128  # numbers that a term gives, and terms that are looked at
+
+
+class Term(NamedTuple):
+    """A node that a loss is made of, and what leads to it."""
+
+    node: Node
+    path: int = 0  # kinds of nodes
+    is_added: bool = True  # sums and differences alone
+    is_linear: bool = True  # sums, products and quotients alone
+    factor: Tensor | None = None  # the nearest tensor of one number that multiplies it
+    divisor: Tensor | float | None = None  # the nearest number that divides it
 
 
 def label_weights(loss: Tensor, samples: int) -> Tensor | None:
@@ -35,7 +53,7 @@ def label_weights(loss: Tensor, samples: int) -> Tensor | None:
         The weights, or their sum, (1,), if the labels are no multiple of the samples; None if the
         loss is something else, a sum of several terms for example.
     """
-    node = mean_over_labels(loss)
+    node = mean_over_labels(loss, samples)
     if node is None:
         return None
     counts = label_counts(node)
@@ -59,50 +77,102 @@ def weighted_loss(loss: Tensor, factor: float) -> Tensor:
     return loss * factor if factor else loss.nan_to_num(0.0, 0.0, 0.0) * 0
 
 
-def mean_over_labels(loss: Tensor) -> Node | None:
+def mean_over_labels(loss: Tensor, samples: int = 0) -> Node | None:
     """The node of the mean over labels that the loss is; None if it is something else."""
-    node = _without_factors((loss.grad_fn, loss.output_nr))
-    if node is not None and node.name() == "AddBackward0":  # label smoothing?
-        if any(term.name() != _BY_TORCH for term, _ in node.next_functions):
-            return None
-        node = _without_factors(node.next_functions[0])
-    is_mean = node is not None and node.name() in _MEANS and node._saved_reduction == MEAN
-    return node if is_mean else None
+    node = without_factors(loss)
+    if node is not None and node.name() == "AddBackward0":
+        node = _smoothed(node)
+    is_mean = node is not None and is_mean_over_labels(node)
+    return node if is_mean and not (samples == 1 and is_of_one_sample(node, 1)) else None
 
 
-def label_terms(loss: Tensor) -> list[Node]:
-    """The means over labels among the terms of a sum."""
-    # by node, since a node may be a term along many paths
-    terms, seen = [(loss.grad_fn, loss.output_nr)], {}
-    while terms:
-        node = without_casts(terms.pop())
-        if node is not None and node not in seen:
-            seen[node] = node.name() in _MEANS and node._saved_reduction == MEAN
-            if node.name() in _SUMS | _FACTORS:
-                terms += node.next_functions
-    return [node for node, is_mean in seen.items() if is_mean]
+def is_mean_over_labels(node: Node) -> bool:
+    """Whether a node is a mean of torch's over labels."""
+    return bool(node.name().startswith("NllLoss") and node._saved_reduction == MEAN)
 
 
-def without_casts(edge: tuple[Any, int]) -> Node | None:
-    """The first node from an edge on that computes something."""
+def is_of_one_sample(node: Node, samples: int) -> bool:
+    """Whether a loss function is of one of the samples in the first dimension of a tensor."""
+    while node is not None and node.name() not in _OF_MODELS and (edges := _operands(node)):
+        if node.name() in ("SelectBackward0", "UnbindBackward0") and node._saved_dim == 0:
+            return shape_of(*edges[0])[0] == samples
+        node = without_casts(edges[0])
+    return False
+
+
+def terms_of(loss: Tensor) -> list[Term]:
+    """What a loss is made of as long as it is few numbers, nearest first."""
+    found: dict[Node, Term] = {}  # by node, since a node may be a term along many paths
+    edges = deque([((loss.grad_fn, loss.output_nr), Term(None))])
+    while edges and len(found) < _MOST_NODES:
+        edge, term = edges.popleft()
+        if (node := without_casts(edge)) is None or node in found:
+            continue
+        found[node] = term = term._replace(node=node)
+        if (name := node.name()) not in _TERMS:
+            constant, is_product = factor_of(node), name.startswith("Mul")
+            is_linear = term.is_linear and (is_product or constant is not None)
+            factor = constant if is_product and isinstance(constant, Tensor) else term.factor
+            divisor = term.divisor if is_product else constant
+            term = Term(node, term.path, False, is_linear, factor, divisor)
+        for number, operand in enumerate(node.next_functions):
+            if operand[0] is not None and shape_of(*operand).numel() <= _FEW:
+                edges.append((operand, term._replace(path=hash((term.path, name, number)))))
+    return [*found.values()]
+
+
+def without_casts(edge: tuple[Node, int]) -> Node:
+    """The first node from an edge on that computes something; None if there is none."""
     node, output = edge
-    while node is not None:
-        name = node.name()
-        is_one = len(operands := node.next_functions) == 1 and operands[0][0] is not None
-        if name == _SINK:
-            node, output = operands[output]
-        elif name in _CASTS or (name in _OF_ONE and is_one and shape_of(*operands[0]).numel() == 1):
-            node, output = operands[0]
-        else:
+    while node is not None and (name := node.name()) in _PASSED:
+        operands = [node.next_functions[output]] if name == _SINK else _operands(node)
+        if name in _OF_ONE and [shape_of(*e).numel() for e in [*operands[:2], (node, 0)]] != [1, 1]:
             break
+        node, output = operands[0]
     return node
 
 
-def _without_factors(edge: tuple[Any, int]) -> Node | None:
-    """The first node that is neither a cast, nor a product with a constant or a sum with one."""
-    while (node := without_casts(edge)) is not None and node.name() in _FACTORS | _TERMS:
-        operands = [following for following in node.next_functions if following[0] is not None]
-        if len(operands) != 1:
+def factor_of(node: Node) -> Tensor | float | None:
+    """The constant number that a product multiplies or a quotient divides by; it is not read.
+
+    A float if it was a number in Python: other dtypes win over that of such a number.
+    """
+    is_first = _operands(node) == [*node.next_functions[:1]]
+    if len(_operands(node)) == 1 and node.name() in _FACTORS[: 1 + is_first]:
+        with suppress(RuntimeError):  # freed by a backward of the user's own
+            factor = saved_tensor(node, "other" if is_first else "self")
+            other = torch.zeros((), dtype=_WEAKER.get(factor.dtype, torch.bool), device="cpu")
+            is_number = not factor.dim() and torch.result_type(factor, other) == other.dtype
+            return float(factor) if is_number else factor if factor.numel() == 1 else None
+    return None
+
+
+def without_factors(loss: Tensor) -> Node:
+    """The first node that is neither a cast, nor a product with a number or a sum with a constant.
+
+    A tensor may count the labels of the micro-batch, so a product with it is another loss.
+    """
+    edge = loss.grad_fn, loss.output_nr
+    while (node := without_casts(edge)) is not None and len(operands := _operands(node)) == 1:
+        if not isinstance(factor_of(node), float) and node.name() not in _TERMS:
             break
-        edge = operands[0]
+        (edge,) = operands
     return node
+
+
+def _operands(node: Node) -> list[tuple[Node, int]]:
+    return [operand for operand in node.next_functions if operand[0] is not None]
+
+
+def _smoothed(node: Node) -> Node | None:
+    """The mean over labels in a sum that torch's label smoothing makes; else None."""
+    (mean, _), (node, _) = node.next_functions
+    names = [mean.name()]
+    while node.name().startswith(("Div", "MaskedFill", "Mul", "Neg", "Sum")):
+        names.append(node.name())
+        node = _operands(node)[0][0]
+    kinds = " ".join(name.replace("Backward", "") for name in names).removesuffix(" Mul0")
+    if kinds != "Mul1 Mul1 Div0 Sum0 MaskedFill0 Neg0 Sum1":
+        return None
+    ((mean, _),) = _operands(mean)
+    return mean if [*map(without_casts, mean.next_functions)] == [node] else None

@@ -181,16 +181,15 @@ class Step:
         if loss.numel() != 1:
             raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
         samples, global_samples = self._pending
-        if self._update.loss_check.remaining:
+        weighting: Weighting = "samples" if weight is None else "given"
+        root, labels = loss if root is None else root, None
+        if weight is None:
+            weight = labels = label_weights(root, samples)
+            weighting = "samples" if labels is None else "labels"
+        if self._update.loss_check.examines:
             # micro-batches of the step on this rank, if all are as large as this one
             accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
-            weighted = weight is not None
-            self._update.loss_check.examine(loss, samples, accumulation, weighted=weighted)
-        weighting: Weighting = "samples" if weight is None else "given"
-        root = loss if root is None else root
-        labels = label_weights(root, samples) if weight is None else None
-        if labels is not None:
-            weight, weighting = labels, "labels"
+            self._update.loss_check.examine(loss, samples, accumulation, weighting)
         if {weighting, self._weighting} == {"samples", "labels"}:
             weight = self._even_weights(labels, samples)
             weighting = self._weighting or weighting
