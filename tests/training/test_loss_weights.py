@@ -201,6 +201,16 @@ def test_weight_wins_over_what_the_graph_says():
     assert pytest.approx(sum(losses) / len(losses), rel=CLOSE) == record.loss
 
 
+@pytest.mark.parametrize("time_first", [False, True])
+def test_each_label_of_a_sequence_counts_for_its_sample(time_first):
+    labels = torch.arange(5)[:, None].where(torch.arange(5)[:, None] <= torch.arange(4), -100)
+    outputs = torch.randn(5, 4, 6, requires_grad=True)  # time, samples, classes
+    if not time_first:
+        outputs, labels = outputs.transpose(0, 1), labels.T
+    loss = F.cross_entropy(outputs.reshape(-1, 6), labels.reshape(-1))
+    assert [1, 2, 3, 4] == label_weights(loss, 4).tolist()
+
+
 def test_labels_that_are_no_multiple_of_the_samples_weigh_a_micro_batch_and_refuse_groups():
     z = torch.randn(7, CLASSES, requires_grad=True)
     y = torch.tensor([0, 1, -100, 2, 3, 4, 1])

@@ -58,7 +58,17 @@ def label_weights(loss: Tensor, samples: int) -> Tensor | None:
         return None
     counts = label_counts(node)
     is_even = counts.numel() % max(1, samples) == 0
+    if is_even and _has_time_first(node, samples):
+        return counts.reshape(-1, samples).sum(0)
     return counts.reshape(samples if is_even else 1, -1).sum(1)
+
+
+def _has_time_first(node: Node, samples: int) -> bool:
+    """Whether the outputs were (T, B, classes) before they became rows."""
+    edge = node.next_functions[0]
+    while len(shape := shape_of(*edge)) == 2 and edge[0].name() in _CASTS | {"LogSoftmaxBackward0"}:
+        edge = edge[0].next_functions[0]
+    return len(shape) == 3 and shape[0] != samples == shape[1]
 
 
 def label_counts(node: Node) -> Tensor:
