@@ -5,12 +5,17 @@ from functools import wraps
 from traceback import walk_tb
 from typing import Any, TypeVar
 
+import torch
+
 from bigbatch.errors import BigbatchError, StateError
 
 Load = TypeVar("Load", bound=Callable[..., None])
 
-_READ_WRONGLY = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-_READERS = ("bigbatch.", "torch.optim.", "random")  # modules that read states
+_READ_WRONGLY = (
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+)
+# modules that read states
+_READERS = ("bigbatch.", "torch.optim.", "torch.random", "random", "numpy.random")
 
 
 def loads_state(load: Load) -> Load:
@@ -26,7 +31,7 @@ def loads_state(load: Load) -> Load:
         except _READ_WRONGLY as error:
             *_, (frame, _) = walk_tb(error.__traceback__)
             is_ours = frame.f_globals.get("__name__", "").startswith(_READERS)
-            if isinstance(error, BigbatchError) or not is_ours:
+            if isinstance(error, (BigbatchError, torch.OutOfMemoryError)) or not is_ours:
                 raise
             state = next(iter((*args, *kwargs.values())), None)
             names = f"with {sorted(map(str, state))[:5]}" if isinstance(state, Mapping) else ""

@@ -243,10 +243,13 @@ def test_a_loaded_state_continues_as_if_never_interrupted(tmp_path, seedable):
         AcceleratorState._reset_state(reset_partial_state=True)
         configuration = DataLoaderConfiguration(use_seedable_sampler=seedable)
         accelerator = Accelerator(cpu=True, dataloader_config=configuration)
-        train, _ = prepared(accelerator, *parts(shuffle=True))
+        given = parts(shuffle=True)
+        torch.manual_seed(seeds.pop())  # accelerate's sampler keeps it
+        train, _ = prepared(accelerator, *given)
         accelerator.register_for_checkpointing(bb.DistributedState(train))
         return accelerator, train
 
+    seeds = [SEED + 2, SEED, SEED]  # of the order
     _, train = build()
     whole = trained(train)
     accelerator, train = build()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
-from bigbatch.errors import LoopError, RankError, RunError, SettingError
+from bigbatch.errors import LoopError, RankError, RunError, SettingError, StateError
 from bigbatch.log.history import find_runs, history_of, table_of
 from bigbatch.log.html_report import write_report
 from bigbatch.log.replay import lr_decays
@@ -51,9 +52,9 @@ def network():
     return torch.nn.Linear(5, 3)
 
 
-def loop(log, model=None, *, policy=None, **options):
+def loop(log, model=None, *, policy=None, samples=96, **options):
     model = model or network()
-    images = torch.randn(96, 5, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(samples, 5, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(images, images[:, :3].argmax(1))
     return bb.AdaptiveBatch(
         model,
@@ -484,6 +485,65 @@ def test_rows_that_another_program_deletes_are_said_and_counted_and_the_others_s
     history = history_of(tmp_path / "run")
     assert [*rest, 8, 9, 10, 11] == [row["step"] for row in history.rows]
     assert f"run (rows of {len(rest) + 4} of 11 steps)" == table_of([history]).rows[0][0]
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_scores_of_a_step_that_another_program_deleted_are_left_out(tmp_path, kept):
+    log = log_of(tmp_path / "run", 7)
+    lines = log.metrics.read_bytes().splitlines(keepends=True)
+    os.truncate(log.metrics, sum(map(len, lines[:kept])))
+    with pytest.warns(UserWarning, match="up to step 7 are lost"):
+        log.scores(accuracy=0.5)
+    log.scores(other=0.5)
+    log.close()
+    again = bb.RunLog(tmp_path / "run")
+    again.load_state_dict(log.state_dict())
+    with pytest.warns(UserWarning, match=f"ends at step {kept} .* after step 7"):
+        again.step(MEASURED, optimizer=optimizer())
+    again.scores(accuracy=0.75)
+    assert [*range(1, kept + 1), 8] == steps_in(tmp_path / "run")
+    assert {"accuracy": 0.75} == history_of(tmp_path / "run").rows[-1]["metrics"]
+
+
+def test_a_folder_that_is_removed_is_made_again(tmp_path):
+    log = log_of(tmp_path / "run", 2)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.warns(UserWarning, match="up to step 2 are lost"):
+        log.step(MEASURED, optimizer=optimizer())
+    log.step(MEASURED, optimizer=optimizer())
+    assert 2 == len(log.metrics.read_bytes().splitlines())
+
+
+@pytest.mark.parametrize(
+    "value", ["text", None, [1.0], torch.ones(2), 10**400, {"of": "classes"}], ids=str
+)
+def test_a_score_that_is_no_number_is_refused_by_its_name(tmp_path, value):
+    log = log_of(tmp_path / "run", 1)
+    with pytest.raises(SettingError, match=r"accuracy=.* is not a number; log one number"):
+        log.scores(accuracy=value)
+    log.scores(accuracy=torch.tensor([0.5]))
+    assert {"accuracy": 0.5} == history_of(tmp_path / "run").rows[-1]["metrics"]
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "nul\0"])
+def test_a_name_that_no_folder_can_have_is_refused(tmp_path, name):
+    with pytest.raises(SettingError, match="is no folder"):
+        bb.RunLog(tmp_path / name)
+
+
+def test_a_refused_state_leaves_the_rows_of_its_folder_and_the_training_ends(tmp_path):
+    saved = loop(tmp_path / "run")
+    steps = len(train_steps(saved, 2))
+    state = saved.state_dict()
+    steps += len(train_steps(saved, 3))
+    saved.run_log.close()
+    other = loop(tmp_path / "run", samples=40)
+    with pytest.raises(StateError, match="has 40 samples, the saved one had 96"):
+        other.load_state_dict(state)
+    for act in (other.state_dict, lambda: next(iter(other))):
+        with pytest.raises(StateError, match="was refused, and is loaded in part; build"):
+            act()
+    assert [*range(1, steps + 1)] == steps_in(tmp_path / "run")
 
 
 def test_rows_that_are_missing_before_a_resumption_are_said(tmp_path):

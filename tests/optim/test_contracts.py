@@ -1107,6 +1107,29 @@ def test_a_state_of_another_shape_is_refused(name: str, shape: tuple[int, int]) 
         load_and_step()
 
 
+@pytest.mark.parametrize("make_other", [torch.optim.Adam, torch.optim.SGD])
+@every_row
+def test_a_state_of_another_optimizer_that_is_refused_changes_nothing(name, make_other) -> None:
+    weights = [nn.Parameter(torch.ones(10, 8)) for _ in range(3)]
+    optimizer, untouched = (make(name, [weight]) for weight in weights[:2])
+    other = make_other(weights[2:], lr=0.1)
+
+    def step(number: int) -> None:
+        for row in torch.randn(3, 10, 8, generator=torch.Generator().manual_seed(number)):
+            for weight in weights:
+                torch.autograd.backward([weight], [row])
+        for each in (optimizer, untouched, other):
+            each.step()
+            each.zero_grad()
+
+    step(0)
+    try:
+        optimizer.load_state_dict(other.state_dict())
+    except StateError:
+        step(1)
+        assert torch.equal(*weights[:2])
+
+
 @pytest.mark.parametrize("shape", [(12, 8), (8, 10)], ids=["larger", "transposed"])
 def test_an_average_of_another_shape_is_refused_when_it_is_loaded(shape: tuple[int, int]) -> None:
     weights = [nn.Parameter(torch.ones(own)) for own in ((10, 8), shape)]

@@ -150,6 +150,7 @@ class ResumableLoader:
             "found_workers": self._had_workers,
             "has_workers": self._has_workers,
             "generators": self.generator_states(),
+            "seed": getattr(self._sampler, "initial_seed", None),  # of accelerate's sampler
         }
 
     def resume(
@@ -177,6 +178,7 @@ class ResumableLoader:
                 stacklevel=5,
             )
         self._set_workers(self._had_workers)
+        self._restore_seed(state)
         restore_random_state(self._started_from["random"])
         self.restore_generators(self._started_from["generators"])
         if self.elastic_sampler is not None and position is not None:
@@ -200,6 +202,7 @@ class ResumableLoader:
         """Resumes between two passes."""
         self._set_workers(state["has_workers"])
         self.restore_generators(state["generators"])
+        self._restore_seed(state)
 
     @contextmanager
     def watch_draws(self, iterator: Any) -> Iterator[Iterator[Batch]]:
@@ -256,6 +259,10 @@ class ResumableLoader:
     def _has_workers(self) -> bool:
         """Whether persistent workers run since an earlier pass; their start draws a seed."""
         return self.keeps_workers and self.batches._iterator is not None
+
+    def _restore_seed(self, state: dict[str, Any]) -> None:
+        if (seed := state.get("seed")) is not None and self._sampler is not None:
+            self._sampler.initial_seed = seed
 
     def _set_workers(self, running: bool) -> None:
         """Starts or drops the workers, so that the next pass draws as many random numbers."""

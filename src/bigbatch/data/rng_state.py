@@ -89,7 +89,7 @@ def restore_random_state(state: RandomState) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     keys, *rest = state["numpy"]
-    numpy.random.set_state(("MT19937", keys.numpy().astype("uint32"), *rest))  # noqa: NPY002
+    numpy.random.set_state(("MT19937", keys.cpu().numpy().astype("uint32"), *rest))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
     for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
         torch.cuda.set_rng_state(cuda.cpu(), device)

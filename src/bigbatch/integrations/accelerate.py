@@ -172,6 +172,15 @@ class ShardedSampler(Sampler[Any]):
         seeds_epochs = hasattr(self.sampler, "initial_seed")  # accelerate's SeedableRandomSampler
         return None if seeds_epochs else getattr(self.sampler, "generator", None)
 
+    @property
+    def initial_seed(self) -> int | None:
+        """The seed to which the epoch is added; None where a generator determines the order."""
+        return getattr(self.sampler, "initial_seed", None)
+
+    @initial_seed.setter
+    def initial_seed(self, seed: int) -> None:
+        self.sampler.initial_seed = seed
+
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the sampler, if it has one."""
         if hasattr(self.sampler, "set_epoch"):

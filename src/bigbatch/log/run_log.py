@@ -14,6 +14,7 @@ loaded state a folder that has rows is refused. So a file has the rows of one tr
 
 import os
 import platform
+import stat
 import time
 import warnings
 import weakref
@@ -23,6 +24,7 @@ from contextlib import suppress
 from importlib import import_module
 from json import dumps
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch import __version__
-from bigbatch.errors import LoopError, RunError, SettingError
+from bigbatch.errors import LoopError, RunError, SettingError, StateError
 from bigbatch.log.atomic_files import expanded_path, lock_folder, write_atomically
 from bigbatch.log.row_schema import (
     METRICS,
@@ -91,7 +93,13 @@ class RunLog:
     ) -> None:
         self.path = expanded_path(path)
         self.metrics = self.path / METRICS  # the file of the rows
-        if self.path.exists() and not self.path.is_dir():
+        try:
+            is_file = not stat.S_ISDIR(self.path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            is_file = False
+        except (OSError, ValueError) as error:  # a long name, a folder that may not be read
+            raise SettingError(f"log={shortened(str(path))} is no folder: {error}") from None
+        if is_file:
             raise SettingError(f"log={str(path)!r} is a file; name a folder")
         given = {**(settings or {}), "higher_is_better": higher_is_better}
         self.settings = {
@@ -108,6 +116,7 @@ class RunLog:
         self._unlock: Callable[[], object] | None = None  # while the folder is open
         self._unwritten: deque[bytes] = deque()
         self._length = 0  # bytes of the rows in the file
+        self._lost_step = 0  # the last step that another program removed from it
         self._warnings: set[str] = set()
         self._step = self._samples = 0
         self._sizes: tuple[int, int] | None = None  # batch size and micro-batches of the last step
@@ -169,7 +178,7 @@ class RunLog:
             "samples": self._samples + size,
             "batch_size": size,
             "micro_batches": min(micro_batches, size),
-            "loss": None if loss is None else float(loss),
+            "loss": None if loss is None else _number("loss", loss),
             "lr": rates_of(optimizer),
             **statistics_of(statistics),
             "skipped": skipped,
@@ -196,8 +205,8 @@ class RunLog:
         """
         if not self._step:
             raise LoopError("scores belong to a step, and none was logged yet; log them after one")
-        if scores:
-            self._add({"step": self._step, "metrics": _numbers(scores)})
+        if numbers := _numbers(scores):
+            self._add({"step": self._step, "metrics": numbers})
 
     def _append(self, row: Row) -> None:
         if row["step"] <= self._step:
@@ -211,7 +220,9 @@ class RunLog:
     def _add(self, row: Row) -> None:
         if self.writes:
             self.open()
-            self._unwritten.append(line_of(row))
+            line = line_of(row)
+            if row["step"] > self._lost_step or _is_step(line):
+                self._unwritten.append(line)
             self._write_rows()
             self._add_events(row)
 
@@ -280,7 +291,8 @@ class RunLog:
                 row = parse_line(line)
                 if row["step"] > self._step:
                     break
-                step, samples = row["step"], row.get("samples", samples)
+                if "samples" in row:
+                    step, samples = row["step"], row["samples"]
             except (ValueError, KeyError, TypeError):
                 place = f"{self.metrics}, line {number}"
                 raise RunError(f"{place} is damaged; restore the file, or train again") from None
@@ -302,6 +314,7 @@ class RunLog:
     def _write_rows(self, *, to_disk: bool = False) -> bool:
         """Writes the rows that are not in the file yet; returns whether that succeeded."""
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
             with self.metrics.open("ab") as file:
                 if file.tell() > self._length and self._unwritten:
                     raise RunError(
@@ -330,6 +343,8 @@ class RunLog:
             self._length = file.read(size).rfind(b"\n") + 1
         if self._length < size:
             os.truncate(self.metrics, self._length)
+        self._lost_step = self._step
+        self._unwritten = deque(line for line in self._unwritten if _is_step(line))
         warnings.warn(
             f"{self.metrics} has {size:,} of the {written:,} bytes that were written: another "
             f"program deleted or truncated it, and rows up to step {self._step} are lost; restore "
@@ -385,8 +400,11 @@ class RunLog:
         """Continues after the step of a saved state; the next row removes rows of later steps."""
         self._unwritten.clear()
         self.close()
-        self._step, self._samples = int(state["step"]), int(state["samples"])
-        self._sizes = state.get("sizes")
+        step, samples, sizes = int(state["step"]), int(state["samples"]), state.get("sizes")
+        if min(step, samples) < 0:
+            raise StateError(f"a state of step {step} and {samples} samples is not one of RunLog")
+        self._sizes = None if sizes is None else (int(sizes[0]), int(sizes[1]))
+        self._step, self._samples = step, samples
         self._earlier_seconds = float(state.get("elapsed_seconds", 0.0))
         self._started = time.perf_counter()
         self._continues = True
@@ -411,5 +429,17 @@ def settings_json(settings: Mapping[str, Any]) -> bytes:
     return dumps(document, indent=1).encode() + b"\n"
 
 
+def _is_step(line: bytes) -> bool:
+    """Whether a line is the row of a step, and not scores after it."""
+    return b'"samples"' in line
+
+
 def _numbers(scores: Mapping[str, Value]) -> dict[str, float | None]:
-    return {name: finite(float(score)) for name, score in scores.items()}
+    return {name: finite(_number(name, score)) for name, score in scores.items()}
+
+
+def _number(name: str, value: Value) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise SettingError(f"{name}={shortened(value)} is not a number; log one number") from None

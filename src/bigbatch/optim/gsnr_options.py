@@ -1,13 +1,13 @@
 """The options of variance-reduced optimizers, and the values and base optimizers they refuse."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from bigbatch.errors import SettingError
+from bigbatch.errors import SettingError, StateError
 from bigbatch.setting_types import In, Share, argument_kinds, check_setting
 
 Gamma = Annotated[float, In("(0, 1]", "the least factor of a step")]
@@ -78,3 +78,24 @@ def require_valid(group: dict[str, Any], optimizer: type) -> None:
                 f"a {parameter.dtype} parameter of layout {parameter.layout} has no GSNR; put it "
                 "into another optimizer, or into a group with vr=False"
             )
+
+
+def load_into(base: Optimizer, load: Callable[[dict[str, Any]], None], state: Any) -> None:
+    """Loads a state with torch's method; after an error the optimizer is as it was.
+
+    Raises:
+        StateError: the groups of the state miss settings, since it is of another optimizer.
+    """
+    before = {"state": base.state, "param_groups": base.param_groups}
+    required = [base.defaults.keys() & group.keys() for group in base.param_groups]
+    try:
+        load(state)
+        for names, group in zip(required, base.param_groups, strict=True):
+            if missing := names - group.keys():
+                raise StateError(
+                    f"the state's groups have no {', '.join(sorted(missing))}: it is of another "
+                    f"optimizer than {type(base).__name__}"
+                )
+    except Exception:
+        vars(base).update(before)
+        raise

@@ -14,7 +14,7 @@ from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.gsnr_options import Betas, require_kinds, require_unique
+from bigbatch.optim.gsnr_options import Betas, load_into, require_kinds, require_unique
 from bigbatch.optim.learning_rates import Rate, rates_of
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import TwoPass, require_kernels
@@ -107,7 +107,7 @@ class TrustRatioOptimizer(Optimizer):
     @loads_state
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state like torch, but keeps its float32 type for parameters of a half type."""
-        super().load_state_dict(state_dict)
+        load_into(self, super().load_state_dict, state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for key, parameter in zip(keys, parameters, strict=True):

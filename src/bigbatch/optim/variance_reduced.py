@@ -16,7 +16,7 @@ from bigbatch.optim.apply_gsnr import AppliedGsnr, LayerGsnr
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable, warn_of_nodes
 from bigbatch.optim.fused_step import BaseStep
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
-from bigbatch.optim.gsnr_options import Gamma, RMax, require_base, require_valid
+from bigbatch.optim.gsnr_options import Gamma, RMax, load_into, require_base, require_valid
 from bigbatch.optim.gsnr_state import GradientScaling, GsnrState
 from bigbatch.optim.learning_rates import rates_of
 from bigbatch.optim.local_step import LocalStep
@@ -331,7 +331,7 @@ class VarianceReduced(Optimizer):
         momentum = GsnrMomentum()
         base_state = momentum.load_from(state_dict, self.gsnr_state.parameters())
         options = [{name: g[name] for name in self._group_defaults} for g in self.param_groups]
-        self.base.load_state_dict(base_state)
+        load_into(self.base, self.base.load_state_dict, base_state)
         for group, defaults in zip(self.base.param_groups, options, strict=True):
             group.update(defaults | group)
         self.gsnr_state.momentum = momentum

@@ -164,6 +164,7 @@ class AdaptiveBatch:
         weakref.finalize(self, hook.remove)
         self.scheduler = scheduler
         self._step: Step | None = None
+        self._is_whole = True  # not between the parts of a state that is loaded
         self._update.log = self._build_log(options)
         self._update.require_equal_ranks("their settings")
 
@@ -377,7 +378,7 @@ class AdaptiveBatch:
             LoopError: inside a step, between its first micro-batch and `update()`. If another loop
                 gives the micro-batches, it has to give those of that step again instead.
         """
-        if not isinstance(self.batches, ExternalBatches):
+        if not isinstance(self.batches, ExternalBatches) or not self._is_whole:
             self._require_no_open_step()
         if self.run_log is not None:
             self.run_log.flush()  # as its rows up to here are part of the state
@@ -415,11 +416,8 @@ class AdaptiveBatch:
             )
         shared, own = state["shared"], state["own"]  # the order: see [Note: Resuming]
         warn_of_changes(shared["settings"], self._update.settings)
+        self._is_whole, self._step = False, None
         self._update.load_state_dict(shared, own)
-        if self.run_log is not None:
-            step = self.steps + self.skipped
-            self.run_log.load_state_dict({"step": step, "samples": self.samples})
-        self._step = None
         rank, ranks = self._collectives.rank, self._collectives.ranks
         same_rank = (int(own["rank"]), int(own["ranks"])) == (rank, ranks)
         position = {"pass": shared["pass"], "stream": own["stream"]}
@@ -433,6 +431,10 @@ class AdaptiveBatch:
                 f"not those of these {ranks} ranks, so dropout and augmentation draw other numbers",
                 stacklevel=3,
             )
+        if self.run_log is not None:
+            step = self.steps + self.skipped
+            self.run_log.load_state_dict({"step": step, "samples": self.samples})
+        self._is_whole = True
 
     # construction
 
@@ -553,5 +555,10 @@ class AdaptiveBatch:
         return self.batches.step(self.plan, *bounds, min_rows=min_rows)
 
     def _require_no_open_step(self) -> None:
+        if not self._is_whole:
+            raise StateError(
+                "the state that was loaded last was refused, and is loaded in part; build model, "
+                "optimizer and AdaptiveBatch again"
+            )
         if self._step is not None and self._step.begun and not self._step.ended:
             raise LoopError(_NOT_ENDED)

@@ -274,7 +274,8 @@ class AdaptiveMixin(NextClass):
                 self._logged = measured
             if train.run_log is not None:
                 scores = [n for n in logs if n.startswith("eval_") and not n.endswith(_SPEED)]
-                train.log(**{name: logs[name] for name in scores})
+                numbers = [n for n in scores if isinstance(logs[n], (int, float))]
+                train.log(**{name: logs[name] for name in numbers})
         super().log(logs, *args, **kwargs)
 
     # checkpoints
