@@ -147,6 +147,7 @@ class Launch:
             is_lost = isinstance(error, ConnectionError) or _WORKER_LOST.search(str(error))
             if not (is_lost and has_begun(path)):
                 raise
+            sys.unraisablehook = lambda _: None  # the loader's __del__ may miss the worker too
             reason = str(error).strip(". ")
             raise RunError(
                 f"a worker of the DataLoader was lost ({reason}), often for lack of memory; "
