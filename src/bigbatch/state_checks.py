@@ -11,9 +11,7 @@ from bigbatch.errors import BigbatchError, StateError
 
 Load = TypeVar("Load", bound=Callable[..., None])
 
-_READ_WRONGLY = (
-    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
-)
+_READ_WRONGLY = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
 # modules that read states
 _READERS = ("bigbatch.", "torch.optim.", "torch.random", "random", "numpy.random")
 

@@ -505,6 +505,23 @@ def test_scores_of_a_step_that_another_program_deleted_are_left_out(tmp_path, ke
     assert {"accuracy": 0.75} == history_of(tmp_path / "run").rows[-1]["metrics"]
 
 
+def test_scores_are_written_again_after_a_return_to_a_step_before_the_lost_rows(tmp_path):
+    log = log_of(tmp_path / "run", 2)
+    early = log.state_dict()
+    for _ in range(3):
+        log.step(MEASURED, optimizer=optimizer())
+    log.metrics.write_bytes(b"")
+    with pytest.warns(UserWarning, match="up to step 5 are lost"):
+        log.scores(samples=1.0)  # as a column of the steps is named
+    log.load_state_dict(early)
+    with pytest.warns(UserWarning, match="ends at step 0 .* after step 2"):
+        log.scores(samples=1.0)
+    log.step(MEASURED, optimizer=optimizer())
+    log.scores(samples=2.0)
+    (row,) = history_of(tmp_path / "run").rows
+    assert (3, {"samples": 2.0}) == (row["step"], row["metrics"])
+
+
 def test_a_folder_that_is_removed_is_made_again(tmp_path):
     log = log_of(tmp_path / "run", 2)
     shutil.rmtree(tmp_path / "run")

@@ -217,8 +217,10 @@ class ResumableLoader:
             yield watch
         else:
             iterator._sampler_iter = watch
-            yield iterator
-            iterator._sampler_iter = watch.iterator
+            try:
+                yield iterator
+            finally:
+                iterator._sampler_iter = watch.iterator
         if watch.drew:
             warnings.warn(
                 "the loader draws its order from a global generator between its batches; if the "

@@ -116,7 +116,7 @@ class RunLog:
         self._unlock: Callable[[], object] | None = None  # while the folder is open
         self._unwritten: deque[bytes] = deque()
         self._length = 0  # bytes of the rows in the file
-        self._lost_step = 0  # the last step that another program removed from it
+        self._lost_step = 0  # the last step whose row is missing in it
         self._warnings: set[str] = set()
         self._step = self._samples = 0
         self._sizes: tuple[int, int] | None = None  # batch size and micro-batches of the last step
@@ -220,9 +220,8 @@ class RunLog:
     def _add(self, row: Row) -> None:
         if self.writes:
             self.open()
-            line = line_of(row)
-            if row["step"] > self._lost_step or _is_step(line):
-                self._unwritten.append(line)
+            if row["step"] > self._lost_step:  # else scores without their row
+                self._unwritten.append(line_of(row))
             self._write_rows()
             self._add_events(row)
 
@@ -303,6 +302,7 @@ class RunLog:
                 f"{self._samples:,}: it is the log of another training; name its own"
             )
         if step < self._step:
+            self._lost_step = self._step
             warnings.warn(
                 f"{self.path} ends at step {step} and the training continues after step "
                 f"{self._step}; the rows between are missing",
@@ -404,7 +404,7 @@ class RunLog:
         if min(step, samples) < 0:
             raise StateError(f"a state of step {step} and {samples} samples is not one of RunLog")
         self._sizes = None if sizes is None else (int(sizes[0]), int(sizes[1]))
-        self._step, self._samples = step, samples
+        self._step, self._samples, self._lost_step = step, samples, 0
         self._earlier_seconds = float(state.get("elapsed_seconds", 0.0))
         self._started = time.perf_counter()
         self._continues = True
@@ -431,7 +431,7 @@ def settings_json(settings: Mapping[str, Any]) -> bytes:
 
 def _is_step(line: bytes) -> bool:
     """Whether a line is the row of a step, and not scores after it."""
-    return b'"samples"' in line
+    return line.startswith(b'{"schema"')
 
 
 def _numbers(scores: Mapping[str, Value]) -> dict[str, float | None]:

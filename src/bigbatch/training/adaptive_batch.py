@@ -55,6 +55,7 @@ _NOT_ENDED = (
 # comes before the batches, whose sampler gets the epoch; the batches come before the bounds of
 # the batch size, since only a resumed loader may know its length. Random states come last: reading
 # up to the position draws numbers (shuffling, augmentation), as it did in the run that was saved.
+# Then the log may cut its rows, since nothing can refuse the state any more.
 
 
 class AdaptiveBatch:
@@ -347,6 +348,7 @@ class AdaptiveBatch:
 
     def __iter__(self) -> Iterator["Step"]:
         """One pass over the loader; after a `break`, the rest of it."""
+        self._require_whole()
         self._require_no_open_step()
         self._update.require_equal_ranks("where the run stands")
         self._open_log()
@@ -378,7 +380,8 @@ class AdaptiveBatch:
             LoopError: inside a step, between its first micro-batch and `update()`. If another loop
                 gives the micro-batches, it has to give those of that step again instead.
         """
-        if not isinstance(self.batches, ExternalBatches) or not self._is_whole:
+        self._require_whole()
+        if not isinstance(self.batches, ExternalBatches):
             self._require_no_open_step()
         if self.run_log is not None:
             self.run_log.flush()  # as its rows up to here are part of the state
@@ -554,11 +557,13 @@ class AdaptiveBatch:
         bounds = self.controller.min_batch, self.controller.max_batch
         return self.batches.step(self.plan, *bounds, min_rows=min_rows)
 
-    def _require_no_open_step(self) -> None:
+    def _require_whole(self) -> None:
         if not self._is_whole:
             raise StateError(
                 "the state that was loaded last was refused, and is loaded in part; build model, "
                 "optimizer and AdaptiveBatch again"
             )
+
+    def _require_no_open_step(self) -> None:
         if self._step is not None and self._step.begun and not self._step.ended:
             raise LoopError(_NOT_ENDED)
