@@ -71,7 +71,7 @@ def run(trial: Trial) -> None:
         folder.make()
     target = trial.target if trial.is_module else str(folder.own(Path(trial.target)))
     _scale_loaders({int(size): new for size, new in trial.sizes.items()})
-    _shift_seeds(trial.seed)
+    shift_seeds(trial.seed)
     steps = TrialSteps(trial)
     folder.enter()
     try:
@@ -100,7 +100,7 @@ def _scale_loaders(sizes: dict[int, int]) -> None:
     DataLoader.__init__ = init  # type: ignore[method-assign]
 
 
-def _shift_seeds(seed: int) -> None:
+def shift_seeds(seed: int) -> None:
     """Seeds the program, and adds this to the seeds that it sets itself."""
     for owner in (random, np.random, torch):
         name = "manual_seed" if owner is torch else "seed"
@@ -188,12 +188,13 @@ class TrialSteps:
         del self._stepping[places[0] :]
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        rate = optimizer.param_groups[0].get("lr", math.nan)
         self._leave(optimizer)
         if not self._stepping and self._clock in (None, optimizer):
             self._clock = optimizer
-            self._end_step(optimizer)
+            self._end_step(optimizer, float(rate))
 
-    def _end_step(self, optimizer: Optimizer) -> None:
+    def _end_step(self, optimizer: Optimizer, rate: float) -> None:
         self._number += 1
         losses = self._losses[-self._trial.backwards :]  # without those of skipped steps
         if self._number <= _FIRST:
@@ -201,8 +202,7 @@ class TrialSteps:
             self._began = time.perf_counter()
         elif losses:
             seconds = time.perf_counter() - self._began
-            rate = optimizer.param_groups[0].get("lr", math.nan)
-            self._steps.append((self._rows, seconds, float(rate)))
+            self._steps.append((self._rows, seconds, rate))
             self._pending.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
         self._rows = 0
         self._losses.clear()
