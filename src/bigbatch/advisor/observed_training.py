@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall
 from bigbatch.advisor.found_training import LATER, FoundTraining, candidates, living
@@ -67,7 +67,7 @@ class ObservedTraining:
         self._failures: list[str] = []  # of measured steps
         self._optimizers_took = 0.0  # seconds in this step
         self._optimizer_seconds: list[float] = []  # of the steps that were not measured
-        self._loads_in_process = False  # whether a loader has no workers
+        self._has_workers = False  # whether other processes make the batches
         self._waits: list[float] = []  # seconds before the first forward of a step
         self._last_end = 0.0
         self._start_step()
@@ -145,7 +145,7 @@ class ObservedTraining:
             raise SettingError(self._explained(refusal))
         self._forwards.keep_called()
         # now, since a program that has ended has no loader any more
-        self._loads_in_process = any(not loader.num_workers for loader in living(DataLoader))
+        self._has_workers = any(one._num_workers for one in living(_BaseDataLoaderIter))
         if backwards * self._reader.ranks >= _MICRO_BATCHES:
             self._read_by("micro-batches", backwards)
         elif hidden := self._hidden_groups():
@@ -326,7 +326,7 @@ class ObservedTraining:
         optimizer = median(self._optimizer_seconds or [0.0])
         backwards = times.seconds([found.micro_batch] * found.accumulation)
         rest = max(0.0, self._observations.step_seconds - backwards - optimizer)
-        data = min(rest, median(self._waits or [0.0])) if self._loads_in_process else 0.0
+        data = min(rest, median(self._waits or [0.0])) if not self._has_workers else 0.0
         self._observations.time = MachineTime(
             times, optimizer, data, rest - data, largest, sample_bytes
         )
