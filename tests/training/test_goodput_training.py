@@ -84,7 +84,7 @@ def test_the_batch_never_moves_by_more_than_a_tenth_or_beyond_twice_the_timed_si
 
 
 def test_where_every_step_is_measured_their_backwards_are_its_overhead(clock):
-    records = trained(adaptive(clock, bb.Goodput(), budget=None), 60)
+    records = trained(adaptive(clock, bb.Goodput(), every=1), 60)
     assert "sqrt(1024 x noise scale" in records[-1].decision.reason  # four backwards
 
 
@@ -123,7 +123,7 @@ def test_a_shadow_advises_only_with_a_given_overhead(clock):
 
 def test_it_needs_measured_steps(clock):
     with pytest.raises(SettingError, match="policy=Goodput needs measured steps"):
-        adaptive(clock, bb.Goodput(), budget=0)
+        adaptive(clock, bb.Goodput(), every=0)
 
 
 def on_ranks(rank, ranks):
