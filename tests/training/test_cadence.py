@@ -101,7 +101,9 @@ def test_the_same_seed_gives_the_same_run_however_long_steps_take(clock, policy)
     for backward, sample in ((1.0, 0.125), (50.0, 0.0), (0.0, 0.0)):
         clock.backward, clock.sample = backward, sample
         runs.append(trained(adaptive(clock, policy=policy, averages=True), 200))
-    found = [[(r.batch_size, r.loss, r.statistics, r.decision) for r in records] for records in runs]
+    found = [
+        [(r.batch_size, r.loss, r.statistics, r.decision) for r in records] for records in runs
+    ]
     assert found[0] == found[1] == found[2]
     assert len({record.batch_size for record in runs[0]}) > 5
 
@@ -283,14 +285,7 @@ def state_of(train):
 @pytest.mark.late
 @pytest.mark.parametrize("cut", [1, 33, 64, 65, 66, 127, 129])  # where n changes, and elsewhere
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"every": 4},
-        {"every": 0},
-        {"averages": True},
-        {"every": 4, "averages": True},
-    ],
+    "options", [{}, {"every": 4}, {"every": 0}, {"averages": True}, {"every": 4, "averages": True}]
 )
 def test_a_killed_run_continues_with_the_same_steps(clock, cut, options):
     def start():
