@@ -16,7 +16,7 @@ class MeasuringInterval:
     same run on any machine.
 
     A measured step that cannot decide (the end of an epoch, a gradient that is not finite) is
-    followed by another one.
+    followed by another one, in addition.
 
     Args:
         every: n for the whole run; 0 measures no step.
