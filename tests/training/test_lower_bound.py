@@ -141,6 +141,31 @@ def test_the_bound_is_that_of_the_run_after_resuming():
     assert 32 == resumed.controller.min_batch == resumed.plan.batch_size
 
 
+def test_the_gpt_loop_of_the_page_never_goes_below_its_batch():
+    torch.manual_seed(0)
+    tokens = torch.arange(4096) % 50  # what comes next is the same for each, at first
+
+    def get_batch():
+        ix = torch.randint(len(tokens) - 17, (8,)).tolist()
+        return tuple(torch.stack([tokens[i + d : i + d + 16] for i in ix]) for d in (0, 1))
+
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sizes = {"micro_batch": 8, "batch_size": 32}
+    train = bb.AdaptiveBatch(
+        model, optimizer, get_batch, policy=bb.SimiGrad(), scheduler=lambda it: 1e-3, **sizes
+    )
+    records = []
+    with pytest.warns(UserWarning, match=NOTE.format(32, SHRINK)):
+        for step in train:
+            for x, y in step:
+                step.backward(cross_entropy(model(x).flatten(0, 1), y.flatten()))
+            records.append(step.update())
+            if train.base_step == 100:
+                break
+    assert 32 == min(record.batch_size for record in records)
+
+
 # the note
 
 
