@@ -317,7 +317,9 @@ def _goes_alone(name, setting, value):
 def test_numbers_of_numpy_become_pythons():
     policy = bb.SimiGrad(np.float64(0.25), max_batch=np.int64(512))
     assert bb.SimiGrad(0.25, max_batch=512) == policy
-    assert "SimiGrad(target=0.25, min_batch=1, max_batch=512, grow=1.1, shrink=0.9)" == repr(policy)
+    assert "SimiGrad(target=0.25, min_batch=None, max_batch=512, grow=1.1, shrink=0.9)" == repr(
+        policy
+    )
 
 
 @pytest.mark.parametrize(
