@@ -268,9 +268,7 @@ def python_rows(rounds: int, count: int = _MICRO_BATCHES) -> Iterator[Row]:
             copied = copy.deepcopy(model)
             optimizer = SGD(copied.parameters(), lr=1e-4)
             options: dict[str, Any] = {"policy": Fixed(8 * k), "min_micro_batches": k}
-            loop = AdaptiveBatch(
-                copied, optimizer, batches, micro_batch=8, every=every, **options
-            )
+            loop = AdaptiveBatch(copied, optimizer, batches, micro_batch=8, every=every, **options)
             runs = _plain_loop(shape, model, batches, k), partial(_run, loop)
             times: list[list[Times]] = interleaved(runs, rounds)
             extra = [1e6 * (ours.wall - plain.wall) / count for plain, ours in times]

@@ -418,7 +418,7 @@ def test_the_papers_parameters_are_by_single_steps_as_in_the_paper():
 def test_a_wrong_interval_is_named_before_anything_is_built():
     from bigbatch.integrations import deepspeed
 
-    with pytest.raises(SettingError, match="^every=-1 must be a whole number of at"):
+    with pytest.raises(SettingError, match=r"^every=-1 must be a whole number of at"):
         deepspeed.initialize(adaptive_batch_params=PARAMS, every=-1)
 
 

@@ -155,14 +155,17 @@ def test_the_gpt_loop_of_the_page_never_goes_below_its_batch():
     train = bb.AdaptiveBatch(
         model, optimizer, get_batch, policy=bb.SimiGrad(), scheduler=lambda it: 1e-3, **sizes
     )
-    records = []
-    with pytest.warns(UserWarning, match=NOTE.format(32, SHRINK)):
+
+    def loop():
         for step in train:
             for x, y in step:
                 step.backward(cross_entropy(model(x).flatten(0, 1), y.flatten()))
-            records.append(step.update())
+            yield step.update()
             if train.base_step == 100:
                 break
+
+    with pytest.warns(UserWarning, match=NOTE.format(32, SHRINK)):
+        records = list(loop())
     assert 32 == min(record.batch_size for record in records)
 
 
