@@ -76,8 +76,8 @@ def _parts_written_out(parts: Any) -> Any:
 
 
 def _is_chain(part: Any) -> bool:
-    """Whether a part of a union is a comparison with two sides."""
-    return isinstance(part, str) and part.count("<") == 2
+    """Whether a part of a union is a comparison with two sides, without parentheses."""
+    return isinstance(part, str) and part.count("<") == 2 and part[0] != "("
 
 
 def _definition(name: ExprName) -> Value:
