@@ -10,6 +10,7 @@ from bigbatch.advisor.noise_trend import LEVEL, NoiseTrend
 from bigbatch.advisor.observations import Found, Observations
 from bigbatch.advisor.paired_groups import Pairing
 from bigbatch.advisor.position_test import differs_by_position
+from bigbatch.advisor.trial_result import TrialResult
 from bigbatch.errors import LoopError
 from bigbatch.training.transport import RANGE, ema_decay
 
@@ -41,6 +42,7 @@ class BatchAdvice:
 
     observations: Observations
     network: Network = field(default_factory=Network)  # the assumed network between devices
+    trial: TrialResult | None = None  # of `bigbatch advise --try`
 
     @property
     def refusal(self) -> str:
@@ -232,6 +234,11 @@ class BatchAdvice:
         present = cluster.relative_seconds(self.found.batch_size, scale)
         return cluster.relative_seconds(batch_size, scale) / present
 
+    def relative_samples(self, batch_size: float) -> float:
+        """Likewise the samples."""
+        scale = self.trend.noise_scale
+        return (batch_size + scale) / (self.found.batch_size + scale)
+
     def _cluster(self, devices: int) -> ClusterTime:
         assert self.observations.time is not None
         return ClusterTime(self.observations.time, self.found, self.network, devices)
@@ -298,6 +305,7 @@ class BatchAdvice:
             "network": vars(self.network),
             "devices": [*map(vars, self.devices)],
             "doubts": self.doubts,
+            "trial": None if self.trial is None else self.trial.as_dict(),
         }
 
 

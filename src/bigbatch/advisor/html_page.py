@@ -7,6 +7,7 @@ from html import escape
 
 from bigbatch.advisor.batch_advice import BatchAdvice
 from bigbatch.advisor.lines_to_add import lines_to_add
+from bigbatch.advisor.loss_curve import window_of
 from bigbatch.advisor.text_page import (
     DEVICE_COLUMNS,
     conclusion,
@@ -15,10 +16,12 @@ from bigbatch.advisor.text_page import (
     noise,
     sections,
 )
+from bigbatch.advisor.trial_result import TrialResult, sentences
 from bigbatch.log.chart import Mark, Panel, Series
 from bigbatch.log.chart_svg import svg
 from bigbatch.log.web_page import html_table, text_of, web_page
 
+_SIZE = 640, 260  # of a chart
 _CURVE = 64  # batch sizes of the curve of times
 
 
@@ -32,6 +35,9 @@ def html_page(advice: BatchAdvice) -> str:
 
 def _body(advice: BatchAdvice) -> Iterator[str]:
     yield f"<h1>{escape(conclusion(advice))}</h1>"
+    if advice.trial is not None:
+        yield _section("Tried", sentences(advice.trial))
+        yield _trial_chart(advice.trial)
     yield _section("Noise", noise(advice))
     if len(advice.trend.segments) > 1:
         yield f"<h2>How the noise scale moved</h2>\n{_noise_chart(advice)}"
@@ -53,6 +59,23 @@ def _noise_chart(advice: BatchAdvice) -> str:
     scales = Series("noise scale", steps, [one.noise_scale for one in segments])
     marks = [Mark("present batch", y=advice.found.batch_size)]
     return _chart("noise scale, samples", "optimizer step", scales, marks)
+
+
+def _trial_chart(result: TrialResult) -> str:
+    """Loss against time, a line for each run."""
+    if not result.curves:
+        return ""
+    window = window_of(result.curves)
+    lines = []
+    for curve in result.curves:
+        seconds, _, losses = curve.means(window)
+        name = f"batch {curve.batch_size}"
+        style = int(curve.batch_size == result.tried)
+        lines.append(Series(name, seconds.tolist(), losses.tolist(), style=style))
+    is_log = all(value > 0 for line in lines for value in line.y)
+    label = f"training loss, means over {window:,.0f} samples"
+    panel = Panel(label, "seconds of training", lines, y_log=10 if is_log else None, size=_SIZE)
+    return svg([panel], titles=False)
 
 
 def _time_chart(advice: BatchAdvice) -> str:
@@ -77,7 +100,7 @@ def _chart(y: str, x: str, series: Series, marks: Sequence[Mark], x_log: int | N
         x_log=x_log,
         y_log=10,
         marks=marks,
-        size=(640, 260),
+        size=_SIZE,
     )
     return svg([panel], titles=False)
 
