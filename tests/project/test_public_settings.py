@@ -394,4 +394,4 @@ def test_a_batch_of_the_schedule_that_is_none_is_refused(samples):
 def test_help_shows_which_values_a_setting_allows(name):
     text = pydoc.render_doc(f"bigbatch.{name}")
     assert "object at 0x" not in text
-    assert name != "SimiGrad" or "Annotated[int, of at least 1] = 1" in text
+    assert name != "SimiGrad" or "Annotated[float, in (0, 1)] = 0.9" in text
