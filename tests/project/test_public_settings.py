@@ -5,6 +5,7 @@ annotations.
 """
 
 import math
+import pydoc
 import random
 import re
 import traceback
@@ -390,3 +391,10 @@ def test_a_batch_of_the_schedule_that_is_none_is_refused(samples):
     train = adaptive()
     with pytest.raises(SettingError, match="scheduler_batch="):
         train.scheduler_batch = samples
+
+
+@pytest.mark.parametrize("name", [*bb.__all__, "optim.VRSGD"])
+def test_help_shows_which_values_a_setting_allows(name):
+    text = pydoc.render_doc(f"bigbatch.{name}")
+    assert "object at 0x" not in text
+    assert name != "SimiGrad" or "Annotated[float, in (0, 1)] = 0.9" in text
