@@ -8,10 +8,9 @@ from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall
-from bigbatch.advisor.found_training import LATER, FoundTraining, candidates, living
+from bigbatch.advisor.found_training import LATER, FoundTraining, candidates
 from bigbatch.advisor.observations import Found, Limits, MachineTime, Measurement, Observations, Way
 from bigbatch.advisor.rank_agreement import sign_in
 from bigbatch.advisor.sample_count import LoaderWatch, SampleCount, count_samples
@@ -67,13 +66,14 @@ class ObservedTraining:
         self._failures: list[str] = []  # of measured steps
         self._optimizers_took = 0.0  # seconds in this step
         self._optimizer_seconds: list[float] = []  # of the steps that were not measured
-        self._has_workers = False  # whether other processes make the batches
-        self._waits: list[float] = []  # seconds before the first forward of a step
+        self._data_seconds: list[float] = []  # of loaders, in the steps that were not measured
+        self._waits: list[float] = []  # seconds before the first forward of a measured step
         self._last_end = 0.0
         self._start_step()
 
     def close(self) -> None:
         """Removes every hook."""
+        self._loaders.close()
         self._reader.close()
 
     def end_step(self, optimizer: Optimizer, seconds: float) -> bool:
@@ -81,9 +81,10 @@ class ObservedTraining:
         self._optimizers_took += seconds
         if not self._ends_step(optimizer):
             return False
-        reading = self._reader.finish()
+        reading, data_seconds = self._reader.finish(), self._loaders.take_seconds()
         if reading is None:  # a measured step finds nothing in the caches
             self._optimizer_seconds.append(self._optimizers_took)
+            self._data_seconds.append(data_seconds)
         self._optimizers_took = 0.0
         self._steps += 1
         if self._samples is None:
@@ -144,8 +145,6 @@ class ObservedTraining:
         if refusal:
             raise SettingError(self._explained(refusal))
         self._forwards.keep_called()
-        # now, since a program that has ended has no loader any more
-        self._has_workers = any(one._num_workers for one in living(_BaseDataLoaderIter))
         if backwards * self._reader.ranks >= _MICRO_BATCHES:
             self._read_by("micro-batches", backwards)
         elif hidden := self._hidden_groups():
@@ -326,7 +325,8 @@ class ObservedTraining:
         optimizer = median(self._optimizer_seconds or [0.0])
         backwards = times.seconds([found.micro_batch] * found.accumulation)
         rest = max(0.0, self._observations.step_seconds - backwards - optimizer)
-        data = min(rest, median(self._waits or [0.0])) if not self._has_workers else 0.0
+        has_loader = any(self._data_seconds)
+        data = min(rest, median(self._data_seconds if has_loader else self._waits or [0.0]))
         self._observations.time = MachineTime(
             times, optimizer, data, rest - data, largest, sample_bytes
         )
