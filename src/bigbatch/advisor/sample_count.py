@@ -143,7 +143,7 @@ class LoaderWatch:
                 self._seconds += time.perf_counter() - began
 
         self._timed: Any = timed
-        _BaseDataLoaderIter.__next__ = self._timed  # type: ignore[method-assign]
+        _BaseDataLoaderIter.__next__ = self._timed  # type: ignore[assignment, method-assign]
 
     def close(self) -> None:
         """Leaves the loaders as they were."""
