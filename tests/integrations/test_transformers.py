@@ -30,7 +30,7 @@ GROWING = bb.Schedule("8, 16 from 48 samples, 24 from 80 samples")
 class Falling:
     """Ever smaller batches."""
 
-    needs = bb.Needs(batch_size=32)
+    needs = bb.Needs(batch_size=32, min_batch=1)
 
     def decide(self, noise, now):
         return bb.Decision(16 if now.samples < 64 else 8, "falling")

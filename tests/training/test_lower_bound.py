@@ -169,6 +169,12 @@ def test_the_gpt_loop_of_the_page_never_goes_below_its_batch():
     assert 32 == min(record.batch_size for record in records)
 
 
+def test_a_shadow_may_advise_less_than_the_first_batch():
+    records = trained(adaptive(bb.Shadow(bb.NoiseScale(2))), 20)
+    assert {32} == {record.batch_size for record in records}
+    assert 4 == records[-1].decision.advice  # the smallest measured step
+
+
 # the note
 
 

@@ -278,8 +278,9 @@ class Shadow:
 
     @property
     def needs(self) -> Needs:
-        """Those of the policy, at the batch size and the learning rates of the loop."""
-        return replace(needs_of(self.policy), batch_size=None, lr_scaling="any")
+        """Those of the policy, at the batch size and the rates of the loop; it may advise less."""
+        needs = needs_of(self.policy)
+        return replace(needs, batch_size=None, lr_scaling="any", min_batch=needs.min_batch or 1)
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Keeps the batch size, with the policy's decision as advice unless it is a trial."""
