@@ -181,7 +181,7 @@ def test_four_micro_batches_are_those_of_the_meter():
     ("step", "parts", "way", "accumulation"),
     [
         (plain_step, "LayerNorm", "groups", 1),
-        (plain_step, "BatchNorm", "consecutive steps", 1),
+        (plain_step, "BatchNorm", "cut micro-batches", 1),
         (accumulated, "BatchNorm", "micro-batches", 4),
         (by_closure, "LayerNorm", "groups", 1),
         (zeroed_in_place, "LayerNorm", "groups", 1),

@@ -188,6 +188,8 @@ class BatchAdvice:
                 "changes another's part (no contrastive loss, no mining of hard samples, no mean "
                 "over a varying number of tokens); bb.check_groups compares them with a loop"
             )
+        if self.observations.batch_norm:
+            doubts.append(self.observations.batch_norm)
         if self.pairing is not None:
             doubts.append(
                 f"rows {self.pairing.rows} of the B rows of a backward belong together (Mixup with "
@@ -270,7 +272,7 @@ class BatchAdvice:
         }
         if observations.found is not None:
             result["found"] = {**vars(observations.found), "way": observations.way}
-        for name in ("steps", "seconds", "step_seconds", "unseen"):
+        for name in ("steps", "seconds", "step_seconds", "batch_norm", "unseen"):
             result[name] = getattr(observations, name)
         if not self.refusal:
             result |= self._advised()

@@ -25,7 +25,7 @@ class Limits:
 
 NOT_ENDED = "the observation has not ended"
 
-Way = Literal["micro-batches", "groups", "consecutive steps"]
+Way = Literal["micro-batches", "groups", "cut micro-batches", "consecutive steps"]
 
 
 @dataclass(frozen=True)
@@ -95,4 +95,5 @@ class Observations:
     time: MachineTime | None = None  # where the seconds go; None if it is unknown
     # the function in which the samples of a backward influence each other; empty if none is known
     coupling: str = ""
+    batch_norm: str = ""  # what it sees in the compared micro-batches; empty without BatchNorm
     unseen: list[str] = field(default_factory=list)  # what could not be seen, in sentences

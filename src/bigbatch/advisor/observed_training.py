@@ -7,15 +7,18 @@ from statistics import median, mode
 from typing import TypeVar
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from bigbatch.advisor.cut_batch_reader import CutBatchReader
 from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall
 from bigbatch.advisor.found_training import LATER, FoundTraining, candidates, living
 from bigbatch.advisor.observations import Found, Limits, MachineTime, Measurement, Observations, Way
 from bigbatch.advisor.rank_agreement import sign_in
 from bigbatch.advisor.sample_count import LoaderWatch, SampleCount, count_samples
-from bigbatch.advisor.sampled_steps import SampledSteps
+from bigbatch.advisor.sampled_steps import FREE_SECONDS, SampledSteps
 from bigbatch.advisor.step_reader import ConsecutiveStepsReader, StepReader, StepReading
 from bigbatch.advisor.time_probe import probe
 from bigbatch.errors import SettingError
@@ -32,6 +35,11 @@ _MICRO_BATCHES = 4  # backwards of all ranks from which they are compared themse
 _LEARNED = 2  # equal steps that show how many backwards a step has
 _MAX_LEARNED = 8  # steps that may pass until then
 _ATTEMPTS = 3  # measured steps in a row that may fail
+_CUT_SECONDS = 10.0  # of cutting batches at the start, which takes several backwards a step
+_READERS: dict[Way, type[StepReader]] = {
+    "cut micro-batches": CutBatchReader,
+    "consecutive steps": ConsecutiveStepsReader,
+}
 _FEWEST = 6  # steps that finding, learning and one measurement take
 
 
@@ -184,22 +192,35 @@ class ObservedTraining:
         return "" if is_located else "it is unknown where the stated samples are"
 
     def _read_without_groups(self, reason: str, backwards: int) -> None:
-        """By two or three backwards, or else by consecutive steps."""
-        self._observations.unseen.append(f"groups of samples of one backward: {reason}")
-        several = backwards * self._reader.ranks > 1
-        self._read_by("micro-batches" if several else "consecutive steps", backwards)
+        """By micro-batches that are cut, or two or three backwards, or else consecutive steps."""
+        ranks, is_first = self._reader.ranks, self._reader.way != "cut micro-batches"
+        reason, *_ = reason.partition("; measure by micro-batches")  # a remedy of GradientMeter
+        kind = "groups of samples of one backward" if is_first else "micro-batches of one backward"
+        self._observations.unseen.append(f"{kind}: {reason}")
+        if is_first and not (
+            self._hidden_groups() or CutBatchReader.refusal(self._training, ranks)
+        ):
+            self._read_by("cut micro-batches", backwards)
+        else:
+            several = backwards * ranks > 1
+            self._read_by("micro-batches" if several else "consecutive steps", backwards)
 
     def _read_by(self, way: Way, backwards: int) -> None:
         if way != self._reader.way:
             self._reader.close()
-            kind = ConsecutiveStepsReader if way == "consecutive steps" else StepReader
-            self._reader = kind(self._training, self._forwards, way, self._limits)
+            self._reader = _READERS.get(way, StepReader)(
+                self._training, self._forwards, way, self._limits
+            )
         self._reader.backwards = backwards
         if self._count is not None and self._count.rows:
             self._reader.samples_per_row = self._count.samples / self._count.rows
         limit = math.inf if self._limits.seconds is None else self._limits.seconds
         elapsed = time.perf_counter() - self._began
-        self._samples = SampledSteps(limit - elapsed, pair=way == "consecutive steps")
+        self._samples = SampledSteps(
+            limit - elapsed,
+            pair=way == "consecutive steps",
+            free_seconds=_CUT_SECONDS if way == "cut micro-batches" else FREE_SECONDS,
+        )
 
     # measuring
 
@@ -221,7 +242,7 @@ class ObservedTraining:
             return True
         if samples.failed >= _ATTEMPTS:
             failure = failure or "another rank could not read its step"
-            if self._reader.way != "groups":
+            if self._reader.way not in ("groups", "cut micro-batches"):
                 raise SettingError(failure)
             self._failures.clear()
             self._read_without_groups(failure, self._reader.backwards)
@@ -255,12 +276,31 @@ class ObservedTraining:
             raise SettingError(reason)
         observations.way = self._reader.way
         observations.step_seconds = self._samples.seconds
-        observations.found = self._describe(call)
+        observations.found = found = self._describe(call)
+        observations.batch_norm = self._batch_norm(found.micro_batch)
         if self._failures:
             observations.unseen.append(
                 f"{len(self._failures)} measured steps, the last one because {self._failures[-1]}"
             )
         observations.refusal = ""
+
+    def _batch_norm(self, samples: int) -> str:
+        """What BatchNorm sees in the compared micro-batches of backwards of so many samples."""
+        kinds = {type(m) for m in self._training.model.modules() if isinstance(m, _BatchNorm)}
+        way = self._reader.way
+        if not kinds or way == "consecutive steps":
+            return ""
+        if nn.SyncBatchNorm in kinds and self._reader.ranks > 1:
+            return (
+                "SyncBatchNorm normalizes over the samples of all ranks, so the micro-batches that "
+                "are compared influence each other, and the noise scale is biased"
+            )
+        parts = CutBatchReader.sizes(samples, self._limits.groups)
+        size = parts[0] if way == "cut micro-batches" else samples
+        return (
+            f"BatchNorm sees micro-batches of {size} samples in what is compared; with others it "
+            "is another function, of another noise scale"
+        )
 
     def _describe(self, call: ModuleCall) -> Found:
         """The training in words and numbers."""

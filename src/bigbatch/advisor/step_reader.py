@@ -229,7 +229,7 @@ class StepReader(Subscriber):
                 statistics = self._meter.statistics(self._meter.totals(values))
         except GradientError as error:
             return None, str(error), shared
-        return *_usable(statistics), shared
+        return *usable(statistics), shared
 
 
 class ConsecutiveStepsReader(StepReader):
@@ -295,10 +295,10 @@ class ConsecutiveStepsReader(StepReader):
             return None, failure, self._shared
         if self._pair is None:
             return None, "", self._shared  # the first step of a pair
-        return *_usable(self._pair), self._shared
+        return *usable(self._pair), self._shared
 
 
-def _usable(statistics: GradientStatistics) -> tuple[GradientStatistics | None, str]:
+def usable(statistics: GradientStatistics) -> tuple[GradientStatistics | None, str]:
     """The statistics of a step if they say anything, and why not."""
     if not math.isfinite(statistics.grad_sqnorm + statistics.grad_variance):
         return None, "the gradient is not finite"
