@@ -68,8 +68,8 @@ MADE = {
     "rising": advice_of(rising(), machine()),
     "one step": advice_of([measured(3, 1.0, 50.0)], machine()),
     "sgd": advice_of(steady(1000.0), machine(largest=100), optimizer="SGD", betas=()),
-    "no rate": advice_of(steady(1000.0), machine(), lr=(), betas=()),
-    "two rates": advice_of(steady(1000.0), machine(), lr=(0.1, 0.01, 0.1)),
+    "no rate": advice_of(steady(1000.0), machine(), lr={}, betas=()),
+    "two rates": advice_of(steady(1000.0), machine(), lr={"Adam": (0.1, 0.01)}),
     "twelve ranks": advice_of(steady(1e5), machine(largest=40), batch_size=96, ranks=12),
     "names": advice_of(
         [measured(i, 1.0, 9.0, **{"<i>&": (1.0, 9.0)}) for i in range(20)],

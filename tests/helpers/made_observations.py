@@ -1,5 +1,7 @@
 """Observations of a training that never ran, from which tests make advice."""
 
+from dataclasses import replace
+
 from bigbatch import GradientStatistics
 from bigbatch.advisor.advise import Advice
 from bigbatch.advisor.cluster_time import Network
@@ -30,11 +32,12 @@ def found(batch_size=64, ranks=1, **others):
         "device": "cpu",
         "autocast": "",
         "scaler": False,
-        "lr": (0.001,),
+        "lr": {},
         "betas": ((0.9, 0.999),),
         "momentum": (),
     }
-    return Found(**settings | others)
+    made = Found(**settings | others)
+    return made if "lr" in others else replace(made, lr=dict.fromkeys(made.optimizers, (0.001,)))
 
 
 def measured(step, signal, noise, samples=64, features=(), **layers):

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from statistics import median, mode
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from bigbatch.advisor.found_training import LATER, FoundTraining, candidates, li
 from bigbatch.advisor.observations import Found, Limits, MachineTime, Measurement, Observations, Way
 from bigbatch.advisor.rank_agreement import sign_in
 from bigbatch.advisor.sample_count import LoaderWatch, SampleCount, count_samples
-from bigbatch.advisor.sampled_steps import FREE_SECONDS, SampledSteps
+from bigbatch.advisor.sampled_steps import SampledSteps
 from bigbatch.advisor.step_reader import ConsecutiveStepsReader, StepReader, StepReading
 from bigbatch.advisor.time_probe import probe
 from bigbatch.errors import SettingError
@@ -35,7 +35,6 @@ _MICRO_BATCHES = 4  # backwards of all ranks from which they are compared themse
 _LEARNED = 2  # equal steps that show how many backwards a step has
 _MAX_LEARNED = 8  # steps that may pass until then
 _ATTEMPTS = 3  # measured steps in a row that may fail
-_CUT_SECONDS = 10.0  # of cutting batches at the start, which takes several backwards a step
 _READERS: dict[Way, type[StepReader]] = {
     "cut micro-batches": CutBatchReader,
     "consecutive steps": ConsecutiveStepsReader,
@@ -216,11 +215,7 @@ class ObservedTraining:
             self._reader.samples_per_row = self._count.samples / self._count.rows
         limit = math.inf if self._limits.seconds is None else self._limits.seconds
         elapsed = time.perf_counter() - self._began
-        self._samples = SampledSteps(
-            limit - elapsed,
-            pair=way == "consecutive steps",
-            free_seconds=_CUT_SECONDS if way == "cut micro-batches" else FREE_SECONDS,
-        )
+        self._samples = SampledSteps(limit - elapsed, pair=way == "consecutive steps")
 
     # measuring
 
@@ -239,6 +234,7 @@ class ObservedTraining:
         if reading is not None and reading.statistics is not None:
             self._note(reading, now)
         if samples.timed_out or self._steps >= (self._limits.steps or math.inf):
+            self._observations.ended_by = "budget" if samples.timed_out else "steps"
             return True
         if samples.failed >= _ATTEMPTS:
             failure = failure or "another rank could not read its step"
@@ -305,7 +301,7 @@ class ObservedTraining:
     def _describe(self, call: ModuleCall) -> Found:
         """The training in words and numbers."""
         training, reader = self._training, self._reader
-        groups = [group for optimizer in training.optimizers for group in optimizer.param_groups]
+        groups = [group for of_one in training.groups.values() for group in of_one]
         device = training.parameters[0].device
         outermost = training.outermost[0]
         # the usual sizes: the last batch of an epoch may be smaller
@@ -327,9 +323,10 @@ class ObservedTraining:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             autocast="" if call.autocast_dtype is None else str(call.autocast_dtype)[6:],
             scaler=training.caller.scaler is not None,
-            lr=tuple(
-                float(group.get("initial_lr", group["lr"])) for group in groups if "lr" in group
-            ),
+            lr={
+                name: _each_once(_rate(g) for g in groups if "lr" in g)
+                for name, groups in training.groups.items()
+            },
             betas=_each_once(tuple(map(float, g["betas"])) for g in groups if g.get("betas")),
             momentum=_each_once(float(g["momentum"]) for g in groups if g.get("momentum")),
         )
@@ -388,6 +385,11 @@ class ObservedTraining:
             None if largest is None else int(largest / rows),
             row_bytes * rows,
         )
+
+
+def _rate(group: dict[str, Any]) -> float:
+    """The learning rate that a schedule multiplies."""
+    return float(group.get("initial_lr", group["lr"]))
 
 
 def _each_once(values: Iterable[Value]) -> tuple[Value, ...]:

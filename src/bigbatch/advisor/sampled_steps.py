@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 _SHARE = 0.04  # of the time that measuring may take; other steps pay up to 1 % more
-FREE_SECONDS = 1.0  # of measuring at the start, in which the share is
+_FREE_SECONDS = 1.0  # of measuring at the start, in which the share is
 _FIRST_SHARE = 1.0
 _FIRST = 2  # measured steps that compile and fill caches
 _TIMED = 8  # unmeasured steps that a median needs
@@ -20,16 +20,13 @@ class SampledSteps:
         c = median of (seconds of a measured step / median seconds of others) - 1
         n = c / share, rounded up
 
-    The share is 4 %, after `free_seconds` of measuring in which it is 100 %: a training of short
+    The share is 4 %, after a first second of measuring in which it is 100 %: a training of short
     steps then shows its noise soon. A rank's own times are summed over the ranks together with the
     measurement, so all know the same when they choose.
     """
 
-    def __init__(
-        self, seconds: float, *, pair: bool = False, free_seconds: float = FREE_SECONDS
-    ) -> None:
+    def __init__(self, seconds: float, *, pair: bool = False) -> None:
         self._limit, self._began = seconds, time.perf_counter()
-        self._free_seconds = free_seconds
         self._span = 2 if pair else 1
         self._plain: deque[float] = deque(maxlen=_KEPT)  # seconds of steps that were not measured
         self._spans: deque[float] = deque(maxlen=self._span)  # seconds of the last measured steps
@@ -110,5 +107,5 @@ class SampledSteps:
         if not self._ratios or len(self._plain) < _TIMED:
             return
         cost = max(0.0, median(self._ratios) - 1)
-        share = _FIRST_SHARE if self._spent < self._free_seconds else _SHARE
+        share = _FIRST_SHARE if self._spent < _FREE_SECONDS else _SHARE
         self._interval = max(1, math.ceil(cost / share))
