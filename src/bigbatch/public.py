@@ -2,6 +2,8 @@
 
 from bigbatch.advisor.advise import Advice as Advice
 from bigbatch.advisor.advise import advise as advise
+from bigbatch.advisor.advised_settings import advised_batch_size as advised_batch_size
+from bigbatch.advisor.advised_settings import advised_lr as advised_lr
 from bigbatch.advisor.cluster_time import Network as Network
 from bigbatch.data.batches import Batches as Batches
 from bigbatch.data.sampler import ElasticDistributedSampler as ElasticDistributedSampler

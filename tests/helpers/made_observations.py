@@ -27,6 +27,7 @@ def found(batch_size=64, ranks=1, **others):
         "micro_batch": batch_size // ranks,
         "counted": "counted in dimension 0 of the model's first tensor",
         "rows": 1.0,
+        "dim": 0,
         "is_loaders": True,
         "batch_size": batch_size,
         "device": "cpu",

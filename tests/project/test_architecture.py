@@ -247,6 +247,8 @@ def test_the_public_names_are_these():
         "StepRecord",
         "TrainingState",
         "advise",
+        "advised_batch_size",
+        "advised_lr",
         "check_groups",
         "ema_decay",
         "largest_micro_batch",

@@ -11,6 +11,7 @@ from bigbatch.advisor.noise_trend import LEVEL, NoiseTrend
 from bigbatch.advisor.observations import Found, Measurement, Observations
 from bigbatch.advisor.paired_groups import Pairing
 from bigbatch.advisor.position_test import differs_by_position
+from bigbatch.advisor.trial_result import TrialResult
 from bigbatch.errors import LoopError
 from bigbatch.training.transport import RANGE, ema_decay
 
@@ -44,6 +45,7 @@ class BatchAdvice:
 
     observations: Observations
     network: Network = field(default_factory=Network)  # the assumed network between devices
+    trial: TrialResult | None = None  # of `bigbatch advise --try`
 
     @property
     def refusal(self) -> str:
@@ -246,6 +248,11 @@ class BatchAdvice:
         present = cluster.relative_seconds(self.found.batch_size, scale)
         return cluster.relative_seconds(batch_size, scale) / present
 
+    def relative_samples(self, batch_size: float) -> float:
+        """Likewise the samples."""
+        scale = self.trend.noise_scale
+        return (batch_size + scale) / (self.found.batch_size + scale)
+
     def _cluster(self, devices: int) -> ClusterTime:
         assert self.observations.time is not None
         return ClusterTime(self.observations.time, self.found, self.network, devices)
@@ -269,7 +276,7 @@ class BatchAdvice:
             cluster.seconds(best),
             seconds / cluster.relative_seconds(present, scale) if observed >= devices else math.nan,
             one.relative_seconds(observed, scale) / seconds,
-            (best + scale) / (observed + scale),
+            self.relative_samples(best),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -318,6 +325,7 @@ class BatchAdvice:
             "network": vars(self.network),
             "devices": [*map(vars, self.devices)],
             "doubts": self.doubts,
+            "trial": None if self.trial is None else self.trial.as_dict(),
         }
 
 

@@ -64,9 +64,9 @@ class Input:
 
 
 class ForwardHook:
-    """A hook of a `ForwardWatch`. Its copies, in copied and in saved models, do nothing."""
+    """A hook of some watch. Its copies, in copied and in saved models, do nothing."""
 
-    def __init__(self, watch: "ForwardWatch | None" = None, method: str = "") -> None:
+    def __init__(self, watch: object | None = None, method: str = "") -> None:
         self._watch = None if watch is None else weakref.ref(watch)
         self._method = method
 

@@ -8,6 +8,7 @@ from html import escape
 
 from bigbatch.advisor.batch_advice import BatchAdvice
 from bigbatch.advisor.lines_to_add import lines_to_add
+from bigbatch.advisor.loss_curve import window_of
 from bigbatch.advisor.text_page import (
     DEVICE_COLUMNS,
     conclusion,
@@ -16,6 +17,7 @@ from bigbatch.advisor.text_page import (
     noise,
     sections,
 )
+from bigbatch.advisor.trial_result import TrialResult, sentences
 from bigbatch.log.chart import Mark, Panel, Series
 from bigbatch.log.chart_svg import svg
 from bigbatch.log.series_style import NEUTRAL
@@ -38,6 +40,9 @@ def html_page(advice: BatchAdvice) -> str:
 def _body(advice: BatchAdvice) -> Iterator[str]:
     yield f"<h1>{escape(conclusion(advice))}</h1>"
     yield _tiles(advice)
+    if advice.trial is not None:
+        yield _section("Tried", sentences(advice.trial))
+        yield _trial_chart(advice.trial)
     yield _section("Noise", noise(advice))
     yield f"<h2>How the noise scale moved</h2>\n{_noise_chart(advice)}"
     if advice.this_machine is not None:
@@ -66,7 +71,7 @@ def _tiles(advice: BatchAdvice) -> str:
     for name in advice.found.optimizers:
         of = f" of {name}" * (len(advice.found.optimizers) > 1)
         tiles.append((f"x {advice.lr_factor(batch, name):.3g}", f"learning rate{of}"))
-    items = "".join(f"<div><b>{value}</b>{escape(name)}</div>" for value, name in tiles)
+    items = "".join(f"<div><strong>{value}</strong>{escape(name)}</div>" for value, name in tiles)
     return f'<div class="tiles">{items}</div>'
 
 
@@ -111,6 +116,23 @@ def _noise_chart(advice: BatchAdvice) -> str:
     lines = [points, moved, mean] if math.isfinite(trend.noise_scale) else [points, moved]
     chart = _panel("noise scale, samples", "optimizer step", lines, marks)
     return svg([replace(chart, x_range=(0.0, float(last)), y_range=ends)], titles=False, key=True)
+
+
+def _trial_chart(result: TrialResult) -> str:
+    """Loss against time, a line for each run."""
+    if not result.curves:
+        return ""
+    window = window_of(result.curves)
+    lines = []
+    for curve in result.curves:
+        seconds, _, losses = curve.means(window)
+        name = f"batch {curve.batch_size}"
+        style = int(curve.batch_size == result.tried)
+        lines.append(Series(name, seconds.tolist(), losses.tolist(), style=style))
+    is_log = all(value > 0 for line in lines for value in line.y)
+    label = f"training loss, means over {window:,.0f} samples"
+    panel = Panel(label, "seconds of training", lines, y_log=10 if is_log else None, size=_SIZE)
+    return svg([panel], titles=False)
 
 
 def _time_chart(advice: BatchAdvice) -> str:

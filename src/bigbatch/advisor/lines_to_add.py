@@ -11,8 +11,8 @@ _MOVES = 2.0  # factor of the fastest batch size from which a schedule is worth 
 
 def lines_to_add(advice: BatchAdvice) -> dict[str, str]:
     """The settings for the advised batch size by trainer, those of the observed one first."""
-    batch, found = advice.batch_size, advice.found
-    if batch is None or batch == found.batch_size or not found.is_loaders:
+    batch, found = advice.batch_size, advice.observations.found
+    if batch is None or found is None or batch == found.batch_size or not found.is_loaders:
         return {}
     ranks = found.ranks
     micro, accumulation = _split(advice, batch // ranks)

@@ -69,6 +69,7 @@ class Found:
     micro_batch: int  # samples of a backward
     counted: str  # where these were counted, in words
     rows: float  # of the model's first tensor for a sample
+    dim: int  # of that tensor in which the samples are
     is_loaders: bool  # whether a loader counts them likewise, as far as is known
     batch_size: int  # samples of a step, of all ranks
     device: str  # "cpu", or the name of the GPU

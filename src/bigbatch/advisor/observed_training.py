@@ -318,6 +318,7 @@ class ObservedTraining:
             micro_batch=mode(self._backward_samples),
             counted=self._counted(),
             rows=1 / self._reader.samples_per_row,
+            dim=call.dim,
             is_loaders=self._count is None or not self._count.doubt,
             batch_size=round(samples / steps),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 _SHARE = 0.04  # of the time that measuring may take; other steps pay up to 1 % more
-_FREE_SECONDS = 1.0  # of measuring at the start, in which the share is
-_FIRST_SHARE = 1.0
+_FREE_SECONDS = 3.0  # of measuring at the start, in which the share is
+_FIRST_SHARE = 4.0
 _FIRST = 2  # measured steps that compile and fill caches
 _TIMED = 8  # unmeasured steps that a median needs
 _KEPT = 64
@@ -20,9 +20,9 @@ class SampledSteps:
         c = median of (seconds of a measured step / median seconds of others) - 1
         n = c / share, rounded up
 
-    The share is 4 %, after a first second of measuring in which it is 100 %: a training of short
-    steps then shows its noise soon. A rank's own times are summed over the ranks together with the
-    measurement, so all know the same when they choose.
+    The share is 4 %, after the first three seconds of measuring, in which it may take four times as
+    long as other steps: a training of short steps then shows its noise soon. A rank's own times are
+    summed over the ranks together with the measurement, so all know the same when they choose.
     """
 
     def __init__(self, seconds: float, *, pair: bool = False) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from bigbatch.advisor.batch_advice import FARTHEST, BatchAdvice, DeviceAdvice
 from bigbatch.advisor.lines_to_add import ADAPTIVE, lines_to_add
+from bigbatch.advisor.trial_result import sentences
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LAYERS = 3
@@ -14,7 +15,8 @@ def text_page(advice: BatchAdvice) -> str:
     """The page."""
     if advice.refusal:
         return f"No advice: {advice.refusal}\n"
-    paragraphs = [[conclusion(advice)], [*noise(advice)], [*_devices(advice)]]
+    tried = [] if advice.trial is None else [*sentences(advice.trial)]
+    paragraphs = [[conclusion(advice)], tried, [*noise(advice)], [*_devices(advice)]]
     for title, lines in sections(advice):
         paragraphs.append([f"{title}:", *(f"  - {line}" for line in lines)])
     paragraphs.append([*_lines(advice)])

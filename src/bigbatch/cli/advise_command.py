@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +20,8 @@ from bigbatch.advisor.observations import Limits
 from bigbatch.advisor.run_program import require_program, run_program
 from bigbatch.advisor.sample_count import parse_samples
 from bigbatch.advisor.training_observer import EndOfProgram, TrainingObserver
+from bigbatch.advisor.trial import Program, TrialLimits, new_folder, parse_limit, try_advice
+from bigbatch.advisor.trial_result import sentences
 from bigbatch.errors import SettingError
 
 
@@ -47,6 +50,8 @@ def advise(arguments: Sequence[str]) -> NoReturn:
         for path in options.out:
             require_ending(path)
         paths = [Path(path).absolute() for path in options.out]  # programs change the folder
+        trial = _trial_limits(options)
+        program = Program(options.target, tuple(options.arguments), options.module, Path.cwd())
     except SettingError as error:
         argument_parser().error(str(error))
     observer = TrainingObserver(limits)
@@ -61,25 +66,59 @@ def advise(arguments: Sequence[str]) -> NoReturn:
     finally:
         advice = Advice(observer.observations, network)
         _show(advice, paths)
+    if trial is not None and not status and not advice.refusal:
+        advice = _try(advice, program, trial, paths)
     if not status and not options.go_on:
-        status = int(advice.batch_size is None)
+        failed = advice.trial is not None and advice.trial.failure
+        status = int(advice.batch_size is None or bool(failed))
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
+
+
+def _trial_limits(options: argparse.Namespace) -> TrialLimits | None:
+    """The limits of a trial; None if there is to be none.
+
+    Raises:
+        SettingError: a limit is out of range, or there are several ranks.
+    """
+    if not options.trial:
+        return None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SettingError("--try runs the program in one process, and these are several ranks")
+    return TrialLimits(*parse_limit(options.try_for), options.seeds, new_folder(options.try_in))
+
+
+def _try(advice: Advice, program: Program, limits: TrialLimits, paths: Sequence[Path]) -> Advice:
+    """The advice with what its trial has shown, which is printed and written."""
+    result = try_advice(advice, program, limits, lambda line: _print(f"{line}\n"))
+    if isinstance(result, str):
+        _print(f"Nothing was tried: {result}.\n")
+        return advice
+    advice = replace(advice, trial=result)
+    _write(advice, paths)
+    _print("\n" + "".join(f"{line}\n" for line in sentences(result)))
+    return advice
 
 
 def _show(advice: Advice, paths: Sequence[Path]) -> None:
     """Writes the files and prints the page, on rank 0."""
     if os.environ.get("RANK", "0") != "0":
         return
-    lines = [f"\n{advice}"]
+    lines = _write(advice, paths)
+    _print("".join([f"\n{advice}", *lines]))
+
+
+def _write(advice: Advice, paths: Sequence[Path]) -> list[str]:
+    """Writes the files; returns a line for each."""
+    lines = []
     for path in paths:
         try:
             advice.write(path)
             lines.append(f"advice: {path}\n")
         except OSError as error:
             lines.append(f"bigbatch: {path} cannot be written: {error.strerror}\n")
-    _print("".join(lines))
+    return lines
 
 
 def _print(text: str) -> None:
@@ -114,6 +153,14 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--go-on", action="store_true", help="let the program continue; default: end it")
     out = "also write a .html page, a .json or a .txt file; may be repeated"
     add("-o", "--out", action="append", default=[], metavar="FILE", help=out)
+    add = parser.add_argument_group("trying the advice").add_argument
+    tries = "afterwards train at the present and at the advised batch, and compare the losses"
+    add("--try", dest="trial", action="store_true", help=tries)
+    length = "how long each run trains: 90s, 5min, or 50000 for samples [as observed, at most 1min]"
+    add("--try-for", metavar="LENGTH", help=length)
+    add("--seeds", type=_count, default=2, help="runs at each batch size [2]")
+    folder = "a new folder for the runs and their files [advise-trial]"
+    add("--try-in", default="advise-trial", metavar="FOLDER", help=folder)
     add = parser.add_argument_group("assumptions").add_argument
     groups = "groups of samples of a backward that are compared [8]"
     add("--groups", type=_count, default=8, help=groups)

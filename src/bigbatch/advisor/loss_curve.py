@@ -1,0 +1,106 @@
+"""Losses of two runs against time and samples, and how much sooner one has the other's loss."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+_WINDOWS = 40  # means of the loss over a run, at most
+_STEPS = 4  # that a mean needs at least
+FULL = _WINDOWS * _STEPS  # steps that all of them need
+_FEWEST = 8  # means that a comparison needs
+_LEVELS = 9  # losses at which runs are compared
+_CERTAIN = 0.9  # share of pairs, of the first and of the last quarter of the means, that must fall
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """The steps of a run."""
+
+    batch_size: int
+    seed: int
+    seconds: Numbers  # at the end of each step
+    samples: Numbers  # likewise
+    losses: Numbers  # of each step
+    rates: Numbers  # likewise, of the first parameter group
+
+    def means(self, window: float) -> "tuple[Numbers, Numbers, Numbers]":
+        """Seconds, samples and loss, each a mean over so many samples; the rest is left out."""
+        parts = np.floor((self.samples - self.samples[0] / 2) / window).astype(int)
+        whole = parts < int(self.samples[-1] / window)
+        counts = np.bincount(parts[whole])
+        sums = (
+            np.bincount(parts[whole], x[whole]) for x in (self.seconds, self.samples, self.losses)
+        )
+        seconds, samples, losses = (total / counts for total in sums)
+        return seconds, samples, losses
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Time and samples of one run until it has the loss of another, relative to that one's."""
+
+    time: float
+    samples: float
+
+
+def window_of(curves: Sequence[LossCurve]) -> float:
+    """Samples over which the losses of runs are smoothed: alike, so that they stay comparable."""
+    least = min(float(curve.samples[-1]) for curve in curves)
+    return max(least / _WINDOWS, _STEPS * max(curve.batch_size for curve in curves))
+
+
+def gain(present: LossCurve, tried: LossCurve) -> Gain | str:
+    """Compares two runs at losses of the later half of the one that ends higher.
+
+    Losses are means over windows of the same number of samples, made monotone by isotonic
+    regression, and compared at 9 times: the geometric mean of 9 ratios.
+
+    Returns:
+        The gain, or why there is none.
+    """
+    window = window_of([present, tried])
+    both = [curve.means(window) for curve in (present, tried)]
+    if min(len(losses) for *_, losses in both) < _FEWEST:
+        return "the runs have too few steps to compare their losses; --try-for makes them longer"
+    if not all(np.isfinite(losses).all() for *_, losses in both):
+        return "the loss was not finite"
+    if not all(_falls(losses) for *_, losses in both):
+        return "the loss did not fall by more than its noise; --try-for makes runs longer"
+    falling = [_falling(*one) for one in both]
+    slow = max((0, 1), key=lambda i: falling[i][2][-1])
+    seconds, _, losses = falling[slow]
+    times = np.linspace(seconds[-1] / 2, seconds[-1], _LEVELS)
+    levels = np.interp(times, seconds, losses)
+    if levels[0] > falling[1 - slow][2][0]:
+        return "the runs have no loss in common"
+    time, number = (
+        [float(np.mean(np.log(np.interp(-levels, -one[2], one[axis])))) for one in falling]
+        for axis in (0, 1)
+    )
+    return Gain(math.exp(time[1] - time[0]), math.exp(number[1] - number[0]))
+
+
+def _falls(losses: Numbers) -> bool:
+    """Whether nearly every mean of the first quarter is above nearly every one of the last."""
+    quarter = len(losses) // 4
+    above = losses[:quarter, None] > losses[None, -quarter:]
+    return bool(above.mean() > _CERTAIN)
+
+
+def _falling(seconds: Numbers, samples: Numbers, losses: Numbers) -> "tuple[Numbers, ...]":
+    """The nearest curve that falls everywhere: neighbours that rise are put together."""
+    blocks: list[Numbers] = []  # of seconds, samples, loss, windows
+    for point in zip(seconds, samples, losses, strict=True):
+        blocks.append(np.array([*point, 1.0]))
+        while len(blocks) > 1 and blocks[-1][2] >= blocks[-2][2]:
+            last, before = blocks.pop(), blocks.pop()
+            total = last[3] + before[3]
+            joined = (last * last[3] + before * before[3]) / total
+            joined[3] = total
+            blocks.append(joined)
+    return tuple(np.array(blocks).T[:3])

@@ -1,0 +1,283 @@
+"""Tries an advice: trains at the present and at the advised batch size, and compares the losses."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mode
+
+import numpy as np
+
+from bigbatch.advisor.advised_settings import BATCH_FACTOR, LR_FACTOR
+from bigbatch.advisor.batch_advice import BatchAdvice
+from bigbatch.advisor.loss_curve import FULL, Gain, LossCurve, gain
+from bigbatch.advisor.trial_process import Trial
+from bigbatch.advisor.trial_result import TrialResult
+from bigbatch.errors import SettingError
+from bigbatch.log.run_log import RunLog
+from bigbatch.log.step_record import StepRecord
+from bigbatch.policies.policy import Decision
+
+_MOST_SECONDS = 60.0  # of a run unless the user says otherwise
+_FEW = 3  # steps whose losses must agree between batch sizes
+_PATIENCE = 120.0  # seconds for the start and the end of a process, beyond ten times its training
+
+
+@dataclass(frozen=True)
+class TrialLimits:
+    """How long an advice is tried."""
+
+    seconds: float  # of training in each process
+    samples: (
+        int | None
+    )  # likewise, samples; None for as many as were observed, or a full comparison
+    seeds: int  # runs at each batch size
+    folder: Path  # for the runs
+
+
+@dataclass(frozen=True)
+class Program:
+    """What was observed, and is run again."""
+
+    target: str
+    arguments: tuple[str, ...]
+    is_module: bool
+    folder: Path  # in which it runs
+
+
+def new_folder(name: str) -> Path:
+    """The folder of this name, or with a number after it if there is one already."""
+    folder, number = Path(name).absolute(), 2
+    while folder.exists():
+        folder, number = Path(f"{name}-{number}").absolute(), number + 1
+    return folder
+
+
+def parse_limit(text: str | None) -> tuple[float, int | None]:
+    """Seconds and samples of "30s", of "20000" or of None, the default."""
+    from bigbatch.advisor.advise import parse_seconds
+
+    if text is None:
+        return _MOST_SECONDS, None
+    if re.fullmatch(r"[1-9][0-9]*", text):
+        return math.inf, int(text)
+    try:
+        return parse_seconds(text), sys.maxsize
+    except SettingError as error:
+        raise SettingError(f"{error}, nor a number of samples such as 50000") from None
+
+
+def try_advice(
+    advice: BatchAdvice, program: Program, limits: TrialLimits, say: Callable[[str], None]
+) -> TrialResult | str:
+    """Runs the program at the present and at the advised batch size, one process after another.
+
+    Returns:
+        The result, or why there is nothing to try.
+    """
+    found, target = advice.found, advice.batch_size or advice.bound
+    if target is None:
+        return "there is no batch size to try"
+    micro = _micro_batch(advice, target)
+    if micro == found.micro_batch:
+        return f"the advised batch is the present one, {found.batch_size}"
+    tried = found.batch_size * micro // found.micro_batch
+    result = TrialResult(
+        found.batch_size,
+        tried,
+        Gain(advice.relative_time(tried), advice.relative_samples(tried)),
+        limits.folder,
+    )
+    runs = _Runs(advice, program, limits, tried)
+    say(
+        f"Trying {tried} and {found.batch_size}, {limits.seeds} runs each, in {limits.folder}; "
+        "your own files stay as they are."
+    )
+    for seed in range(limits.seeds):
+        order = [(found.batch_size, found.micro_batch), (tried, micro)]
+        pair = []
+        for batch, size in order[:: -1 if seed % 2 else 1]:  # a slower machine favours neither
+            try:
+                curve = runs.run(batch, size, seed)
+            except SettingError as error:
+                result.failure = f"batch {batch}, seed {seed}: {error}"
+                return result
+            say(
+                f"  batch {batch}, seed {seed}: {len(curve.losses)} steps, "
+                f"{curve.samples[-1]:,.0f} samples in {curve.seconds[-1]:.1f} s"
+            )
+            pair.append(curve)
+        result.curves += sorted(pair, key=lambda one: one.batch_size == tried)
+        compared = gain(*result.curves[-2:])
+        if isinstance(compared, str):
+            result.failure = f"seed {seed}: {compared}"
+            return result
+        result.gains.append(compared)
+    if len({curve.losses[0] for curve in result.curves[::2]}) < limits.seeds:
+        result.doubts.append(
+            "every seed gives the same training, so the runs differ in time alone: let the program "
+            "seed itself by torch.manual_seed, random.seed or numpy.random.seed"
+        )
+    return result
+
+
+def _micro_batch(advice: BatchAdvice, target: int) -> int:
+    """Samples of a backward for a batch size, with as many backwards as the program has."""
+    found, time = advice.found, advice.observations.time
+    micro = max(1, round(target / (found.ranks * found.accumulation)))
+    largest = time.largest if time is not None else None
+    return min(micro, largest or micro)
+
+
+class _Runs:
+    """Runs the program, each time in a process and a folder of its own."""
+
+    def __init__(
+        self, advice: BatchAdvice, program: Program, limits: TrialLimits, tried: int
+    ) -> None:
+        self._advice, self._program, self._limits = advice, program, limits
+        observed = advice.observations.steps * advice.found.batch_size
+        self._samples = limits.samples or max(observed, FULL * tried)
+        self._rows = 0  # of the present batch size's steps
+        self._first_loss = math.nan  # likewise, of the first steps
+
+    def run(self, batch: int, micro: int, seed: int) -> LossCurve:
+        """The losses of a run, which its folder keeps as a log.
+
+        Raises:
+            SettingError: the run failed, or was not of this batch size.
+        """
+        found, limits, program = self._advice.found, self._limits, self._program
+        folder = limits.folder / f"batch-{batch}-seed{seed}"
+        folder.mkdir(parents=True)
+        own = {found.micro_batch, found.micro_batch * found.accumulation}
+        trial = Trial(
+            target=program.target,
+            arguments=program.arguments,
+            is_module=program.is_module,
+            users=str(program.folder),
+            folder=str(folder / "work"),
+            losses=str(folder / "losses.jsonl"),
+            sizes={
+                str(n): n * micro // found.micro_batch
+                for n in {*own, *(n * found.ranks for n in own)}
+            },
+            dim=found.dim,
+            backwards=found.accumulation,
+            seed=seed,
+            seconds=limits.seconds,
+            steps=-(-self._samples // batch),
+        )
+        rate = self._advice.lr_factor(batch)
+        self._start(trial, folder, micro / found.micro_batch, rate)
+        steps = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
+        (folder / "losses.jsonl").unlink()
+        shutil.rmtree(folder / "work")
+        if len(steps) < _FEW:
+            raise SettingError(f"it ended after {len(steps)} steps; {_output(folder)}")
+        return self._curve(batch, seed, steps, folder)
+
+    def _start(self, trial: Trial, folder: Path, batch_factor: float, lr_factor: float) -> None:
+        """Runs the process."""
+        environment = {
+            **os.environ,
+            BATCH_FACTOR: repr(batch_factor),
+            LR_FACTOR: repr(lr_factor),
+            "WANDB_MODE": "offline",
+        }
+        command = [sys.executable, "-m", "bigbatch.advisor.trial_process", trial.as_json()]
+        expected = trial.steps * self._advice.observations.step_seconds * max(1, batch_factor)
+        seconds = min(self._limits.seconds, expected)
+        with (folder / "output.txt").open("wb") as output:
+            try:
+                process = subprocess.run(  # noqa: S603  # what the user runs
+                    command,
+                    cwd=self._program.folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=_PATIENCE + 10 * seconds,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise SettingError(f"it did not end; {_output(folder)}") from None
+        if process.returncode:
+            raise SettingError(f"it failed; {_output(folder)}")
+
+    def _curve(
+        self, batch: int, seed: int, steps: list[tuple[int, float, float, float]], folder: Path
+    ) -> LossCurve:
+        """The curve of a run, written as a log."""
+        found = self._advice.found
+        rows, seconds, rates, losses = np.array(steps).T
+        usual, loss = mode(rows), float(np.mean(losses[:_FEW]))
+        if batch == found.batch_size and not self._rows:
+            self._rows, self._first_loss = usual, loss
+        self._require_size(batch, usual)
+        self._require_mean(batch, loss)
+        samples = np.cumsum(rows) * found.batch_size / self._rows
+        curve = LossCurve(batch, seed, seconds, samples, losses, rates)
+        _write_log(folder, curve)
+        return curve
+
+    def _require_size(self, batch: int, rows: float) -> None:
+        """Raises SettingError if the program has not trained at this batch size."""
+        found = self._advice.found
+        seen = rows / self._rows * found.batch_size
+        wanted = abs(math.log(batch / found.batch_size))
+        if abs(math.log(seen / batch)) > wanted / 2:
+            raise SettingError(
+                f"its steps were of {seen:.0f} samples, since the program makes its batches "
+                f"without a DataLoader. Write bb.advised_batch_size({found.micro_batch}) where it "
+                f"has {found.micro_batch}, or multiply by {BATCH_FACTOR} of the environment"
+            )
+
+    def _require_mean(self, batch: int, loss: float) -> None:
+        """Raises SettingError if the loss grows with the batch."""
+        ratio, factor = loss / self._first_loss, batch / self._advice.found.batch_size
+        if ratio > 0 and factor != 1 and math.log(ratio) / math.log(factor) > 0.5:
+            raise SettingError(
+                f"its first losses are {ratio:.2g} times those of the present batch, so the loss "
+                "is a sum over samples, and losses of two batch sizes cannot be compared"
+            )
+
+
+def _write_log(folder: Path, curve: LossCurve) -> None:
+    """Writes the run as the log of a training."""
+    settings = {"arm": f"batch {curve.batch_size}", "seed": curve.seed}
+    with RunLog(folder, settings=settings, higher_is_better=False) as log:
+        columns = (curve.samples, curve.seconds, curve.losses, curve.rates)
+        before = 0
+        for step, (samples, seconds, loss, rate) in enumerate(zip(*columns, strict=True), 1):
+            log.record(
+                StepRecord(
+                    step=step,
+                    epoch=0,
+                    samples=round(samples),
+                    batch_size=round(samples) - before,
+                    target_batch_size=curve.batch_size,
+                    micro_batches=1,
+                    loss=float(loss),
+                    lr=(float(rate),),
+                    statistics=None,
+                    skipped=False,
+                    decision=Decision(curve.batch_size, "trial"),
+                    elapsed_seconds=float(seconds),
+                    every=None,
+                )
+            )
+            before = round(samples)
+
+
+def _output(folder: Path) -> str:
+    """The last line that a run has printed."""
+    lines = (folder / "output.txt").read_text(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+    return f"{last} ({folder / 'output.txt'})"

@@ -1,0 +1,246 @@
+"""Runs a program once, at another batch size and other rates, and writes down its losses.
+
+`python -m bigbatch.advisor.trial_process TRIAL`, where TRIAL is a `Trial` as JSON.
+"""
+
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from bigbatch.advisor.advised_settings import LR_BY_HAND, LR_FACTOR, factor
+from bigbatch.advisor.forward_watch import ForwardHook, ForwardWatch
+from bigbatch.advisor.found_training import Caller, FoundTraining, candidates
+from bigbatch.advisor.own_folder import OwnFolder
+from bigbatch.advisor.run_program import run_program
+from bigbatch.advisor.training_observer import EndOfProgram
+
+_FIRST = 2  # steps that find the model and fill caches; time begins after them
+_KEPT = 64  # losses that are kept on the device
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a program; with `sizes` and LR_FACTOR of the environment."""
+
+    target: str  # the script or module
+    arguments: tuple[str, ...]
+    is_module: bool
+    users: str  # the folder that the program runs in
+    folder: str  # its own in place of that
+    losses: str  # the file for the steps
+    sizes: dict[str, int]  # batch size of a loader in a trial, by that in the program
+    dim: int  # of the model's first tensor in which samples are
+    backwards: int  # of a step and rank
+    seed: int
+    seconds: float  # of training, after which it ends
+    steps: int  # likewise
+    makes_folder: bool = True  # whether no other process makes it
+
+    def as_json(self) -> str:
+        """The text for the process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Trial":
+        """The trial of such a text."""
+        return cls(**json.loads(text))
+
+
+def run(trial: Trial) -> None:
+    """Runs the program in a folder of its own."""
+    folder = OwnFolder(Path(trial.folder), Path(trial.users))
+    if trial.makes_folder:
+        folder.make()
+    target = trial.target if trial.is_module else str(folder.own(Path(trial.target)))
+    _scale_loaders({int(size): new for size, new in trial.sizes.items()})
+    shift_seeds(trial.seed)
+    steps = TrialSteps(trial)
+    folder.enter()
+    try:
+        run_program(target, trial.arguments, is_module=trial.is_module)
+    except EndOfProgram:
+        pass
+    finally:
+        steps.write()
+
+
+def _scale_loaders(sizes: dict[int, int]) -> None:
+    """Gives each DataLoader that is made from now on the batch size of the trial."""
+    make = DataLoader.__init__
+    scaled = set[int]()  # samplers
+
+    def init(
+        self: DataLoader[Any], dataset: Any, batch_size: Any = 1, *args: Any, **kw: Any
+    ) -> None:
+        sampler = kw.get("batch_sampler") or (args[2] if len(args) > 2 else None)
+        size = getattr(sampler, "batch_size", None)
+        if size in sizes and id(sampler) not in scaled:
+            scaled.add(id(sampler))
+            sampler.batch_size = sizes[size]  # type: ignore[union-attr]
+        make(self, dataset, sizes.get(batch_size, batch_size), *args, **kw)
+
+    DataLoader.__init__ = init  # type: ignore[method-assign]
+
+
+def shift_seeds(seed: int) -> None:
+    """Seeds the program, and adds this to the seeds that it sets itself."""
+    for owner in (random, np.random, torch):
+        name = "manual_seed" if owner is torch else "seed"
+        setattr(owner, name, _shifted(getattr(owner, name), seed))
+        getattr(owner, name)(0)
+
+
+def _shifted(set_seed: Callable[..., Any], seed: int) -> Callable[..., Any]:
+    def shifted(value: Any = None, *args: Any) -> Any:
+        return set_seed(value + seed if isinstance(value, int) else value, *args)
+
+    return shifted
+
+
+class TrialSteps:
+    """The optimizer steps of a run: scales their rates, keeps their losses, ends them.
+
+    A step is one of the optimizer that ends one first. The loss is the sum of what its backwards
+    start from, without the factor of a GradScaler.
+    """
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._file = open(trial.losses, "w")  # noqa: PTH123, SIM115  # before the hook refuses it
+        self._clock: Optimizer | None = None
+        self._stepping: list[Optimizer] = []  # whose steps have begun, the outermost first
+        self._rates: dict[int, Any] = {}  # those of groups that are scaled now
+        self._losses: list[Tensor] = []  # of the backwards of this step
+        self._unscaled: dict[int, Tensor] = {}  # losses by what a GradScaler has made of them
+        self._rows = 0  # of the model's first tensor since the last step
+        self._watch: ForwardWatch | None = None  # of the second step
+        self._number, self._began = 0, 0.0
+        self._pending: list[Tensor] = []  # losses of steps
+        self._steps: list[tuple[int, float, float]] = []  # rows, seconds, rate of the first group
+        self._values: list[float] = []  # of the losses
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        torch.autograd.backward = self._noting(torch.autograd.backward)
+        scale = torch.amp.GradScaler.scale
+
+        def noting_scale(scaler: Any, outputs: Any) -> Any:
+            scaled = scale(scaler, outputs)
+            if isinstance(scaled, Tensor):
+                self._unscaled[id(scaled)] = outputs
+            return scaled
+
+        torch.amp.GradScaler.scale = noting_scale  # type: ignore[assignment, method-assign]
+
+    def write(self) -> None:
+        """Writes rows, seconds, loss and rate of each step."""
+        self._read_losses()
+        lines = zip(self._steps, self._values, strict=True)
+        self._file.writelines(json.dumps([*step, loss]) + "\n" for step, loss in lines)
+        self._file.close()
+
+    def _noting(self, backward: Callable[..., None]) -> Callable[..., None]:
+        def noting(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:  # no checkpointing inside a backward
+                roots = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+                for root in roots:
+                    self._losses.append(self._unscaled.pop(id(root), root).detach().sum())
+            backward(tensors, *args, **kwargs)
+
+        return noting
+
+    # the hooks
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._leave(optimizer)  # its last step has failed
+        self._stepping.append(optimizer)
+        scale = 1.0 if LR_BY_HAND in os.environ else factor(LR_FACTOR)
+        for group in optimizer.param_groups:
+            if id(group) not in self._rates and "lr" in group:
+                self._rates[id(group)] = group["lr"]
+                group["lr"] = group["lr"] * scale
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        places = [i for i, other in enumerate(self._stepping) if other is optimizer]
+        if not places:
+            return
+        for inner in self._stepping[places[0] :]:
+            for group in inner.param_groups:
+                if id(group) in self._rates:
+                    group["lr"] = self._rates.pop(id(group))
+        del self._stepping[places[0] :]
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        rate = optimizer.param_groups[0].get("lr", math.nan)
+        self._leave(optimizer)
+        if not self._stepping and self._clock in (None, optimizer):
+            self._clock = optimizer
+            self._end_step(optimizer, float(rate))
+
+    def _end_step(self, optimizer: Optimizer, rate: float) -> None:
+        self._number += 1
+        losses = self._losses[-self._trial.backwards :]  # without those of skipped steps
+        if self._number <= _FIRST:
+            self._find_calls(optimizer)
+            self._began = time.perf_counter()
+        elif losses:
+            seconds = time.perf_counter() - self._began
+            self._steps.append((self._rows, seconds, rate))
+            self._pending.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+        self._rows = 0
+        self._losses.clear()
+        self._unscaled.clear()
+        if len(self._pending) >= _KEPT:
+            self._read_losses()
+        if self._is_over():
+            raise EndOfProgram
+
+    def _is_over(self) -> bool:
+        steps, trial = self._steps, self._trial
+        return bool(steps) and (len(steps) >= trial.steps or steps[-1][1] >= trial.seconds)
+
+    def _find_calls(self, optimizer: Optimizer) -> None:
+        """Finds the modules that the loop calls, and counts the rows of their inputs."""
+        if self._watch is None:
+            outermost = FoundTraining.find([optimizer], Caller("", None)).outermost
+            self._watch = ForwardWatch(candidates(outermost), lambda error: None)
+            self._watch.start()
+            return
+        self._watch.stop()
+        for module in self._watch.called:
+            hook = ForwardHook(self, "count_rows")
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def count_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The loop calls a module."""
+        if torch.is_grad_enabled():
+            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim())
+            first = next(tensors, None)
+            if first is not None and self._trial.dim < first.dim():
+                self._rows += first.shape[self._trial.dim]
+
+    def _read_losses(self) -> None:
+        if self._pending:
+            self._values += torch.stack([loss.double() for loss in self._pending]).tolist()
+            self._pending.clear()
+
+
+if __name__ == "__main__":
+    run(Trial.from_json(sys.argv[1]))

@@ -1,0 +1,64 @@
+"""How losses of two runs are compared, against curves whose gain is known."""
+
+import numpy as np
+import pytest
+
+from bigbatch.advisor.loss_curve import LossCurve, gain
+
+SAMPLES = 20_000
+
+
+def curve(batch, step_seconds, samples_factor=1.0, noise=0.0, floor=0.0, seed=0):
+    """loss = 2 exp(-samples / 8000 / factor), with noise of 1 / sqrt(batch)."""
+    steps = SAMPLES // batch
+    samples = batch * np.arange(1.0, steps + 1)
+    random = np.random.default_rng(seed).normal(size=steps) * noise / np.sqrt(batch)
+    losses = 2 * np.exp(-samples / 8000 / samples_factor) + random + floor
+    seconds = step_seconds * np.arange(1.0, steps + 1)
+    return LossCurve(batch, 0, seconds, samples, losses, np.full(steps, 0.1))
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.0, 1.4])
+def test_the_gain_of_a_known_curve(factor):
+    found = gain(curve(16, 0.001), curve(64, 0.002, factor))
+    # windows of 500 samples, whose mean of a convex loss is the same in both
+    assert factor == pytest.approx(found.samples, rel=0.01)
+    assert factor * 0.002 / 64 / (0.001 / 16) == pytest.approx(found.time, rel=0.01)
+
+
+def test_the_gain_is_one_over_that_of_the_other_direction():
+    one, other = curve(16, 0.001, noise=0.3), curve(32, 0.0015, 1.2, noise=0.3)
+    there, back = gain(one, other), gain(other, one)
+    assert 1 == pytest.approx(there.time * back.time)
+    assert 1 == pytest.approx(there.samples * back.samples)
+
+
+def test_noise_has_no_bias_on_average():
+    found = [
+        gain(curve(8, 0.001, noise=1, seed=i), curve(64, 0.002, 1.3, noise=1, seed=20 + i))
+        for i in range(20)
+    ]
+    logs = np.log([one.samples for one in found])
+    error = logs.std() / np.sqrt(len(logs))
+    assert abs(logs.mean() - np.log(1.3)) < 4 * error < 0.1
+
+
+def test_a_loss_that_only_fluctuates_has_no_gain():
+    flat = [curve(16, 0.001, 1e9, noise=1.0, seed=seed) for seed in range(2)]
+    assert "did not fall" in gain(*flat)
+
+
+def test_a_loss_that_rises_has_no_gain():
+    assert "did not fall" in gain(curve(16, 0.001), curve(16, 0.001, -1.0))
+
+
+def test_a_loss_that_is_not_finite_has_no_gain():
+    assert "not finite" in gain(curve(16, 0.001), curve(16, 0.001, floor=np.nan))
+
+
+def test_few_steps_have_no_gain():
+    assert "too few steps" in gain(curve(16, 0.001), curve(2000, 0.001))
+
+
+def test_curves_without_a_common_loss_have_no_gain():
+    assert "no loss in common" in gain(curve(16, 0.001), curve(16, 0.001, floor=3.0))

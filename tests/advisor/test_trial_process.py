@@ -1,0 +1,183 @@
+"""One run of a program at another batch size: what its loaders, rates, seeds and losses become."""
+
+import json
+import random
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bigbatch.advisor.trial_process import Trial
+from torchrun import run
+
+PROCESSES = """
+import json, os, sys, traceback
+import torch._dynamo  # which the first optimizer imports
+from bigbatch.advisor.trial_process import Trial, run
+
+for trial, variables in json.load(open(sys.argv[1])):
+    if os.fork() == 0:  # torch is imported once
+        os.environ.update(variables)
+        status = 0
+        try:
+            run(Trial(**trial))
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stdout.flush()
+        os._exit(status)
+    assert os.wait()[1] == 0, trial["target"]
+"""
+START = """
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+import bigbatch as bb
+
+torch.manual_seed(3)
+x = torch.arange(640.0).reshape(320, 2) / 640
+model = torch.nn.Linear(2, 1)
+with torch.no_grad():
+    model.weight.fill_(0.5)
+    model.bias.fill_(0.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = TensorDataset(x)
+
+def loss_of(x):
+    return (model(x) - 1).square().mean()
+
+def step(x):
+    optimizer.zero_grad()
+    loss_of(x).backward()
+    optimizer.step()
+"""
+PROGRAMS = {
+    "a loader": "for x, in DataLoader(data, batch_size=8): step(x)",
+    "a sampler": "for x, in DataLoader(data, batch_sampler=BatchSampler("
+    "SequentialSampler(data), 8, False)): step(x)",
+    "another loader": "DataLoader(data, 5); DataLoader(data, batch_size=None)\n"
+    "assert [5] * 64 == [len(x) for x, in DataLoader(data, 5)]\n"
+    "for x, in DataLoader(data, 8): step(x)",
+    "by hand": "for x in x.split(bb.advised_batch_size(8)): step(x)",
+    "a schedule by hand": "for i, (x,) in enumerate(DataLoader(data, 8)):\n"
+    "    optimizer.param_groups[0]['lr'] = 0.01 * (i + 1); step(x)",
+    "OneCycleLR": "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 100)\n"
+    "for x, in DataLoader(data, 8): step(x); schedule.step()",
+    "its own rate": "optimizer.param_groups[0]['lr'] = bb.advised_lr(0.01)\n"
+    "for x, in DataLoader(data, 8): step(x)",
+    "a tensor as rate": "optimizer.param_groups[0]['lr'] = torch.tensor(0.01)\n"
+    "for x, in DataLoader(data, 8): step(x)",
+    "a scaler": "scaler = torch.amp.GradScaler('cpu', init_scale=1024)\n"
+    "for x, in DataLoader(data, 8):\n"
+    "    optimizer.zero_grad(); scaler.scale(loss_of(x)).backward()\n"
+    "    scaler.step(optimizer); scaler.update()",
+    "two backwards": "for i, (x,) in enumerate(DataLoader(data, 4)):\n"
+    "    (loss_of(x) / 2).backward()\n"
+    "    if i % 2: optimizer.step(); optimizer.zero_grad()",
+    "another optimizer": "other = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])\n"
+    "for x, in DataLoader(data, 8): step(x); other.step()",
+    "an evaluation": "for x, in DataLoader(data, 8):\n"
+    "    step(x)\n    with torch.no_grad(): model(x)",
+    "a copy of the model": "import copy, io\nfor x, in DataLoader(data, 8):\n"
+    "    step(x); copy.deepcopy(model)(x); torch.save(model, io.BytesIO())",
+    "time": "while True:\n    for x, in DataLoader(data, 8): step(x)",
+    "an exit": "import sys\nfor x, in DataLoader(data, 8): step(x)\nsys.exit(0)",
+}
+OVERRIDES = {
+    "two backwards": {"backwards": 2, "sizes": {"4": 16}},
+    "time": {"seconds": 0.1, "steps": 10**9},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Rows, seconds, rates and losses of the steps of each program, at four times its batch."""
+    folder = tmp_path_factory.mktemp("trials")
+    trials = []
+    for i, (name, code) in enumerate(PROGRAMS.items()):
+        (users := folder / str(i)).mkdir()
+        (users / "train.py").write_text(START + code)
+        defaults = {
+            "target": str(users / "train.py"),
+            "arguments": (),
+            "is_module": False,
+            "users": str(users),
+            "folder": str(users / "own"),
+            "losses": str(users / "losses.jsonl"),
+            "sizes": {"8": 32},
+            "dim": 0,
+            "backwards": 1,
+            "seed": 0,
+            "seconds": 60.0,
+            "steps": 6,
+        }
+        trials.append(Trial(**(defaults | OVERRIDES.get(name, {}))))
+    variables = {"BIGBATCH_BATCH_FACTOR": "4", "BIGBATCH_LR_FACTOR": "2"}
+    text = json.dumps([(asdict(trial), variables) for trial in trials])
+    (folder / "trials.json").write_text(text)
+    done = run(sys.executable, "-c", PROCESSES, folder / "trials.json")
+    assert (0, "") == (done.returncode, done.stderr)
+    return {
+        name: np.array([*map(json.loads, Path(trial.losses).read_text().splitlines())]).T
+        for name, trial in zip(PROGRAMS, trials, strict=True)
+    }
+
+
+def expected_losses(rates):
+    """Of SGD on the batches of 32 by hand, from the third step on."""
+    x = np.arange(640.0).reshape(320, 2) / 640
+    weight, bias, losses = np.array([0.5, 0.5]), 0.0, []
+    for batch, rate in zip(np.split(x, 10), rates, strict=False):
+        error = batch @ weight + bias - 1
+        losses.append((error**2).mean())
+        weight = weight - rate * 2 * (error @ batch) / 32
+        bias = bias - rate * 2 * error.mean()
+    return losses[2:]
+
+
+FIXED = [0.02] * 8
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "time"])
+def test_a_program_trains_with_the_batch_and_the_rate_of_the_trial(runs, name):
+    rows, seconds, rates, losses = runs[name]
+    used = {
+        "a schedule by hand": 0.02 * np.arange(1, 9),
+        "OneCycleLR": np.array([0.0, 0.0, *rates]),  # its first two steps are not written
+    }.get(name, np.array(FIXED))
+    if name == "OneCycleLR":
+        assert rates[0] > 2 * 0.004  # twice 0.1 / 25, and rising
+        assert (np.diff(rates) > 0).all()
+        return
+    assert [32] * 6 == rows.tolist()
+    assert used[2:] == pytest.approx(rates, rel=1e-6)
+    assert expected_losses(used) == pytest.approx(losses, rel=1e-5)
+    assert (np.diff([0.0, *seconds]) > 0).all()
+
+
+def test_a_run_ends_after_its_time(runs):
+    _, seconds, _, _ = runs["time"]
+    assert seconds[-1] >= 0.1 > seconds[-2]
+
+
+def test_seeds_are_added_to_those_of_the_program(tmp_path):
+    code = (
+        "import json, random, sys, numpy, torch\n"
+        "from bigbatch.advisor.trial_process import shift_seeds\n"
+        "shift_seeds(int(sys.argv[1]))\n"
+        "first = [random.random(), numpy.random.rand(), torch.rand(1).item()]\n"
+        "random.seed(5); numpy.random.seed(5); torch.manual_seed(5)\n"
+        "print(json.dumps([*first, random.random(), numpy.random.rand(), torch.rand(1).item()]))"
+    )
+    zero, seven = (json.loads(run(sys.executable, "-c", code, seed).stdout) for seed in (0, 7))
+    expected = []
+    for first in (0, 5):
+        random.seed(first)
+        expected += [random.random(), np.random.RandomState(first).rand()]
+        expected.append(torch.rand(1, generator=torch.Generator().manual_seed(first)).item())
+    assert expected == zero
+    random.seed(12)
+    assert random.random() == seven[3]
+    assert all(one != other for one, other in zip(zero, seven, strict=True))
