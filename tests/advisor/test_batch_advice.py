@@ -7,6 +7,9 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
 from bigbatch.advisor.advise import Advice, parse_seconds
@@ -16,6 +19,7 @@ from bigbatch.advisor.lines_to_add import lines_to_add, schedule
 from bigbatch.advisor.observations import Observations
 from bigbatch.advisor.text_page import bars, conclusion, device_cells, number, text_page, two_digits
 from bigbatch.errors import LoopError, SettingError
+from bigbatch.log.chart_axis import text_width
 from made_observations import advice_of, machine, measured, steady
 
 VOID = {"meta", "line", "polyline"}
@@ -399,6 +403,94 @@ def test_a_schedule_is_read_by_bigbatch(name):
     policy = eval(line.removeprefix("policy="), {"bb": bb})
     assert isinstance(policy, bb.Schedule)
     assert ("to" in schedule(advice)) == (name == "rising")
+
+
+@pytest.mark.parametrize(
+    ("scale", "fixed", "present", "optimizer"),
+    [(1e4, 0.01, 64, "Adam"), (1000.0, 0.1, 64, "SGD"), (100.0, 3e-4, 128, "SGD")],
+)
+def test_the_line_of_adaptive_batch_trains_as_it_stands(scale, fixed, present, optimizer):
+    settings = {"batch_size": present, "optimizer": optimizer}
+    advice = advice_of(steady(scale), machine(fixed=fixed), **settings)
+    advised, line = advice.batch_size, lines_to_add(advice)["bigbatch, measuring"]
+    assert advised != present
+    assert all(part.strip() in str(advice) for part in line.splitlines())
+    model = nn.Linear(4, 1)
+    data = TensorDataset(torch.randn(4 * advised, 4))
+    names = {
+        "bb": bb,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
+        "loader": DataLoader(data, batch_size=present, shuffle=True),
+    }
+    exec(line, names)
+    train, sizes = names["train"], []
+    for step in train:
+        for (x,) in step:
+            step.backward(model(x).square().mean())
+        sizes.append(step.update().batch_size)
+    assert advised == sizes[0]
+    policy = train.controller.policy
+    assert min(present, advised) == policy.min_batch
+    assert max(present, advice.this_machine.high) == policy.max_batch
+
+
+def test_each_of_two_optimizers_has_its_rate():
+    """SGD by its gain, others by the root; a loop of bigbatch steps one, so it has no line."""
+    rates = {"SGD": (0.1, 0.01), "AdamW": (3e-4,)}
+    advice = advice_of(
+        steady(1000.0), machine(fixed=0.05), optimizer="SGD and AdamW", lr=rates, betas=()
+    )
+    batch = advice.batch_size
+    assert batch > 128
+    factors = {"SGD": (1 + 1000 / 64) / (1 + 1000 / batch), "AdamW": math.sqrt(batch / 64)}
+    found, lines, page = advice.as_dict(), lines_to_add(advice), html_page(advice)
+    assert pytest.approx(factors, rel=1e-2) == found["lr_factors"]
+    assert "bigbatch, measuring" not in lines
+    for name, factor in found["lr_factors"].items():
+        assert f"learning rate of {name} for {batch}: x {factor:.3g} (" in str(advice)
+        assert f"x {factor:.3g}</strong>learning rate of {name}" in page
+        assert f"{name} lr={', '.join(f'{lr * factor:.3g}' for lr in rates[name])}" in page
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize("present", [64, 96, 100])
+@pytest.mark.parametrize("scale", [5.0, 64.0, 1e4])
+def test_every_device_has_as_many_samples_of_a_batch(ranks, present, scale):
+    present = -(-present // ranks) * ranks
+    advice = advice_of(steady(scale), machine(), batch_size=present, ranks=ranks)
+    for row in advice.devices:
+        is_own = row.devices == ranks
+        sizes = [row.batch_size, row.low, row.high]
+        assert all(size >= row.devices for size in sizes)
+        assert is_own or not any(size % row.devices for size in sizes)
+        assert math.isnan(row.time) == (present < row.devices)
+        assert pytest.approx(advice.relative_samples(row.batch_size)) == row.samples
+
+
+def test_the_chart_of_the_noise_scale_has_every_measured_step():
+    """Its axis is that of all observed steps; steps without signal are hollow."""
+    advice = advice_of([measured(5 * i, 1 if i % 3 else -1, 500.0) for i in range(33)], machine())
+    chart = html_page(advice).partition("How the noise scale moved")[2].partition("<h2>")[0]
+    assert 'data-x="0 400 ' in chart
+    points, moved, _ = re.findall(r'<g class="series.*?</g>', chart)
+    assert (33, 11) == (points.count("<path"), points.count("marker hollow"))
+    assert 4 == moved.count("<path")
+    assert 1 == len(re.findall('class="band', chart))
+
+
+@pytest.mark.parametrize(("present", "scale"), [(64, 400.0), (64, 3e4), (1024, 60.0)])
+def test_names_of_marks_stand_apart(present, scale):
+    advice = advice_of(steady(scale), machine(fixed=0.02), batch_size=present)
+    chart = html_page(advice).partition("Time to the same progress, by")[2].partition("<h2>")[0]
+    texts = re.findall(r'x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)">(\w+ [\d,]+)<', chart)
+    ends = []
+    for x, _, anchor, text in texts:
+        width = text_width(text, 11.5)
+        ends.append((float(x) - width * (anchor == "end"), float(x) + width * (anchor == "start")))
+    assert 2 == len(texts)
+    assert all(0 <= low < high <= 420 for low, high in ends)
+    assert ends[0][1] < ends[1][0] or ends[1][1] < ends[0][0] or texts[0][1] != texts[1][1]
 
 
 def test_the_observed_trainer_comes_first():
