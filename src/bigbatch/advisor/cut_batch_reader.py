@@ -128,7 +128,7 @@ class CutBatchReader(StepReader):
         if isinstance(module, DistributedDataParallel):
             module = module.module
         again = copy.deepcopy(module)
-        copies = dict(zip(module.parameters(), again.parameters(), strict=True))
+        copies = dict[Tensor, Tensor](zip(module.parameters(), again.parameters(), strict=True))
         if call.dim or self.samples_per_row != 1 or not copies.keys() >= {*self.source.parameters}:
             raise GradientError("one call of the model has to have the samples in dimension 0")
         parameters = [copies[p] for p in self.source.parameters]
