@@ -65,6 +65,11 @@ MADE = {
     "grow": advice_of(steady(10_000.0), machine()),
     "shrink": advice_of(steady(10.0), machine(fixed=1e-5), batch_size=256),
     "leave": advice_of(steady(64.0), machine(fixed=0.0064)),
+    "undecided": advice_of(
+        [measured(i, -2.0 if i % 2 else 4.0, 500.0) for i in range(40)],
+        machine(fixed=0.02),
+        batch_size=1024,
+    ),
     "uncertain": advice_of(uncertain(), machine(), batch_size=8192),
     "unknown time": advice_of(steady(500.0), unseen=["the time of other batch sizes: no"]),
     "no signal": advice_of([measured(i, -1.0, 5.0) for i in range(20)], machine()),
@@ -145,15 +150,25 @@ def test_a_batch_beyond_a_factor_of_two_is_not_left(fixed):
     assert conclusion(advice).startswith(f"{word} the batch from 64 to {advice.batch_size}: ")
 
 
-@pytest.mark.parametrize("present", [8192, 262_144])
-def test_an_interval_that_holds_the_present_batch_leaves_it_for_now(present):
-    """Without an upper end it holds every larger one; the farthest size of the search is no end."""
-    advice = advice_of(uncertain(), machine(), batch_size=present)
+def test_an_interval_that_holds_the_present_batch_leaves_it_for_now():
+    advice = MADE["undecided"]
     row = advice.this_machine
-    assert (math.inf, None, False) == (advice.trend.high, row.high, advice.leaves_batch)
+    assert (True, False) == (advice.is_undecided, advice.leaves_batch)
+    assert row.low < 2 * advice.fastest_row.batch_size < 1024 <= row.high
     assert_left(advice)
     assert conclusion(advice).startswith(
-        f"Leave it for now: the fastest batch on this machine is {row.low} or more, and"
+        f"Leave it for now: the fastest batch on this machine is {row.low} to {row.high}, and"
+    )
+
+
+@pytest.mark.parametrize("present", [8192, 262_144])
+def test_an_interval_without_an_upper_end_gives_no_batch(present):
+    """It holds every larger one; the farthest size of the search is no end."""
+    advice = advice_of(uncertain(), machine(), batch_size=present)
+    assert math.inf == advice.trend.high
+    assert present > withheld(advice)
+    assert conclusion(advice).startswith(
+        f"At least {advice.bound}, where the present batch is {present}; no size is advised"
     )
     assert any("no upper end" in doubt for doubt in advice.doubts)
 

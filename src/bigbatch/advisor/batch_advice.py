@@ -150,9 +150,9 @@ class BatchAdvice:
     def is_undecided(self) -> bool:
         """Whether the present batch size is farther, but may be the fastest for what is known."""
         row, present = self.fastest_row, self.found.batch_size
-        if row is None or self.leaves_batch:
+        if row is None or row.high is None or self.leaves_batch:
             return False
-        return row.low <= present <= (row.high or math.inf)
+        return row.low <= present <= row.high
 
     def lr_factor(self, batch_size: float, optimizer: str | None = None) -> float:
         """Factor of the learning rate of an optimizer for another batch size.

@@ -18,7 +18,7 @@ from bigbatch.advisor.observations import Limits, Way
 from bigbatch.advisor.step_reader import StepReader, usable
 from bigbatch.advisor.time_probe import resized
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import widest_float
+from bigbatch.gradients.dtypes import full_precision, sum_dtype, widest_float
 from bigbatch.gradients.groups.coupling import running_roots
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.statistics.noise_scale import GradientStatistics, from_weighted_losses
@@ -80,8 +80,11 @@ class CutBatchReader(StepReader):
         # samples, micro-batches, and sum |h_d|^2 / n_d of each layer
         sums = [0.0] * (2 + len(self._layer_names))
         self._sums = torch.tensor(sums, dtype=widest_float(device), device=device)
-        self._totals = [torch.zeros(()) for _ in self.source.parameters]  # sum h_d
+        self._totals: list[Tensor] = []  # sum h_d
         self._is_complete = False
+
+    def _zeros(self) -> list[Tensor]:
+        return [torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for p in self.source.parameters]
 
     def _record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A forward of the program has ended."""
@@ -100,6 +103,7 @@ class CutBatchReader(StepReader):
     def _take(self) -> None:
         if len(self._tapes) != len(self._sizes):
             raise GradientError("the program calls its modules several times before a backward")
+        self._totals = self._zeros()
         for call, tape in self._tapes:
             self._cut(call, tape)
         self._is_complete = True
@@ -114,10 +118,10 @@ class CutBatchReader(StepReader):
             values[0], values[1] = size, 1
             for number, gradient in enumerate(gradients):
                 if gradient is not None:
-                    part = gradient * (size / call.samples / scale)
+                    part = full_precision(gradient) * (size / call.samples / scale)
                     square = part.to(self._sums).square().sum()
                     values[2 + self._layers[number]] += square / size
-                    self._totals[number] = self._totals[number].to(part) + part
+                    self._totals[number] += part
             self._sums += values
 
     def _gradients(
@@ -141,8 +145,7 @@ class CutBatchReader(StepReader):
     def _read(self, failure: str) -> tuple[GradientStatistics | None, str, Sequence[float]]:
         own = torch.tensor([*self._shared, float(self._is_complete)]).to(self._sums)
         values = torch.cat([own, self._sums])
-        pairs = zip(self._totals, self.source.parameters, strict=True)
-        totals = [total.to(p).expand(p.shape).contiguous() for total, p in pairs]
+        totals = self._totals or self._zeros()
         for one in (values, *totals):
             self.source.reducer.all_reduce(one)
         numbers = values.tolist()

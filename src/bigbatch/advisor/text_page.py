@@ -62,12 +62,12 @@ def unknown(advice: BatchAdvice) -> str:
     """Why there is no batch size."""
     trend, present, bound = advice.trend, advice.found.batch_size, advice.bound
     if bound is not None:
-        side = "At least" if bound > present else "At most"
         if math.isinf(trend.high):
             return (
-                f"{side} {bound}, where the present batch is {present}; no size is advised, since "
+                f"At least {bound}, where the present batch is {present}; no size is advised, as "
                 f"the noise scale's interval has no upper end. {more_steps(advice)}"
             )
+        side = "At least" if bound > present else "At most"
         return (
             f"{side} {bound}; no size is advised, since the fastest one is more than a factor of "
             f"{FARTHEST} from the present {present}, farther than this advice was ever tested. "
