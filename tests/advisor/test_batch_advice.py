@@ -157,7 +157,7 @@ def test_an_interval_that_holds_the_present_batch_leaves_it_for_now():
     assert row.low < 2 * advice.fastest_row.batch_size < 1024 <= row.high
     assert_left(advice)
     assert conclusion(advice).startswith(
-        f"Leave it for now: the fastest batch on this machine is {row.low} to {row.high}, and"
+        f"Leave it for now: the fastest batch on this machine is {row.low} to {row.high:,}, and"
     )
 
 
@@ -168,7 +168,7 @@ def test_an_interval_without_an_upper_end_gives_no_batch(present):
     assert math.inf == advice.trend.high
     assert present > withheld(advice)
     assert conclusion(advice).startswith(
-        f"At least {advice.bound}, where the present batch is {present}; no size is advised"
+        f"No batch size: the fastest one may be any from {advice.bound} on, since the noise scale's"
     )
     assert any("no upper end" in doubt for doubt in advice.doubts)
 

@@ -35,6 +35,7 @@ _MICRO_BATCHES = 4  # backwards of all ranks from which they are compared themse
 _LEARNED = 2  # equal steps that show how many backwards a step has
 _MAX_LEARNED = 8  # steps that may pass until then
 _ATTEMPTS = 3  # measured steps in a row that may fail
+_CUTTING = ("groups", "cut micro-batches")  # the ways after which another one is tried
 _READERS: dict[Way, type[StepReader]] = {
     "cut micro-batches": CutBatchReader,
     "consecutive steps": ConsecutiveStepsReader,
@@ -193,7 +194,6 @@ class ObservedTraining:
     def _read_without_groups(self, reason: str, backwards: int) -> None:
         """By micro-batches that are cut, or two or three backwards, or else consecutive steps."""
         ranks, is_first = self._reader.ranks, self._reader.way != "cut micro-batches"
-        reason, *_ = reason.partition("; measure by micro-batches")  # a remedy of GradientMeter
         kind = "groups of samples of one backward" if is_first else "micro-batches of one backward"
         self._observations.unseen.append(f"{kind}: {reason}")
         if is_first and not (
@@ -238,7 +238,7 @@ class ObservedTraining:
             return True
         if samples.failed >= _ATTEMPTS:
             failure = failure or "another rank could not read its step"
-            if self._reader.way not in ("groups", "cut micro-batches"):
+            if self._reader.way not in _CUTTING:
                 raise SettingError(failure)
             self._failures.clear()
             self._read_without_groups(failure, self._reader.backwards)
@@ -269,6 +269,8 @@ class ObservedTraining:
             raise SettingError(_COUPLED.format(observations.coupling))
         if not observations.measurements or call is None or self._samples is None:
             reason = self._failures[-1] if self._failures else too_short(self._steps)
+            if self._failures and self._reader.way in _CUTTING:
+                reason += f"; the observation ended after {self._steps} steps, before another way was tried"
             raise SettingError(reason)
         observations.way = self._reader.way
         observations.step_seconds = self._samples.seconds

@@ -1,6 +1,7 @@
 """Reads the gradient noise of a step at the end of its last backward."""
 
 import math
+import re
 import time
 import warnings
 from collections.abc import Sequence
@@ -139,9 +140,7 @@ class StepReader(Subscriber):
 
     def note_error(self, error: Exception) -> None:
         """The step cannot be read."""
-        self._failure = self._failure or (
-            str(error) if isinstance(error, BigbatchError) else f"{type(error).__name__}: {error}"
-        )
+        self._failure = self._failure or _reason(error)
 
     def _note_error_of_groups(self, error: Exception) -> None:
         self.source.failed = True
@@ -228,7 +227,7 @@ class StepReader(Subscriber):
             with warnings.catch_warnings(action="ignore"):  # which are for loops with a meter
                 statistics = self._meter.statistics(self._meter.totals(values))
         except GradientError as error:
-            return None, str(error), shared
+            return None, _reason(error), shared
         return *usable(statistics), shared
 
 
@@ -296,6 +295,13 @@ class ConsecutiveStepsReader(StepReader):
         if self._pair is None:
             return None, "", self._shared  # the first step of a pair
         return *usable(self._pair), self._shared
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, without what a user of `GradientMeter` would do."""
+    if not isinstance(error, BigbatchError):
+        return f"{type(error).__name__}: {error}"
+    return re.sub(r"[;,] (or )?measure by micro-batches.*", "", str(error))
 
 
 def usable(statistics: GradientStatistics) -> tuple[GradientStatistics | None, str]:

@@ -63,10 +63,14 @@ def unknown(advice: BatchAdvice) -> str:
     trend, present, bound = advice.trend, advice.found.batch_size, advice.bound
     if bound is not None:
         if math.isinf(trend.high):
-            return (
-                f"At least {bound}, where the present batch is {present}; no size is advised, as "
-                f"the noise scale's interval has no upper end. {more_steps(advice)}"
-            )
+            reason = "since the noise scale's interval has no upper end"
+            which = f"No batch size: the fastest one may be any from {bound} on, {reason}"
+            if bound > present:
+                which = (
+                    f"At least {bound}, where the present batch is {present}; no size is advised, "
+                )
+                which += reason
+            return f"{which}. {more_steps(advice)}"
         side = "At least" if bound > present else "At most"
         return (
             f"{side} {bound}; no size is advised, since the fastest one is more than a factor of "
@@ -74,7 +78,7 @@ def unknown(advice: BatchAdvice) -> str:
             f"Train with {bound}, and observe that run."
         )
     if math.isinf(trend.noise_scale):
-        lower = f" The noise scale is at least {number(trend.low)}." * math.isfinite(trend.low)
+        lower = f" The noise scale is at least {number(trend.low)}." * (0 < trend.low < math.inf)
         return (
             "No batch size: the gradient's signal was not distinguished from noise."
             f"{lower} {more_steps(advice)}"
