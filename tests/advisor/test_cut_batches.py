@@ -53,14 +53,16 @@ def cut_gradients(model, loss_of, x, y, parts):
     return gradients
 
 
-def train(seed, loss_of, *, dropout=0.0, batch=64, parts=4, backwards=1, context=nullcontext):
+def train(
+    seed, loss_of, *, dropout=0.0, batch=64, parts=4, backwards=1, steps=STEPS, context=nullcontext
+):
     """(losses and buffers, what was measured by hand, the advice; None without) of a training."""
     torch.manual_seed(seed)
     model = network(dropout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses, expected = [], []
     with bb.advise(model, optimizer) if parts else nullcontext() as advice, context():
-        for _ in range(STEPS):
+        for _ in range(steps):
             optimizer.zero_grad()
             x = torch.randn(backwards, batch, 3, 8, 8, dtype=torch.float64)
             for images in x:
@@ -108,6 +110,38 @@ def test_dropout_draws_numbers_of_its_own_and_the_training_those_that_it_would(s
     advised = train(seed, F.cross_entropy, dropout=0.5)
     assert_measured(*advised[1:])
     assert train(seed, F.cross_entropy, dropout=0.5, parts=0)[0] == advised[0]
+
+
+def test_a_loss_of_the_model_itself_is_that_of_the_micro_batch():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = network()
+
+        def forward(self, x, labels):
+            scores = self.network(x)
+            return {"loss": F.cross_entropy(scores, labels), "scores": scores}
+
+    torch.manual_seed(0)
+    model, expected = Own(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with bb.advise(model, optimizer) as advice:
+        for _ in range(STEPS):
+            x, y = torch.randn(64, 3, 8, 8, dtype=torch.float64), torch.randint(10, (64,))
+            optimizer.zero_grad()
+            (model(x, labels=y)["loss"] / 2).backward()
+            gradients = cut_gradients(
+                model.network, lambda out, y: F.cross_entropy(out, y) / 2, x, y, 4
+            )
+            expected.append(measured(gradients, [16] * 4))
+            optimizer.step()
+    assert_measured(expected, advice)
+
+
+def test_too_few_steps_to_try_another_way_are_said_to_be():
+    advice = train(0, F.cross_entropy, steps=8)[-1]
+    assert advice.refusal.endswith("another way was not tried in the 8 steps that were observed")
+    assert "groups=None" not in advice.refusal
 
 
 def test_two_backwards_are_cut_each():

@@ -270,7 +270,9 @@ class ObservedTraining:
         if not observations.measurements or call is None or self._samples is None:
             reason = self._failures[-1] if self._failures else too_short(self._steps)
             if self._failures and self._reader.way in _CUTTING:
-                reason += f"; the observation ended after {self._steps} steps, before another way was tried"
+                reason += (
+                    f"; another way was not tried in the {self._steps} steps that were observed"
+                )
             raise SettingError(reason)
         observations.way = self._reader.way
         observations.step_seconds = self._samples.seconds
