@@ -44,7 +44,8 @@ def _body(advice: BatchAdvice) -> Iterator[str]:
         yield _section("Tried", sentences(advice.trial))
         yield _trial_chart(advice.trial)
     yield _section("Noise", noise(advice))
-    yield f"<h2>How the noise scale moved</h2>\n{_noise_chart(advice)}"
+    if chart := _noise_chart(advice):
+        yield f"<h2>How the noise scale moved</h2>\n{chart}"
     if advice.this_machine is not None:
         yield f"<h2>Time to the same progress, by batch size</h2>\n{_time_chart(advice)}"
         yield f"<h2>On more devices</h2>\n{_devices_table(advice)}"

@@ -49,7 +49,7 @@ def conclusion(advice: BatchAdvice) -> str:
     if advice.is_undecided:
         return (
             f"Leave it for now: the fastest batch on this machine is {_interval(row)}, and the "
-            f"present one, {present}, is among these. {more_steps(advice)}"
+            f"present one, {present:,}, is among these. {more_steps(advice)}"
         )
     word = "Grow" if row.batch_size > present else "Shrink"
     return (
@@ -95,10 +95,7 @@ def more_steps(advice: BatchAdvice) -> str:
     limit, steps = advice.observations.ended_by, advice.observations.steps
     if limit:
         return f"Observe for longer: a larger --{limit} ({limit}= of bb.advise)."
-    return (
-        f"The program ended after {steps} steps: let it train for longer, and observe that "
-        "(--steps, --budget)."
-    )
+    return f"The program ended after {steps} steps: let it train for longer."
 
 
 def _training(advice: BatchAdvice) -> Iterator[str]:
