@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUNS ?= runs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-release test-light test-outside check docs bench figure clean
+.PHONY: help setup run study test test-all test-release test-light test-outside check docs bench figure clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -40,7 +40,16 @@ $(COMPILED): $(READY)
 	-$(BIN)/python tests/helpers/deepspeed_operations.py
 	@touch $@
 
-run: $(RUN)  ## train the digits study and write its report
+# a folder for each time: two batch sizes, two seeds each, then a batch that follows the noise
+NOW := $(shell date +%Y%m%d-%H%M%S)
+FIRST = $(RUNS)/digits-$(NOW)
+
+run: $(RUN)  ## advise examples/digits.py, try the advice, follow the noise; report.html
+	$(BIN)/bigbatch advise --try --try-in $(FIRST) -o $(FIRST).html examples/digits.py
+	$(BIN)/python examples/digits_adaptive.py $(FIRST)/adaptive
+	$(BIN)/bigbatch report $(FIRST)
+
+study: $(RUN)  ## train the digits study: 18 networks, a table, report.html
 	$(BIN)/bigbatch train --runs-dir $(RUNS)
 
 # three test processes on two cores, since ranks and commands also wait

@@ -16,6 +16,8 @@ from torchrun import run
 PROCESSES = """
 import json, os, sys, traceback
 import torch._dynamo  # which the first optimizer imports
+from pathlib import Path
+from bigbatch.advisor.own_folder import OwnFolder
 from bigbatch.advisor.trial_process import Trial, run
 
 for trial, variables in json.load(open(sys.argv[1])):
@@ -23,6 +25,7 @@ for trial, variables in json.load(open(sys.argv[1])):
         os.environ.update(variables)
         status = 0
         try:
+            OwnFolder(Path(trial["folder"]), Path(trial["users"])).make()
             run(Trial(**trial))
         except BaseException:
             traceback.print_exc()

@@ -73,7 +73,9 @@ class ObservedTraining:
         self._backwards_before: int | None = None  # the step of an optimizer that is not the last
         self._backward_samples: list[int] = []  # of the measured steps
         self._failures: list[str] = []  # of measured steps
-        self._optimizer_seconds: list[float] = []
+        self._optimizers_took = 0.0  # seconds in this step
+        self._optimizer_seconds: list[float] = []  # of the steps that were not measured
+        self._loads_in_process = False  # whether a loader has no workers
         self._waits: list[float] = []  # seconds before the first forward of a step
         self._last_end = 0.0
         self._start_step()
@@ -82,18 +84,21 @@ class ObservedTraining:
         """Removes every hook."""
         self._reader.close()
 
-    def end_step(self, optimizer: Optimizer) -> bool:
-        """An optimizer has stepped; returns whether the limits are reached."""
+    def end_step(self, optimizer: Optimizer, seconds: float) -> bool:
+        """An optimizer has stepped for so long; returns whether the limits are reached."""
+        self._optimizers_took += seconds
         if not self._ends_step(optimizer):
             return False
-        now = time.perf_counter()
         reading = self._reader.finish()
+        if reading is None:  # a measured step finds nothing in the caches
+            self._optimizer_seconds.append(self._optimizers_took)
+        self._optimizers_took = 0.0
         self._steps += 1
         if self._samples is None:
             assert reading is not None
             self._learn(reading)
             return False
-        return self._measure(self._samples, reading, now)
+        return self._measure(self._samples, reading)
 
     def _ends_step(self, optimizer: Optimizer) -> bool:
         """Whether all optimizers of the training have stepped after the same backwards."""
@@ -147,6 +152,8 @@ class ObservedTraining:
         if refusal:
             raise SettingError(self._explained(refusal))
         self._forwards.keep_called()
+        # now, since a program that has ended has no loader any more
+        self._loads_in_process = any(not loader.num_workers for loader in living(DataLoader))
         if backwards * self._reader.ranks >= _MICRO_BATCHES:
             self._read_by("micro-batches", backwards)
         elif hidden := self._hidden_groups():
@@ -219,7 +226,7 @@ class ObservedTraining:
 
     # measuring
 
-    def _measure(self, samples: SampledSteps, reading: StepReading | None, now: float) -> bool:
+    def _measure(self, samples: SampledSteps, reading: StepReading | None) -> bool:
         """Takes the measurement of a step, if it has one."""
         failure = "" if reading is None else reading.failure
         shared = None if reading is None else reading.shared
@@ -232,7 +239,7 @@ class ObservedTraining:
         if failure:
             self._failures.append(failure)
         if reading is not None and reading.statistics is not None:
-            self._note(reading, now)
+            self._note(reading)
         if samples.timed_out or self._steps >= (self._limits.steps or math.inf):
             self._observations.ended_by = "budget" if samples.timed_out else "steps"
             return True
@@ -245,15 +252,13 @@ class ObservedTraining:
         self._start_step()
         return False
 
-    def _note(self, reading: StepReading, now: float) -> None:
+    def _note(self, reading: StepReading) -> None:
         assert reading.statistics is not None
         self._observations.measurements.append(
             Measurement(self._steps - 1, reading.statistics, reading.features, reading.products)
         )
         self._backward_samples.append(round(reading.sizes[0]))
         self._waits.append(self._forwards.waited)
-        if self._reader.ended:
-            self._optimizer_seconds.append(now - self._reader.ended)
 
     # the end
 
@@ -362,8 +367,7 @@ class ObservedTraining:
         optimizer = median(self._optimizer_seconds or [0.0])
         backwards = times.seconds([found.micro_batch] * found.accumulation)
         rest = max(0.0, self._observations.step_seconds - backwards - optimizer)
-        in_process = any(not loader.num_workers for loader in living(DataLoader))
-        data = min(rest, median(self._waits or [0.0])) if in_process else 0.0
+        data = min(rest, median(self._waits or [0.0])) if self._loads_in_process else 0.0
         self._observations.time = MachineTime(
             times, optimizer, data, rest - data, largest, sample_bytes
         )

@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from bigbatch.advisor.forward_watch import ForwardWatch
 from bigbatch.advisor.found_training import LATER, FoundTraining
 from bigbatch.advisor.observations import Limits, Way
 from bigbatch.advisor.sample_count import require_one_size
-from bigbatch.advisor.time_probe import synchronize
 from bigbatch.errors import BigbatchError, GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import widest_float
@@ -60,7 +58,6 @@ class StepReader(Subscriber):
     ) -> None:
         self.way: Way = way
         self.backwards = 0  # that a step has on this rank; 0 where steps are watched, not read
-        self.ended = 0.0  # when the last backward had ended and was read
         self._forwards = forwards
         self._training, self._stated = training, limits.micro_batch
         self.samples_per_row = 1.0  # samples of an entry in the model's first tensor
@@ -199,8 +196,6 @@ class StepReader(Subscriber):
             projections = self._meter.micro_batch_projections.to(sqnorms)
             self._features = torch.cat([sqnorms[:, None], projections], 1)
             self._take()
-            synchronize(self.source.parameters[0].device)
-            self.ended = time.perf_counter()
 
     # reading
 

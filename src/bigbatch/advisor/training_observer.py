@@ -41,7 +41,7 @@ class TrainingObserver:
         self._model, self._optimizer = model, optimizer
         self._handles: list[RemovableHandle] = []
         self._stepping: list[Optimizer] = []  # whose steps have begun, the outermost first
-        self._began = 0.0
+        self._began = self._step_began = 0.0
         self._cycle: list[Optimizer] = []  # in the order of their first steps
         self._steps = 0  # of the first optimizer
         self._caller: Caller | None = None
@@ -64,6 +64,8 @@ class TrainingObserver:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._leave(optimizer)  # its last step has failed
         self._stepping.append(optimizer)
+        if len(self._stepping) == 1:
+            self._step_began = time.perf_counter()
         if len(self._stepping) == 1 and self._caller is None and self._is_observed(optimizer):
             self._guarded(self._find_caller)
 
@@ -91,7 +93,7 @@ class TrainingObserver:
     def _step(self, optimizer: Optimizer) -> None:
         if self._training is None:
             self._find(optimizer)
-        elif self._training.end_step(optimizer):
+        elif self._training.end_step(optimizer, time.perf_counter() - self._step_began):
             self._end()
 
     def _find(self, optimizer: Optimizer) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -17,7 +16,9 @@ import numpy as np
 from bigbatch.advisor.advised_settings import BATCH_FACTOR, LR_FACTOR
 from bigbatch.advisor.batch_advice import BatchAdvice
 from bigbatch.advisor.loss_curve import FULL, Gain, LossCurve, gain
+from bigbatch.advisor.own_folder import OwnFolder
 from bigbatch.advisor.trial_process import Trial
+from bigbatch.advisor.trial_ranks import TrialRanks
 from bigbatch.advisor.trial_result import TrialResult
 from bigbatch.errors import SettingError
 from bigbatch.log.run_log import RunLog
@@ -74,7 +75,11 @@ def parse_limit(text: str | None) -> tuple[float, int | None]:
 
 
 def try_advice(
-    advice: BatchAdvice, program: Program, limits: TrialLimits, say: Callable[[str], None]
+    advice: BatchAdvice,
+    program: Program,
+    limits: TrialLimits,
+    ranks: TrialRanks,
+    say: Callable[[str], None],
 ) -> TrialResult | str:
     """Runs the program at the present and at the advised batch size, one process after another.
 
@@ -94,7 +99,7 @@ def try_advice(
         Gain(advice.relative_time(tried), advice.relative_samples(tried)),
         limits.folder,
     )
-    runs = _Runs(advice, program, limits, tried)
+    runs = _Runs(advice, program, limits, ranks, tried)
     say(
         f"Trying {tried} and {found.batch_size}, {limits.seeds} runs each, in {limits.folder}; "
         "your own files stay as they are."
@@ -139,9 +144,15 @@ class _Runs:
     """Runs the program, each time in a process and a folder of its own."""
 
     def __init__(
-        self, advice: BatchAdvice, program: Program, limits: TrialLimits, tried: int
+        self,
+        advice: BatchAdvice,
+        program: Program,
+        limits: TrialLimits,
+        ranks: TrialRanks,
+        tried: int,
     ) -> None:
         self._advice, self._program, self._limits = advice, program, limits
+        self._ranks = ranks
         observed = advice.observations.steps * advice.found.batch_size
         self._samples = limits.samples or max(observed, FULL * tried)
         self._rows = 0  # of the present batch size's steps
@@ -185,30 +196,19 @@ class _Runs:
 
     def _start(self, trial: Trial, folder: Path, batch_factor: float, lr_factor: float) -> None:
         """Runs the process."""
-        environment = {
-            **os.environ,
+        variables = {
             BATCH_FACTOR: repr(batch_factor),
             LR_FACTOR: repr(lr_factor),
             "WANDB_MODE": "offline",
         }
-        command = [sys.executable, "-m", "bigbatch.advisor.trial_process", trial.as_json()]
         expected = trial.steps * self._advice.observations.step_seconds * max(1, batch_factor)
-        seconds = min(self._limits.seconds, expected)
-        with (folder / "output.txt").open("wb") as output:
-            try:
-                process = subprocess.run(  # noqa: S603  # what the user runs
-                    command,
-                    cwd=self._program.folder,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=_PATIENCE + 10 * seconds,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                raise SettingError(f"it did not end; {_output(folder)}") from None
-        if process.returncode:
+        patience = _PATIENCE + 10 * min(self._limits.seconds, expected)
+        OwnFolder(Path(trial.folder), Path(trial.users)).make()
+        try:
+            status = self._ranks.run(trial, variables, folder / "output.txt", patience)
+        except subprocess.TimeoutExpired:
+            raise SettingError(f"it did not end; {_output(folder)}") from None
+        if status:
             raise SettingError(f"it failed; {_output(folder)}")
 
     def _curve(

@@ -10,12 +10,13 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -52,7 +53,10 @@ class Trial:
     seed: int
     seconds: float  # of training, after which it ends
     steps: int  # likewise
-    makes_folder: bool = True  # whether no other process makes it
+
+    def of_other_rank(self) -> "Trial":
+        """That of a rank that rank 0 ends, and which writes no losses."""
+        return replace(self, losses=os.devnull, seconds=math.inf, steps=sys.maxsize)
 
     def as_json(self) -> str:
         """The text for the process."""
@@ -65,10 +69,8 @@ class Trial:
 
 
 def run(trial: Trial) -> None:
-    """Runs the program in a folder of its own."""
+    """Runs the program in its folder, which is there."""
     folder = OwnFolder(Path(trial.folder), Path(trial.users))
-    if trial.makes_folder:
-        folder.make()
     target = trial.target if trial.is_module else str(folder.own(Path(trial.target)))
     _scale_loaders({int(size): new for size, new in trial.sizes.items()})
     shift_seeds(trial.seed)
@@ -80,6 +82,9 @@ def run(trial: Trial) -> None:
         pass
     finally:
         steps.write()
+    if dist.is_available() and dist.is_initialized():
+        sys.stdout.flush()
+        os._exit(0)  # the other ranks wait, so that a process group might wait for them
 
 
 def _scale_loaders(sizes: dict[int, int]) -> None:

@@ -21,6 +21,7 @@ from bigbatch.advisor.run_program import require_program, run_program
 from bigbatch.advisor.sample_count import parse_samples
 from bigbatch.advisor.training_observer import EndOfProgram, TrainingObserver
 from bigbatch.advisor.trial import Program, TrialLimits, new_folder, parse_limit, try_advice
+from bigbatch.advisor.trial_ranks import TrialRanks
 from bigbatch.advisor.trial_result import sentences
 from bigbatch.errors import SettingError
 
@@ -50,7 +51,8 @@ def advise(arguments: Sequence[str]) -> NoReturn:
         for path in options.out:
             require_ending(path)
         paths = [Path(path).absolute() for path in options.out]  # programs change the folder
-        trial = _trial_limits(options)
+        trial = _trial_limits(options) if options.trial else None
+        ranks = TrialRanks(os.environ) if options.trial else None
         program = Program(options.target, tuple(options.arguments), options.module, Path.cwd())
     except SettingError as error:
         argument_parser().error(str(error))
@@ -66,8 +68,12 @@ def advise(arguments: Sequence[str]) -> NoReturn:
     finally:
         advice = Advice(observer.observations, network)
         _show(advice, paths)
-    if trial is not None and not status and not advice.refusal:
-        advice = _try(advice, program, trial, paths)
+    if trial is not None and ranks is not None:
+        if ranks.rank:
+            ranks.follow()
+        elif not status and not advice.refusal:
+            advice = _try(advice, program, trial, ranks, paths)
+        ranks.end()
     if not status and not options.go_on:
         failed = advice.trial is not None and advice.trial.failure
         status = int(advice.batch_size is None or bool(failed))
@@ -76,22 +82,16 @@ def advise(arguments: Sequence[str]) -> NoReturn:
     sys.exit(status)
 
 
-def _trial_limits(options: argparse.Namespace) -> TrialLimits | None:
-    """The limits of a trial; None if there is to be none.
-
-    Raises:
-        SettingError: a limit is out of range, or there are several ranks.
-    """
-    if not options.trial:
-        return None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise SettingError("--try runs the program in one process, and these are several ranks")
+def _trial_limits(options: argparse.Namespace) -> TrialLimits:
+    """The limits of a trial; raises SettingError if one is out of range."""
     return TrialLimits(*parse_limit(options.try_for), options.seeds, new_folder(options.try_in))
 
 
-def _try(advice: Advice, program: Program, limits: TrialLimits, paths: Sequence[Path]) -> Advice:
+def _try(
+    advice: Advice, program: Program, limits: TrialLimits, ranks: TrialRanks, paths: Sequence[Path]
+) -> Advice:
     """The advice with what its trial has shown, which is printed and written."""
-    result = try_advice(advice, program, limits, lambda line: _print(f"{line}\n"))
+    result = try_advice(advice, program, limits, ranks, lambda line: _print(f"{line}\n"))
     if isinstance(result, str):
         _print(f"Nothing was tried: {result}.\n")
         return advice
