@@ -78,8 +78,8 @@ class CutBatchReader(StepReader):
         self._tapes.clear()
         device = self.source.parameters[0].device
         # samples, micro-batches, and sum |h_d|^2 / n_d of each layer
-        sums = [0.0] * (2 + len(self._layer_names))
-        self._sums = torch.tensor(sums, dtype=widest_float(device), device=device)
+        count = 2 + len(self._layer_names)
+        self._sums = torch.zeros(count, dtype=widest_float(device), device=device)
         self._totals: list[Tensor] = []  # sum h_d
         self._is_complete = False
 
@@ -114,15 +114,14 @@ class CutBatchReader(StepReader):
         scale = self.ranks * (1.0 if scaler is None else scaler.get_scale())
         sizes = self.sizes(call.samples, self._groups)
         for size, gradients in zip(sizes, self._gradients(call, tape, sizes), strict=True):
-            values = torch.zeros_like(self._sums)
-            values[0], values[1] = size, 1
+            self._sums[0] += size
+            self._sums[1] += 1
             for number, gradient in enumerate(gradients):
                 if gradient is not None:
                     part = full_precision(gradient) * (size / call.samples / scale)
                     square = part.to(self._sums).square().sum()
-                    values[2 + self._layers[number]] += square / size
+                    self._sums[2 + self._layers[number]] += square / size
                     self._totals[number] += part
-            self._sums += values
 
     def _gradients(
         self, call: ModuleCall, tape: LossTape, sizes: Sequence[int]
@@ -143,14 +142,13 @@ class CutBatchReader(StepReader):
                 yield torch.autograd.grad(loss, parameters, allow_unused=True)
 
     def _read(self, failure: str) -> tuple[GradientStatistics | None, str, Sequence[float]]:
-        own = torch.tensor([*self._shared, float(self._is_complete)]).to(self._sums)
+        own = self._sums.new_tensor([*self._shared, float(self._is_complete)])
         values = torch.cat([own, self._sums])
         totals = self._totals or self._zeros()
         for one in (values, *totals):
             self.source.reducer.all_reduce(one)
-        numbers = values.tolist()
-        shared, rest = numbers[: len(self._shared)], numbers[len(self._shared) :]
-        complete, samples, k, *spreads = rest
+        numbers, count = values.tolist(), len(self._shared)
+        shared, (complete, samples, k, *spreads) = numbers[:count], numbers[count:]
         if failure or complete < self.ranks:
             return None, failure or "the last backward of the step was not seen", shared
         sqnorms = [0.0] * len(spreads)
