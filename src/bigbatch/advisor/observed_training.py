@@ -73,6 +73,7 @@ class ObservedTraining:
         self._backwards_before: int | None = None  # the step of an optimizer that is not the last
         self._backward_samples: list[int] = []  # of the measured steps
         self._failures: list[str] = []  # of measured steps
+        self._norms = set[type[nn.Module]]()  # the kinds of BatchNorm that train
         self._optimizers_took = 0.0  # seconds in this step
         self._optimizer_seconds: list[float] = []  # of the steps that were not measured
         self._loads_in_process = False  # whether a loader has no workers
@@ -151,6 +152,8 @@ class ObservedTraining:
             refusal = sign_in(refusal)
         if refusal:
             raise SettingError(self._explained(refusal))
+        modules = self._training.model.modules()
+        self._norms = {type(m) for m in modules if isinstance(m, _BatchNorm) and m.training}
         self._forwards.keep_called()
         # now, since a program that has ended has no loader any more
         self._loads_in_process = any(not loader.num_workers for loader in living(DataLoader))
@@ -291,11 +294,10 @@ class ObservedTraining:
 
     def _batch_norm(self, samples: int) -> str:
         """What BatchNorm sees in the compared micro-batches of backwards of so many samples."""
-        kinds = {type(m) for m in self._training.model.modules() if isinstance(m, _BatchNorm)}
         way = self._reader.way
-        if not kinds or way == "consecutive steps":
+        if not self._norms or way not in ("micro-batches", "cut micro-batches"):
             return ""
-        if nn.SyncBatchNorm in kinds and self._reader.ranks > 1:
+        if nn.SyncBatchNorm in self._norms and self._reader.ranks > 1:
             return (
                 "SyncBatchNorm normalizes over the samples of all ranks, so the micro-batches that "
                 "are compared influence each other, and the noise scale is biased"
