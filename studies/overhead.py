@@ -31,7 +31,7 @@ from studies.markdown_tables import Row, show
 from studies.sized_networks import GPT, MicroBatches, mean_loss, small_cnn, with_group_norm
 from studies.timing import Times, interleaved
 
-_WARM_UP = 16  # steps, in which the default times what measuring costs, and groups are checked
+_WARM_UP = 16  # steps, in which groups are checked
 _MAX_STEPS = 256  # of a way, in all rounds
 _MICRO_BATCHES = 1280  # of the tiny network in one timing
 _PROFILED_STEPS = 4
@@ -107,10 +107,10 @@ NETWORKS = {
 }
 
 WAYS: dict[str, dict[str, Any]] = {  # options of AdaptiveBatch
-    "not measured": {"budget": 0.0},
-    "default": {},
-    "groups, every step": {"budget": None, "groups": 8},
-    "cut, every step": {"budget": None},
+    "not measured": {"every": 0},
+    "default": {"every": 16},  # as it is from step 512 on
+    "groups, every step": {"every": 1, "groups": 8},
+    "cut, every step": {"every": 1},
     "VR, groups": {"groups": 8},
     "VR, cut": {},
 }
@@ -134,7 +134,7 @@ def costs(
             yield {"network": name, "batch": samples, "way": way, "refused": refused}
             continue
         loops[way], passes[way] = loop, partial(_run, loop)
-    # so many passes that the default's measured steps have their share, in all rounds together
+    # so many passes that measured steps have their share, in all rounds together
     steps = min(most_steps, 2 * max(loop.every or 0 for loop in loops.values()))
     times = max(1, -(-steps // (rounds * shape.steps)))
     timed = interleaved([partial(_repeat, run, times) for run in passes.values()], rounds)
@@ -263,14 +263,12 @@ def python_rows(rounds: int, count: int = _MICRO_BATCHES) -> Iterator[Row]:
     """
     model, shape = nn.Linear(4, 3), Network(nn.Module, ())
     batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(count)]
-    for kind, budget in (("not measured", 0.0), ("measured", None)):
+    for kind, every in (("not measured", 0), ("measured", 1)):
         for k in (64, 8):
             copied = copy.deepcopy(model)
             optimizer = SGD(copied.parameters(), lr=1e-4)
             options: dict[str, Any] = {"policy": Fixed(8 * k), "min_micro_batches": k}
-            loop = AdaptiveBatch(
-                copied, optimizer, batches, micro_batch=8, budget=budget, **options
-            )
+            loop = AdaptiveBatch(copied, optimizer, batches, micro_batch=8, every=every, **options)
             runs = _plain_loop(shape, model, batches, k), partial(_run, loop)
             times: list[list[Times]] = interleaved(runs, rounds)
             extra = [1e6 * (ours.wall - plain.wall) / count for plain, ours in times]

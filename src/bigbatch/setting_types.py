@@ -61,6 +61,8 @@ class In:
             text = f"{'of at least' if self._includes_low else 'above'} {self.low:g}"
         return text + self._description
 
+    __repr__ = __str__  # in `help()`
+
 
 CHECKED_ELSEWHERE = "checked elsewhere"  # Annotated[type, this]: by code that knows a remedy
 MAX_FACTOR = 1e9  # largest factor of one change

@@ -1,5 +1,7 @@
 """How losses of two runs are compared, against curves whose gain is known."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,14 @@ def test_a_loss_that_only_fluctuates_has_no_gain():
 
 def test_a_loss_that_rises_has_no_gain():
     assert "did not fall" in gain(curve(16, 0.001), curve(16, 0.001, -1.0))
+
+
+@pytest.mark.parametrize("tried", [4, 64])
+def test_a_sum_over_samples_has_no_gain(tried):
+    present, other = curve(16, 0.001, noise=0.3), curve(tried, 0.002, noise=0.3)
+    summed = replace(other, losses=other.losses * tried / 16)
+    assert "sum over samples" in gain(present, summed)
+    assert "sum over samples" not in str(gain(present, other))
 
 
 def test_a_loss_that_is_not_finite_has_no_gain():

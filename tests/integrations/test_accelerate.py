@@ -379,7 +379,7 @@ def evaluated(accelerator, model, test_loader):
     return seen
 
 
-@pytest.mark.parametrize("options", [{"every": 3}, {"every": None, "budget": None}])
+@pytest.mark.parametrize("options", [{"every": 3}, {"every": None}])
 def test_the_interval_of_measured_steps_is_that_of_the_options(options):
     train, _ = prepared(Accelerator(cpu=True), *parts(), **options)
     done = trained(train, most=5)

@@ -415,11 +415,11 @@ def test_the_papers_parameters_are_by_single_steps_as_in_the_paper():
     assert BATCH < controller.decision.batch_size
 
 
-def test_a_wrong_budget_is_named_before_anything_is_built():
+def test_a_wrong_interval_is_named_before_anything_is_built():
     from bigbatch.integrations import deepspeed
 
-    with pytest.raises(SettingError, match=r"^budget=2.0 must be a number in \[0, 1\)"):
-        deepspeed.initialize(adaptive_batch_params=PARAMS, budget=2.0)
+    with pytest.raises(SettingError, match=r"^every=-1 must be a whole number of at"):
+        deepspeed.initialize(adaptive_batch_params=PARAMS, every=-1)
 
 
 def test_another_policy_than_the_papers_is_refused():

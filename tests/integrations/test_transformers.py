@@ -47,14 +47,12 @@ def adaptive(folder, policy, model=None, data=None, kind=AdaptiveTrainer, **sett
             "callbacks",
             "eval_dataset",
             "compute_loss_func",
-            "budget",
             "every",
             "transport",
         )
         if name in settings
     }
-    if "budget" not in ours:
-        ours.setdefault("every", 1)
+    ours.setdefault("every", 1)
     return kind(
         model=model or gpt(),
         args=arguments(folder, **settings),
@@ -202,9 +200,6 @@ def test_a_log_has_the_last_measurement_since_the_log_before(tmp_path):
     # steps 1, 4, 7, 10, 13 and 16 are measured, and each second one is logged
     assert [True, True, False, True, True, False, True, True] == has_similarity
     assert 16 == trainer.adaptive.last_measured.step
-    trainer = adaptive(tmp_path, bb.SimiGrad(0.3), budget=0.1, num_train_epochs=1)
-    trainer.train()
-    assert 2 == trainer.adaptive.every
 
 
 @pytest.mark.parametrize("policy", [GROWING, bb.SimiGrad(target=0.5, max_batch=32)])

@@ -299,7 +299,7 @@ def test_every_policy_keeps_the_contract(policy, noise, moment):
     decision = policy.decide(noise, moment)
     assert isinstance(decision.batch_size, int)
     assert decision.reason.strip()
-    low, high = policy.needs.min_batch, policy.needs.max_batch
+    low, high = policy.needs.min_batch or 1, policy.needs.max_batch
     assert low <= decision.batch_size <= (high or math.inf)
     # pure: asked again, and asked of a copy
     assert decision == policy.decide(noise, moment)

@@ -5,6 +5,7 @@ annotations.
 """
 
 import math
+import pydoc
 import random
 import re
 import traceback
@@ -80,7 +81,7 @@ share, positive = number(0, 1), number(0, math.inf, open_low=True)
 not_negative = number(0, math.inf)
 factor = number(1, 1e9, open_low=True, open_high=False)
 rate = either(not_negative, lambda value: torch.is_tensor(value) and value.numel() == 1)
-bounds = {"min_batch": is_count, "max_batch": count}
+bounds = {"min_batch": count, "max_batch": count}
 VR = {
     "gamma": number(0, 1, open_low=True, open_high=False),
     "r_max": number(1, math.inf),
@@ -160,6 +161,7 @@ PUBLIC = {
         bb.BatchPlan.fit,
         {"batch_size": 64, "max_micro": 8},
         {"batch_size": is_count, "ranks": is_count, "max_micro": is_count, **bounds}
+        | {"min_batch": is_count}
         | {"min_micro_batches": is_count, "min_accumulation": is_count, "micro": count},
     ),
     "NoiseAverage": (
@@ -196,7 +198,7 @@ PUBLIC = {
         | {"lr_scaling": either(is_none, one_of("sqrt", "linear", "adascale"), is_function)}
         | {name: (lambda value: False) for name in ("optimizer", "loader", "policy")}
         | {"transport": lambda value: value is False}  # SGD has no betas
-        | {"meter": is_none, "every": count, "budget": either(is_none, share)},
+        | {"meter": is_none, "every": either(is_none, is_whole)},
     ),
     "VarianceReduced": (
         lambda **settings: VarianceReduced(torch.optim.SGD(weights(), lr=0.1), **settings),
@@ -316,7 +318,9 @@ def _goes_alone(name, setting, value):
 def test_numbers_of_numpy_become_pythons():
     policy = bb.SimiGrad(np.float64(0.25), max_batch=np.int64(512))
     assert bb.SimiGrad(0.25, max_batch=512) == policy
-    assert "SimiGrad(target=0.25, min_batch=1, max_batch=512, grow=1.1, shrink=0.9)" == repr(policy)
+    assert "SimiGrad(target=0.25, min_batch=None, max_batch=512, grow=1.1, shrink=0.9)" == repr(
+        policy
+    )
 
 
 @pytest.mark.parametrize(
@@ -387,3 +391,10 @@ def test_a_batch_of_the_schedule_that_is_none_is_refused(samples):
     train = adaptive()
     with pytest.raises(SettingError, match="scheduler_batch="):
         train.scheduler_batch = samples
+
+
+@pytest.mark.parametrize("name", [*bb.__all__, "optim.VRSGD"])
+def test_help_shows_which_values_a_setting_allows(name):
+    text = pydoc.render_doc(f"bigbatch.{name}")
+    assert "object at 0x" not in text
+    assert name != "SimiGrad" or "Annotated[float, in (0, 1)] = 0.9" in text

@@ -15,7 +15,8 @@ import bigbatch
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LOOP = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+DIFF = re.search(r"```diff\n(.*?)```", README, re.DOTALL)[1].splitlines()
+LOOP = "\n".join(line[1:] for line in DIFF if line[0] != "-")
 
 
 def test_changelog_and_citation_have_the_version_of_the_package():

@@ -174,13 +174,12 @@ def test_between_two_passes_the_next_pass_is_the_one_that_it_would_have_been(kin
 
 @pytest.mark.parametrize(
     "settings",
-    [{"groups": 4}, {"lr_scaling": "adascale"}, {"lr_scaling": "linear", "budget": None}],
+    [{"groups": 4}, {"lr_scaling": "adascale"}, {"lr_scaling": "linear", "every": None}],
     ids=str,
 )
 def test_groups_scaling_rules_and_the_interval_are_as_without_the_test(settings):
     runs = []
     for tests in (False, True):
-        settings = {"every": None, **settings} if "budget" in settings else settings
         train = looped(optimizer="sgd", **settings)
         if "groups" in settings:
             train.model.norm.eval()

@@ -91,7 +91,7 @@ def by_hand(name, steps, first=BASE, most=math.inf):
 def adaptive(build, policy, *, kind=SGD, tensors=False, wrap=lambda model: model, **options):
     model, optimizer = parts(kind, tensors)
     loader = torch.utils.data.DataLoader(samples(), BASE)
-    options = {"batch_size": BASE, "base_batch": BASE, "micro_batch": 2048, "budget": 0} | options
+    options = {"batch_size": BASE, "base_batch": BASE, "micro_batch": 2048, "every": 0} | options
     train = bb.AdaptiveBatch(wrap(model), optimizer, loader, policy=policy, **options)
     train.scheduler = None if build is None else build(optimizer)
     return train
@@ -248,4 +248,4 @@ def test_without_a_scheduler_it_is_said_once_and_a_rate_set_by_hand_is_followed(
 @pytest.mark.parametrize("policy", [bb.Seesaw(), bb.LateSwitch(0.5, bb.Seesaw())], ids=str)
 def test_another_scaling_of_the_rate_is_refused(policy, lr_scaling):
     with pytest.raises(SettingError, match=r"lr_scaling=.* with .*pass lr_scaling='sqrt'"):
-        adaptive(SCHEDULES["StepLR"], policy, lr_scaling=lr_scaling, budget=0.05)
+        adaptive(SCHEDULES["StepLR"], policy, lr_scaling=lr_scaling, every=4)

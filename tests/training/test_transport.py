@@ -55,7 +55,7 @@ def adaptive(policy=None, kernel=None, **options):
     model = model_of()
     optimizer = AdamW(groups_of(model), **(kernel or {}))
     loader = torch.utils.data.DataLoader(samples(), BASE)
-    options = {"transport": True, "budget": 0, "micro_batch": 64} | options
+    options = {"transport": True, "every": 0, "micro_batch": 64} | options
     if not isinstance(policy, bb.Controller):
         options = {"batch_size": BASE} | options
     return bb.AdaptiveBatch(model, optimizer, loader, policy=policy or Walk(), **options)

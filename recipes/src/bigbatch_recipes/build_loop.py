@@ -149,7 +149,7 @@ def build_loop(
         groups=settings.groups,
         lr_scaling=lr_scaling_of(settings),
         transport=settings.transport,
-        **({"budget": settings.budget} if settings.every is None else {"every": settings.every}),
+        every=settings.every,
         meter=GradientMeter(
             model, per_layer=settings.per_layer, half_batch_cosine=settings.half_batch_cosine
         ),

@@ -89,8 +89,8 @@ class Settings:
         remainder: what becomes of the last samples of an epoch: joined to its last steps, a step of
             their own, or dropped.
         virtual_ranks: ranks to group samples for; a run is the same on any number that divides it.
-        every: interval between measured steps; None for one that follows from budget.
-        budget: largest share of the time that measuring may take, if every is None.
+        every: interval between measured steps; 0 measures none; None for the default of
+            AdaptiveBatch, each step at first, then ever fewer, down to one in 16.
         groups: groups of samples that each backward measures; None to compare micro-batches.
         half_batch_cosine: whether the log has SimiGrad's own cosine of two half-batch gradients; it
             keeps one more copy of the gradient.
@@ -153,8 +153,7 @@ class Settings:
     min_micro_batches: MinMicroBatches | None = None
     remainder: Remainder = "share"
     virtual_ranks: Count = 1
-    every: Count | None = field(default=1, metadata={"section": "Measuring"})
-    budget: Share | None = None
+    every: Whole | None = field(default=1, metadata={"section": "Measuring"})
     groups: Groups | None = None
     half_batch_cosine: bool = False
     per_layer: bool = False
@@ -189,11 +188,6 @@ class Settings:
                 f"policy={name}, and {' or '.join(policy_settings(name).values())} apart"
             )
         policy_settings(self.policy)
-        if self.every is not None and self.budget is not None:
-            raise SettingError(
-                f"every={self.every} and budget={self.budget:g} both say how often steps are "
-                "measured; set every=None (a command's --every none) with a budget"
-            )
         if self.replay_from and self.batch_schedule:
             raise SettingError(
                 f"replay_from={self.replay_from!r} takes the place of batch_schedule="

@@ -69,6 +69,8 @@ def gain(present: LossCurve, tried: LossCurve) -> Gain | str:
         return "the runs have too few steps to compare their losses; --try-for makes them longer"
     if not all(np.isfinite(losses).all() for *_, losses in both):
         return "the loss was not finite"
+    if _is_sum(present, tried, [float(losses[0]) for *_, losses in both]):
+        return "the loss grows with the batch, as a sum over samples does, so none can be compared"
     if not all(_falls(losses) for *_, losses in both):
         return "the loss did not fall by more than its noise; --try-for makes runs longer"
     falling = [_falling(*one) for one in both]
@@ -83,6 +85,12 @@ def gain(present: LossCurve, tried: LossCurve) -> Gain | str:
         for axis in (0, 1)
     )
     return Gain(math.exp(time[1] - time[0]), math.exp(number[1] - number[0]))
+
+
+def _is_sum(present: LossCurve, tried: LossCurve, first: Sequence[float]) -> bool:
+    """Whether the first losses differ by more than the root of the batch sizes' ratio."""
+    factor, ratio = tried.batch_size / present.batch_size, first[1] / first[0]
+    return factor != 1 and ratio > 0 and math.log(ratio) / math.log(factor) > 0.5
 
 
 def _falls(losses: Numbers) -> bool:

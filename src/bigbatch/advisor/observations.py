@@ -46,7 +46,7 @@ class MachineTime:
 
     backward: StepTime  # seconds of a forward and backward of n samples, fixed + per_sample n
     optimizer: float  # seconds of an optimizer step
-    data: float  # seconds of a step's samples in the process of the training
+    data: float  # seconds in which loaders gave a step's batches, or else before its first forward
     # seconds of a step for everything else: Python, logging, and the all-reduce if there are
     # several ranks
     rest: float

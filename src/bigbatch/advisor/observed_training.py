@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from bigbatch.advisor.cut_batch_reader import CutBatchReader
 from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall
-from bigbatch.advisor.found_training import LATER, FoundTraining, candidates, living
+from bigbatch.advisor.found_training import LATER, FoundTraining, candidates
 from bigbatch.advisor.observations import Found, Limits, MachineTime, Measurement, Observations, Way
 from bigbatch.advisor.rank_agreement import sign_in
 from bigbatch.advisor.sample_count import LoaderWatch, SampleCount, count_samples
@@ -76,13 +75,14 @@ class ObservedTraining:
         self._norms = set[type[nn.Module]]()  # the kinds of BatchNorm that train
         self._optimizers_took = 0.0  # seconds in this step
         self._optimizer_seconds: list[float] = []  # of the steps that were not measured
-        self._loads_in_process = False  # whether a loader has no workers
-        self._waits: list[float] = []  # seconds before the first forward of a step
+        self._data_seconds: list[float] = []  # of loaders, in the steps that were not measured
+        self._waits: list[float] = []  # seconds before the first forward of a measured step
         self._last_end = 0.0
         self._start_step()
 
     def close(self) -> None:
         """Removes every hook."""
+        self._loaders.close()
         self._reader.close()
 
     def end_step(self, optimizer: Optimizer, seconds: float) -> bool:
@@ -90,9 +90,10 @@ class ObservedTraining:
         self._optimizers_took += seconds
         if not self._ends_step(optimizer):
             return False
-        reading = self._reader.finish()
+        reading, data_seconds = self._reader.finish(), self._loaders.take_seconds()
         if reading is None:  # a measured step finds nothing in the caches
             self._optimizer_seconds.append(self._optimizers_took)
+            self._data_seconds.append(data_seconds)
         self._optimizers_took = 0.0
         self._steps += 1
         if self._samples is None:
@@ -155,8 +156,6 @@ class ObservedTraining:
         modules = self._training.model.modules()
         self._norms = {type(m) for m in modules if isinstance(m, _BatchNorm) and m.training}
         self._forwards.keep_called()
-        # now, since a program that has ended has no loader any more
-        self._loads_in_process = any(not loader.num_workers for loader in living(DataLoader))
         if backwards * self._reader.ranks >= _MICRO_BATCHES:
             self._read_by("micro-batches", backwards)
         elif hidden := self._hidden_groups():
@@ -369,7 +368,8 @@ class ObservedTraining:
         optimizer = median(self._optimizer_seconds or [0.0])
         backwards = times.seconds([found.micro_batch] * found.accumulation)
         rest = max(0.0, self._observations.step_seconds - backwards - optimizer)
-        data = min(rest, median(self._waits or [0.0])) if self._loads_in_process else 0.0
+        has_loader = any(self._data_seconds)
+        data = min(rest, median(self._data_seconds if has_loader else self._waits or [0.0]))
         self._observations.time = MachineTime(
             times, optimizer, data, rest - data, largest, sample_bytes
         )

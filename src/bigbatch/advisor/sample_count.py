@@ -1,6 +1,7 @@
 """How many samples a backward has, and where they are in the tensors of the model's call."""
 
 import re
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,10 +128,32 @@ def _doubt(call: ModuleCall, calls: int, model: nn.Module, of_loader: int) -> st
 
 
 class LoaderWatch:
-    """Watches which of the program's loaders it reads, and how much."""
+    """Watches which of the program's loaders it reads, how much, and how long that takes."""
 
     def __init__(self) -> None:
         self._yielded = _yielded()
+        self._seconds = 0.0  # of loaders since the last call
+        self._next: Any = _BaseDataLoaderIter.__next__
+
+        def timed(iterator: _BaseDataLoaderIter) -> Any:
+            began = time.perf_counter()
+            try:
+                return self._next(iterator)
+            finally:
+                self._seconds += time.perf_counter() - began
+
+        self._timed: Any = timed
+        _BaseDataLoaderIter.__next__ = self._timed  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Leaves the loaders as they were."""
+        if _BaseDataLoaderIter.__next__ is self._timed:
+            _BaseDataLoaderIter.__next__ = self._next  # type: ignore[method-assign]
+
+    def take_seconds(self) -> float:
+        """Seconds in which loaders gave batches since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def samples(self) -> float:
         """Samples that the only loader that is read yielded since the last call; 0 if unknown."""

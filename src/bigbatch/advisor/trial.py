@@ -26,7 +26,6 @@ from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.policy import Decision
 
 _MOST_SECONDS = 60.0  # of a run unless the user says otherwise
-_FEW = 3  # steps whose losses must agree between batch sizes
 _PATIENCE = 120.0  # seconds for the start and the end of a process, beyond ten times its training
 
 
@@ -155,8 +154,7 @@ class _Runs:
         self._ranks = ranks
         observed = advice.observations.steps * advice.found.batch_size
         self._samples = limits.samples or max(observed, FULL * tried)
-        self._rows = 0  # of the present batch size's steps
-        self._first_loss = math.nan  # likewise, of the first steps
+        self._rows = 0  # of a step of the present batch size, which comes first
 
     def run(self, batch: int, micro: int, seed: int) -> LossCurve:
         """The losses of a run, which its folder keeps as a log.
@@ -190,8 +188,8 @@ class _Runs:
         steps = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
         (folder / "losses.jsonl").unlink()
         shutil.rmtree(folder / "work")
-        if len(steps) < _FEW:
-            raise SettingError(f"it ended after {len(steps)} steps; {_output(folder)}")
+        if not steps:
+            raise SettingError(f"it ended after a few steps; {_output(folder)}")
         return self._curve(batch, seed, steps, folder)
 
     def _start(self, trial: Trial, folder: Path, batch_factor: float, lr_factor: float) -> None:
@@ -217,11 +215,9 @@ class _Runs:
         """The curve of a run, written as a log."""
         found = self._advice.found
         rows, seconds, rates, losses = np.array(steps).T
-        usual, loss = mode(rows), float(np.mean(losses[:_FEW]))
-        if batch == found.batch_size and not self._rows:
-            self._rows, self._first_loss = usual, loss
+        usual = mode(rows)
+        self._rows = self._rows or usual
         self._require_size(batch, usual)
-        self._require_mean(batch, loss)
         samples = np.cumsum(rows) * found.batch_size / self._rows
         curve = LossCurve(batch, seed, seconds, samples, losses, rates)
         _write_log(folder, curve)
@@ -237,15 +233,6 @@ class _Runs:
                 f"its steps were of {seen:.0f} samples, since the program makes its batches "
                 f"without a DataLoader. Write bb.advised_batch_size({found.micro_batch}) where it "
                 f"has {found.micro_batch}, or multiply by {BATCH_FACTOR} of the environment"
-            )
-
-    def _require_mean(self, batch: int, loss: float) -> None:
-        """Raises SettingError if the loss grows with the batch."""
-        ratio, factor = loss / self._first_loss, batch / self._advice.found.batch_size
-        if ratio > 0 and factor != 1 and math.log(ratio) / math.log(factor) > 0.5:
-            raise SettingError(
-                f"its first losses are {ratio:.2g} times those of the present batch, so the loss "
-                "is a sum over samples, and losses of two batch sizes cannot be compared"
             )
 
 

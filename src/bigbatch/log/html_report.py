@@ -13,6 +13,7 @@ from bigbatch.log.paired_differences import Differences, differences_of
 from bigbatch.log.series_style import style_of
 from bigbatch.log.time_to_score import ScoreTargets
 from bigbatch.log.web_page import html_table, text_of, web_page
+from bigbatch.policies.controller import lower_bound_note
 
 _ENDINGS = (".html", ".svg")
 _EXPLANATION = (
@@ -106,6 +107,9 @@ def table_sections(
         "skipped."
     )
     yield html_table(*table_of(histories))
+    for history in histories:
+        noted = (lower_bound_note(row["decision_reason"] or "") for row in history.rows)
+        yield from (note(f"{history.label}: {text}.") for text in noted if text)
     yield from difference_section(differences_of(histories, against))
     if targets is not None:
         yield note(targets.title(histories))

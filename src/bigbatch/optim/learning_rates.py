@@ -20,6 +20,8 @@ class _OneElement:
     def __str__(self) -> str:
         return "of one number"
 
+    __repr__ = __str__  # in `help()`
+
 
 RATE = Kind(Coefficient)
 Rate = Coefficient | Annotated[Tensor, _OneElement()]

@@ -85,6 +85,8 @@ class AmountIn:
     def __str__(self) -> str:
         return "such as " + " or ".join(_EXAMPLES[unit] for unit in self._units)
 
+    __repr__ = __str__  # in `help()`
+
 
 SmoothingWindow = Annotated[str, AmountIn("step", "sample")]
 Smoothing = Literal["auto"] | SmoothingWindow | None

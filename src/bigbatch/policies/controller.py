@@ -1,6 +1,7 @@
 """Smooths statistics, asks a policy, holds back changes, and keeps the decided batch size."""
 
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -25,6 +26,9 @@ from bigbatch.state_checks import loads_state
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 
+_STEPS_AT_BOUND = 50  # measured decisions in a row, after which a note says so
+_NOTE = re.compile(r"the noise scale is \S+, below the batch of .*")
+
 
 class Controller:
     """Asks a policy after every step and keeps the batch size that it decides.
@@ -37,7 +41,9 @@ class Controller:
             `load_state_dict`, its state is saved too.
         batch_size: the first batch size, in samples over all ranks.
         base_batch: batch size that the learning rate was tuned for; default `batch_size`.
-        min_batch: lower bound of the batch size, in samples; the policy's own holds too.
+        min_batch: lower bound of the batch size, in samples; the policy's own holds too. If neither
+            is given, a policy that decides by statistics never goes below `batch_size` in a
+            training, and down to 1 in calls of `next` by hand.
         max_batch: upper bound; the policy's own holds too. None for no bound.
         decide_every: the policy is asked after each n-th step only; without `smoothing`, one that
             needs statistics is asked after each n-th measured step.
@@ -73,7 +79,7 @@ class Controller:
         batch_size: Count,
         base_batch: Count | None = None,
         *,
-        min_batch: Count = 1,
+        min_batch: Count | None = None,
         max_batch: Count | None = None,
         decide_every: Count = 1,
         smoothing: Smoothing = "auto",
@@ -112,11 +118,16 @@ class Controller:
         self._steps = 0
         self.policy = policy
         self.base_batch = base_batch
-        self.min_batch: int = self.needs.min_batch
+        is_given = (min_batch, self.needs.min_batch) != (None, None)
+        self._keeps_first = self.needs.statistics and not is_given
+        self.given_min_batch: int = self.needs.min_batch or 1
+        self.min_batch = self.given_min_batch  # at least that; by default the first batch size
         self.max_batch: int | None = self.needs.max_batch
         self.first_batch_size = batch_size  # before it is moved into the bounds
+        self._constraints: PlanConstraints | None = None
+        self._steps_at_bound = 0  # measured decisions in a row that only min_batch keeps as large
         self.decision = Decision(batch_size, "start")
-        self.limit(min_batch, max_batch)
+        self.limit(min_batch or 1, max_batch)
 
     @property
     def needs_measurement(self) -> bool:
@@ -141,7 +152,7 @@ class Controller:
         if statistics is None and self.needs_measurement:
             name = type(self.policy).__name__
             raise SettingError(f"{name} needs the statistics of the step, which has none")
-        now = self._count_step(statistics, now)
+        now, measured = self._count_step(statistics, now), statistics is not None
         statistics = self._averaged(statistics, now)
         warmup = self._warmup
         if warmup is not None and warmup.times(now.samples, now.steps, now.epoch) < 1:
@@ -151,7 +162,7 @@ class Controller:
         elif self._steps % self._decide_every:
             self.decision = self._keep(f"held: decides every {self._decide_every} steps")
         else:
-            self.decision = self._decide(statistics, now)
+            self.decision = self._decide(statistics, now, measured=measured)
         return self.decision
 
     def _count_step(
@@ -185,17 +196,29 @@ class Controller:
             return self._average.at(GradientStatistics(math.nan, math.nan, now.batch_size, 0))
         return statistics if self._average is None else self._average.update(statistics)
 
-    def limit(self, min_batch: int = 1, max_batch: int | None = None) -> None:
+    def limit(
+        self,
+        min_batch: int = 1,
+        max_batch: int | None = None,
+        constraints: PlanConstraints | None = None,
+    ) -> None:
         """Narrows the bounds, and moves the batch size into them.
 
+        A training gives its constraints. The lower bound that it then has by default yields to the
+        upper one, and to the constraints.
+
         Raises:
-            SettingError: nothing lies between them.
+            SettingError: nothing lies between the bounds.
         """
         require_bounds(min_batch, max_batch)
-        self.min_batch = max(self.min_batch, min_batch)
+        self.given_min_batch = self.min_batch = max(self.given_min_batch, min_batch)
         bounds = [bound for bound in (self.max_batch, max_batch) if bound is not None]
         self.max_batch = min(bounds, default=None)
         require_bounds(self.min_batch, self.max_batch)
+        self._constraints = constraints or self._constraints
+        if self._keeps_first and self._constraints is not None:
+            first = self._constraints.reachable(self.first_batch_size, self.max_batch)
+            self.min_batch = max(self.min_batch, first)
         self.decision = self._within_bounds(self.decision)
 
     def facts(self) -> dict[str, object]:
@@ -210,6 +233,7 @@ class Controller:
             "first_batch_size": self.first_batch_size,
             "samples": self._samples,
             "steps": self._steps,
+            "steps_at_bound": self._steps_at_bound,
             "average": None if self._average is None else self._average.state_dict(),
             "policy": None if self._stateful_policy is None else self._stateful_policy.state_dict(),
             "settings": dict(self.settings),
@@ -222,9 +246,11 @@ class Controller:
         One warning names the settings that had other values when the state was saved.
         """
         size, lr_factor = int(state["target_batch_size"]), float(state["lr_factor"])
-        self.decision = self._within_bounds(Decision(size, "resumed", lr_factor))
         self.first_batch_size = int(state["first_batch_size"])
+        self.decision = Decision(size, "resumed", lr_factor)
+        self.limit()
         self._samples, self._steps = float(state["samples"]), int(state["steps"])
+        self._steps_at_bound = int(state["steps_at_bound"])
         saved = state["average"] or {}
         present = {} if self._average is None else self._average.state_dict()
         same_kind = saved.keys() == present.keys() and saved.get("unit") == present.get("unit")
@@ -239,13 +265,20 @@ class Controller:
         decision = self.policy.decide(statistics, now)  # type: ignore[arg-type]
         if not isinstance(decision, Decision):
             raise SettingError(f"{self.policy!r}.decide returned {decision!r}, not a Decision")
-        return self._within_bounds(decision)
+        return decision
 
-    def _decide(self, statistics: GradientStatistics | None, now: TrainingState) -> Decision:
-        decision, present = self._ask_policy(statistics, now), now.target_batch_size
-        if statistics is not None and is_inside(
-            self._dead_band, self._ask_policy, decision, statistics, now
-        ):
+    def _decide(
+        self, statistics: GradientStatistics | None, now: TrainingState, *, measured: bool
+    ) -> Decision:
+        wanted, present = self._ask_policy(statistics, now), now.target_batch_size
+        decision = self._within_bounds(wanted)
+        if measured and statistics is not None and self._average is not None:
+            decision = self._noted(decision, wanted, statistics.noise_scale, present)
+
+        def decide(statistics: GradientStatistics, now: TrainingState) -> Decision:
+            return self._within_bounds(self._ask_policy(statistics, now))
+
+        if statistics is not None and is_inside(self._dead_band, decide, decision, statistics, now):
             reason = f"{decision.reason}; held: inside the dead band of {self._dead_band:g}"
             return replace(decision, batch_size=present, reason=reason)
         if (factor := self._max_change) is None:
@@ -257,6 +290,31 @@ class Controller:
             return decision
         reason = f"{decision.reason}; at most x{factor:g} a decision"
         return replace(decision, batch_size=nearest, reason=reason)
+
+    def _noted(
+        self, decision: Decision, wanted: Decision, noise_scale: float, present: int
+    ) -> Decision:
+        """The decision, with a note in the reason once `min_batch` has held it for a while."""
+        is_bound = wanted.batch_size == self.needs.min_batch  # the policy has cut its wish
+        is_bound = is_bound and wanted.advice is None and not self.needs.lr_decay
+        lower = wanted.batch_size < self.min_batch or is_bound
+        if self._steps_at_bound < 0 or not lower or not noise_scale < present == self.min_batch:
+            self._steps_at_bound = min(self._steps_at_bound, 0)
+            return decision
+        self._steps_at_bound += 1
+        if self._steps_at_bound < _STEPS_AT_BOUND:
+            return decision
+        self._steps_at_bound = -1  # once a run
+        constraints = self._constraints
+        smallest = constraints and constraints.plan(1, 1, self.max_batch).batch_size
+        allowed = (
+            "no measured step is smaller" if present == smallest else "min_batch= lets it shrink"
+        )
+        note = (
+            f"the noise scale is {noise_scale:.3g}, below the batch of {present}: a smaller batch "
+            f"would need fewer samples; {allowed}"
+        )
+        return replace(decision, reason=f"{decision.reason}; {note}")
 
     def _keep(self, reason: str) -> Decision:
         return Decision(self.decision.batch_size, reason, self.decision.lr_factor)
@@ -291,11 +349,11 @@ def controller_of(
         controller = Controller(policy, batch_size, base_batch)
     if samples is not None and samples < (ranks := constraints.virtual_ranks):
         raise SettingError(f"{samples} samples of an epoch are too few for {ranks} (virtual) ranks")
-    min_batch, is_new = controller.min_batch, controller.decision.reason == "start"
+    min_batch, is_new = controller.given_min_batch, controller.decision.reason == "start"
     start = controller.first_batch_size if is_new else controller.decision.batch_size
     if samples is not None and min_batch > samples:
         raise SettingError(f"min_batch={min_batch} exceeds the {samples} samples of an epoch")
-    controller.limit(max_batch=samples)
+    controller.limit(max_batch=samples, constraints=constraints)
     smallest = constraints.plan(1, 1, controller.max_batch).batch_size
     if 1 < min_batch < smallest:
         warnings.warn(
@@ -312,6 +370,12 @@ def controller_of(
             stacklevel=4,
         )
     return controller
+
+
+def lower_bound_note(reason: str) -> str:
+    """What the reason of a decision says on a batch that only `min_batch` keeps as large, or ""."""
+    match = _NOTE.search(reason)
+    return match[0] if match else ""
 
 
 def _average(

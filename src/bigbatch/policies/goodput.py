@@ -37,7 +37,7 @@ class Goodput(Bounded):
 
     Args:
         overhead: B_0 in samples, for the same decisions in every run; None to fit it.
-        min_batch: lower bound in samples.
+        min_batch: lower bound in samples; None for the first batch size, in a training.
         max_batch: upper bound in samples; None for none (in `AdaptiveBatch`: the data set).
     Raises:
         SettingError: an overhead that is not positive and finite, or crossed bounds.
@@ -50,7 +50,7 @@ class Goodput(Bounded):
     """
 
     overhead: Positive | None = None
-    min_batch: Count = 1
+    min_batch: Count | None = None
     max_batch: Count | None = None
 
     @property

@@ -42,7 +42,7 @@ def parse_policy(text: str) -> Policy:
             argument's type, or given twice.
     Example:
         >>> parse_policy("simigrad:target=0.3,max_batch=512")
-        SimiGrad(target=0.3, min_batch=1, max_batch=512, grow=1.1, shrink=0.9)
+        SimiGrad(target=0.3, min_batch=None, max_batch=512, grow=1.1, shrink=0.9)
         >>> parse_policy("schedule:64, x2 every 2M tokens; tokens_per_sample=512").batch_size
         64
         >>> parse_policy("late-switch:0.3; policy=simigrad:0.3,max_batch=512").policy.target

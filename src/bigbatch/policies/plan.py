@@ -103,6 +103,15 @@ class PlanConstraints:
     min_micro_batches: int  # fewest of a measured step, over all ranks
     groups: int | None = None  # groups in a backward, each of which is a micro-batch
 
+    def reachable(self, batch_size: int, max_batch: int | None) -> int:
+        """A batch size that every later plan can keep as a lower bound: this one if it can be."""
+        size = clamp(batch_size, 1, max_batch)
+        try:
+            self.plan(size, size, max_batch)
+        except SettingError:  # no cut is between both
+            return self.plan(size, 1, max_batch).batch_size
+        return size
+
     def plan(
         self, batch_size: int, min_batch: int, max_batch: int | None, *, compared: bool = True
     ) -> BatchPlan:
@@ -121,9 +130,9 @@ class PlanConstraints:
         )
 
 
-def require_bounds(min_batch: int, max_batch: int | None) -> None:
+def require_bounds(min_batch: int | None, max_batch: int | None) -> None:
     """Raises SettingError if the lower bound exceeds the upper one; None is no bound."""
-    if max_batch is not None and min_batch > max_batch:
+    if min_batch is not None and max_batch is not None and min_batch > max_batch:
         raise SettingError(
             f"min_batch={min_batch} exceeds max_batch={max_batch}; swap them or raise max_batch"
         )

@@ -84,7 +84,8 @@ class Needs:
         lr_decay: whether it reads `now.lr_decay`.
         lr_scaling: the only `lr_scaling` that it works with; "any" for all of them.
         max_change: the largest factor of one change; None for no limit.
-        min_batch: lower bound of the batch size.
+        min_batch: lower bound of the batch size; None for the first batch size, or for 1 if it
+            decides without statistics.
         max_batch: upper bound of the batch size; None for none.
         batch_size: the first batch size; None for that of the loop.
     Raises:
@@ -97,7 +98,7 @@ class Needs:
     lr_decay: bool = False
     lr_scaling: Literal["any", "sqrt", "linear", "adascale"] | None = "any"
     max_change: Growth | None = None
-    min_batch: Count = 1
+    min_batch: Count | None = None
     max_batch: Count | None = None
     batch_size: Count | None = None
 
@@ -136,7 +137,7 @@ class Fixed:
 class Bounded:
     """A policy with bounds that goes by averages, and changes the batch a little at a time."""
 
-    min_batch: int
+    min_batch: int | None
     max_batch: int | None
 
     def __post_init__(self) -> None:
@@ -152,7 +153,7 @@ class Bounded:
     def bounded(self, size: float, reason: str, now: TrainingState) -> Decision:
         """The decision for a size, rounded and within the bounds."""
         batch_size = rounded_size(size, now, self.max_batch)
-        return Decision(clamp(batch_size, self.min_batch, self.max_batch), reason)
+        return Decision(clamp(batch_size, self.min_batch or 1, self.max_batch), reason)
 
 
 @checked
@@ -168,7 +169,7 @@ class SimiGrad(Bounded):
 
     Args:
         target: target similarity, inside (-1, 1).
-        min_batch: lower bound in samples.
+        min_batch: lower bound in samples; None for the first batch size, in a training.
         max_batch: upper bound in samples; None for none (in `AdaptiveBatch`: the data set).
         grow: factor of one growth, above 1.
         shrink: factor of one shrinkage, inside (0, 1).
@@ -182,7 +183,7 @@ class SimiGrad(Bounded):
     """
 
     target: Cosine = 0.2
-    min_batch: Count = 1
+    min_batch: Count | None = None
     max_batch: Count | None = None
     grow: Growth = 1.1
     shrink: Shrinkage = 0.9
@@ -198,7 +199,7 @@ class SimiGrad(Bounded):
             batch_size = max(batch_size + 1, int(self.grow * batch_size))
         elif self.target < similarity < math.inf and batch_size > 1:
             batch_size = max(1, min(batch_size - 1, int(self.shrink * batch_size)))
-        return clamp(batch_size, self.min_batch, self.max_batch)
+        return clamp(batch_size, self.min_batch or 1, self.max_batch)
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:
         """Applies the rule to the last decision, before it was rounded."""
@@ -222,7 +223,7 @@ class NoiseScale(Bounded):
 
     Args:
         multiple: B over the noise scale, positive; 1 costs twice the fewest steps and samples.
-        min_batch: lower bound in samples.
+        min_batch: lower bound in samples; None for the first batch size, in a training.
         max_batch: upper bound in samples; None for none.
     Raises:
         SettingError: a multiple that is not positive and finite, or crossed bounds.
@@ -235,7 +236,7 @@ class NoiseScale(Bounded):
     """
 
     multiple: Positive = 1.0
-    min_batch: Count = 1
+    min_batch: Count | None = None
     max_batch: Count | None = None
 
     def decide(self, statistics: GradientStatistics, now: TrainingState) -> Decision:

@@ -75,9 +75,9 @@ class StepTimes:
 
     A bin keeps its 16 latest steps, of which the median counts, so that a step with an evaluation,
     a checkpoint or a compilation in it changes nothing. Steps that are measured have bins of their
-    own, which count while most of the last 32 steps are measured. Steps of another number of ranks
-    never count, nor do those that are older than `max_age`: the machine or the network may have
-    changed since.
+    own, which count while most of the last 32 steps are measured, and until two sizes of the others
+    are known. Steps of another number of ranks never count, nor do those that are older than
+    `max_age`: the machine or the network may have changed since.
     """
 
     def __init__(self, ranks: int = 1, max_age: int | None = _MAX_AGE) -> None:
@@ -100,9 +100,14 @@ class StepTimes:
     @property
     def sizes(self) -> tuple[TimedSize, ...]:
         """The timed sizes, from the smallest."""
-        kind = sum(self._kinds) > len(self._kinds) / 2
+        mostly_measured = sum(self._kinds) > len(self._kinds) / 2
+        measured, others = self._timed(measured=True), self._timed(measured=False)
+        known = StepTime.fit(others) is not None or StepTime.fit(measured) is None
+        return others if known and not mostly_measured else measured
+
+    def _timed(self, *, measured: bool) -> tuple[TimedSize, ...]:
         timed, oldest = [], self._steps - self._max_age
-        for key in sorted(key for key in self._bins if key[:2] == (self._ranks, kind)):
+        for key in sorted(key for key in self._bins if key[:2] == (self._ranks, measured)):
             steps = [step[1:] for step in self._bins[key] if step[0] > oldest]
             if steps:
                 sizes, seconds = zip(*steps, strict=True)

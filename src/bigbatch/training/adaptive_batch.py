@@ -32,12 +32,11 @@ from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.branch_plan import DEFAULT_REPEATS, BranchRequest, Repeats
 from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test
 from bigbatch.training.loop_options import LoopOptions
-from bigbatch.training.measuring_interval import DEFAULT_BUDGET, MeasuringInterval
 from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
 from bigbatch.training.step import Step
 from bigbatch.training.update import Update
 
-_STATE_VERSION = 5
+_STATE_VERSION = 6
 
 _NOT_ENDED = (
     "step.update() was not called for the last step; call it at the end of each step, and after an "
@@ -95,10 +94,9 @@ class AdaptiveBatch:
         groups: k, to measure that many groups of samples in every backward, so that a step need
             not be cut into micro-batches; None to cut it. No sample may influence another, so
             BatchNorm is refused. See docs/groups.md.
-        budget: largest share of the time that measuring may take, below 1. Only measured steps are
-            cut into `min_micro_batches`; one step in n is measured, n timed in this run. 0 measures
-            no step, None every step.
-        every: n, instead of a budget; the same in every run and on every machine.
+        every: n, to measure every n-th step; only measured steps are cut into `min_micro_batches`.
+            0 measures none. By default n is 1 in the first 64 steps, then 2, 4, 8, and 16 from step
+            512 on: all of 64 steps are measured, 160 of 512, and 128 + T / 16 of T above.
         log: folder, or a `RunLog` with options of its own, that gets a row per step for `bigbatch
             report`, `compare` and `replay`. See docs/logs.md.
         scheduler: a scheduler that counts steps, advanced once per base batch of samples; or a
@@ -158,7 +156,7 @@ class AdaptiveBatch:
             self.controller,
             constraints,
             lr_scaling,
-            self._build_interval(options),
+            every=self._every(options),
             transport=options.get("transport", False),
         )
         hook = model.register_forward_hook(self._update.oom_hints, always_call=True)
@@ -478,18 +476,15 @@ class AdaptiveBatch:
             self.meter.groups,
         )
 
-    def _build_interval(self, options: LoopOptions) -> MeasuringInterval:
-        """How often steps are measured; one error names all settings that say it."""
-        budget, every = options.get("budget", DEFAULT_BUDGET), options.get("every")
-        of_meter = None if self.meter.every == 1 else self.meter.every
-        settings = [f"every={every}"] * (every is not None)
-        settings += [f"budget={budget}"] * ("budget" in options)
-        settings += [f"GradientMeter(every={of_meter})"] * (of_meter is not None)
-        if len(settings) > 1:
+    def _every(self, options: LoopOptions) -> int | None:
+        """The n that is given, here or to the meter; None for the default cadence."""
+        every, of_meter = options.get("every"), self.meter.every
+        if every is not None and of_meter > 1:
             raise SettingError(
-                f"{' and '.join(settings)} each say how often steps are measured; pass one"
+                f"every={every} and GradientMeter(every={of_meter}) each say how often steps are "
+                "measured; pass one"
             )
-        return MeasuringInterval(budget, every or of_meter)
+        return of_meter if of_meter > 1 else every
 
     def _min_micro_batches(self, requested: int | None) -> int:
         """Fewest backwards per step over all ranks; over shards, only one rank's are compared."""
@@ -512,7 +507,6 @@ class AdaptiveBatch:
             return None
         log = log if isinstance(log, RunLog) else RunLog(log)
         policy, rule = self.controller.policy, options.get("lr_scaling", "sqrt")
-        every = options.get("every") or (self.meter.every if self.meter.every > 1 else None)
         log.rank = self._collectives.rank
         log.loop_settings = {
             "policy": self.controller.settings["policy"],
@@ -522,8 +516,7 @@ class AdaptiveBatch:
             "micro_batch": self._update.max_micro_batch,
             "lr_scaling": str(rule).lower() if isinstance(rule, str | None) else "a function",
             "groups": self.meter.groups,
-            "budget": options.get("budget", DEFAULT_BUDGET) if every is None else None,
-            "every": every,
+            "every": self._every(options),
             "optimizer": type(self.optimizer).__name__,
             "world_size": self._collectives.ranks,
         }

@@ -9,7 +9,7 @@ from bigbatch.log.run_log import RunLog
 from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import has_state
-from bigbatch.setting_types import Count, Share, checked
+from bigbatch.setting_types import Count, Whole, checked
 
 
 class LoopOptions(TypedDict, total=False):
@@ -23,8 +23,7 @@ class LoopOptions(TypedDict, total=False):
     lr_scaling: LRScaling
     transport: bool
     groups: Groups | None
-    budget: Share | None
-    every: Count | None
+    every: Whole | None
     log: str | Path | RunLog | None
 
 

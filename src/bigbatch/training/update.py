@@ -2,6 +2,7 @@
 
 import copy
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from bigbatch.errors import LoopError, SettingError
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.variance_reduced import micro_batch_optimizer
-from bigbatch.policies.controller import Controller
+from bigbatch.policies.controller import Controller, lower_bound_note
 from bigbatch.policies.goodput import LossTrend
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
@@ -28,7 +29,7 @@ from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_check import LossCheck
-from bigbatch.training.measuring_interval import MeasuringInterval, Situation
+from bigbatch.training.measuring_interval import MeasuringInterval
 from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
@@ -81,8 +82,8 @@ class Update:
         controller: Controller,
         constraints: PlanConstraints,
         lr_scaling: LRScaling,
-        interval: MeasuringInterval,
         *,
+        every: int | None = None,
         transport: bool = False,
     ) -> None:
         self.epoch = self.samples = self.steps = self.skipped = 0
@@ -98,7 +99,8 @@ class Update:
         # its own source, if each backward is reduced over the ranks
         self.reduced = None if self.reader is None else self.reader.reduced_source()
         self.collectives = collectives = HostCollectives(meter.source)
-        external, warns = isinstance(batches, ExternalBatches), collectives.rank == 0
+        external = isinstance(batches, ExternalBatches)
+        self._warns = warns = collectives.rank == 0
         self.oom_hints = OomHints(collectives.rank, collectives.ranks, external=external)
         self.loss_check = LossCheck(warns=warns, has_scaler=self.scaler is not None)
         self.clock = BaseBatchScheduler(controller.base_batch, optimizer)
@@ -111,9 +113,9 @@ class Update:
             "order": batches.order,
             "lr_scaling": rule,
             "transport": repr(transport),
-            **interval.settings,
+            "every": repr(every),
         }
-        self.interval = interval
+        self.interval = interval = MeasuringInterval(every)
         self._scaling: Any = resolve_scaling(lr_scaling, controller.base_batch)
         self._batches, self._controller = batches, controller
         self._fit_plan = lru_cache(maxsize=4)(constraints.plan)
@@ -168,7 +170,7 @@ class Update:
     def limit_batch(self) -> None:
         """Bounds the batch by the data set, if its size is known."""
         samples = self._batches.samples
-        if samples is not None and samples >= self._controller.min_batch:
+        if samples is not None and samples >= self._controller.given_min_batch:
             self._controller.limit(max_batch=samples)
 
     def _scale(self, batch_size: int, statistics: GradientStatistics | None) -> float:
@@ -246,7 +248,7 @@ class Update:
         target_batch_size = self._controller.decision.batch_size
         scale = self._scale(step.samples, step.statistics)
         lr_factor = scale * self._controller.decision.lr_factor
-        complete, situation = self._batches.is_complete(step.samples, self.plan), self._situation
+        complete = self._batches.is_complete(step.samples, self.plan)
         ratio = step.samples / self.clock.base_batch
         moved = transported(self.optimizer, ratio, scale) if self._transports else nullcontext()
         with scale_lr(self.optimizer, lr_factor) as rates, moved:
@@ -262,7 +264,11 @@ class Update:
         self.steps += step.finite
         self.skipped += not step.finite
         self._half_done = False
-        self._choose_next(step, situation, complete=complete)
+        if self._controller.needs.history:
+            self._note_history(step)
+        measured = step.statistics is not None or not self.interval.due
+        self.interval.end_step(decides=step.finite and complete and measured)
+        self.meter.at_step(self.meter.step + 1, due=self.interval.due)
         self.record = StepRecord(
             step=self.steps + self.skipped,
             epoch=self.epoch,
@@ -291,20 +297,6 @@ class Update:
         now = time.perf_counter()
         self.step_seconds, self._step_started = now - self._step_started, now
 
-    def _choose_next(self, step: StepStatistics, situation: Situation, *, complete: bool) -> None:
-        """Chooses whether the next step is measured, after one in this situation."""
-        measured = self.interval.due
-        if self._controller.needs.history:
-            self._note_history(step)
-        self.interval.add_seconds(step.previous_seconds)
-        self.interval.end_step(
-            situation,
-            self._situation,
-            self._controller.decision.batch_size,
-            decides=step.finite and complete and (step.statistics is not None or not measured),
-        )
-        self.meter.at_step(self.meter.step + 1, due=self.interval.due)
-
     def _note_history(self, step: StepStatistics) -> None:
         """Adds the loss of a step, and the time of the one before it."""
         self._loss_trend.add(step.samples, step.loss)
@@ -321,9 +313,7 @@ class Update:
         elif not complete:
             reason = "the end of an epoch does not decide"
         elif step.statistics is None and self._controller.needs_measurement:
-            reason = f"not measured{'' if self.interval.due else f'; {self.interval.reason}'}"
-        elif self._controller.needs.statistics and self.interval.times_next:
-            reason = "held: the next step is timed"
+            reason = f"not measured; one step in {self.interval.every} is"
         else:
             now = TrainingState(
                 target_batch_size=present.batch_size,
@@ -335,7 +325,10 @@ class Update:
                 step_times=self._step_times.sizes,
                 loss_trend=self._loss_trend.trend,
             )
-            return self._controller.next(step.statistics, now)
+            decision = self._controller.next(step.statistics, now)
+            if self._warns and (note := lower_bound_note(decision.reason)):
+                warnings.warn(note, stacklevel=7)  # the line of step.update
+            return decision
         return Decision(present.batch_size, reason, present.lr_factor)
 
     def _require_ready(self) -> None:
@@ -349,12 +342,6 @@ class Update:
         self.meter.source.zero_grad()
         if self.reduced is not None:
             self.reduced.restart()
-
-    @property
-    def _situation(self) -> Situation:
-        """What the cost of measuring the next step depends on."""
-        measured, other = (self._plan(measured=kind).micro_batches for kind in (True, False))
-        return measured, other, self._controller.decision.batch_size.bit_length() - 1
 
     # what must be equal on all ranks
 
@@ -376,7 +363,7 @@ class Update:
             "the plan": self.plan,
             "the meter's step": meter.step,
             "the interval of measured steps": self.interval.every,
-            "steps before a measured one": self.interval.wait,
+            "whether the next step is measured": self.interval.due,
             "the meter's confidence": meter.confidence,
         }
         return optimizer_facts(optimizer, kind, waits=waits) | facts_of(facts)
@@ -397,7 +384,7 @@ class Update:
             "settings": dict(self.settings),
             "batch_size": self.plan.batch_size,
             "weight_per_sample": self.weight_per_sample,
-            "interval": self.interval.state_dict(),
+            "measures_again": self.interval.again,
             "step_times": self._step_times.state(),
             "loss_trend": self._loss_trend.state(),
             "noise": self.noise_average.state_dict(),
@@ -423,9 +410,10 @@ class Update:
         self._started = self._step_started = time.perf_counter()
         self._half_done = False
         self._zero_grad()
-        self.interval.load_state_dict(state["interval"])
+        step = self.steps + self.skipped
+        self.interval.start(step, again=state["measures_again"])
         self._step_times.load(state["step_times"])
         self._timed = None
         self._loss_trend.load(state["loss_trend"])
         self.noise_average.load_state_dict(state["noise"])
-        self.meter.at_step(self.steps + self.skipped, due=self.interval.due)
+        self.meter.at_step(step, due=self.interval.due)

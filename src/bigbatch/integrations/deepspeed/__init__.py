@@ -93,8 +93,8 @@ def initialize(
             has the initial batch size and the base batch.
         lr_scaling: as AdaptiveBatch's.
         min_micro_batches: as AdaptiveBatch's.
-        **options: budget or every, and log, as AdaptiveBatch's; and all other arguments of
-            DeepSpeed's: config, mpu, collate_fn ...
+        **options: every and log, as AdaptiveBatch's; and all other arguments of DeepSpeed's:
+            config, mpu, collate_fn ...
     Returns:
         (engine, optimizer, loader, lr_scheduler), as DeepSpeed's.
     Raises:
@@ -117,7 +117,7 @@ def initialize(
     base = optimizer if vr_optimizer is None else vr_optimizer.base
     arguments = {"args": args, "model": model, "optimizer": base, "lr_scheduler": lr_scheduler}
     measuring: dict[str, Any] = {
-        name: options.pop(name) for name in ("budget", "every", "log") if name in options
+        name: options.pop(name) for name in ("every", "log") if name in options
     }
     loop_options(**measuring)
     arguments |= {"model_parameters": model_parameters, **options}

@@ -58,10 +58,9 @@ class AdaptiveBatchCallback(Callback):
 
     Args:
         policy: decides the batch size after every step; or a `Controller`.
-        options: batch_size, base_batch, min_micro_batches, lr_scaling, transport, groups, budget,
-            every, log as for `AdaptiveBatch`; micro_batch: samples in a batch of the loader, if the
-            loader has no batch size. A scheduler with interval="step" is advanced once per base
-            batch.
+        options: batch_size, base_batch, min_micro_batches, lr_scaling, transport, groups, every,
+            log as for `AdaptiveBatch`; micro_batch: samples in a batch of the loader, if the loader
+            has no batch size. A scheduler with interval="step" is advanced once per base batch.
         meter: function that makes the meter of the model that the strategy has wrapped, such as
             `functools.partial(GradientMeter, confidence=0.9)`.
         count: function that counts the samples in a batch; default: Lightning's, of `self.log`.

@@ -67,7 +67,7 @@ class AdaptiveMixin(NextClass):
             policy, or `per_device_train_batch_size` times the number of processes.
         base_batch: batch size that `learning_rate` was tuned for; default `batch_size`.
         micro_batch: maximum samples in one backward; default `per_device_train_batch_size`.
-        fixed_micro_batch, min_micro_batches, lr_scaling, transport, budget, every, log: as for
+        fixed_micro_batch, min_micro_batches, lr_scaling, transport, every, log: as for
             `AdaptiveBatch`.
         groups: as for `AdaptiveBatch`; the labels of each sample are its weight.
         meter: function that makes a GradientMeter of the prepared model, if it needs options:

@@ -1,0 +1,167 @@
+"""`bigbatch advise --try` on several kinds of programs: what it runs, compares and refuses."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from bigbatch.advisor.loss_curve import Gain
+from bigbatch.advisor.trial import parse_limit
+from bigbatch.advisor.trial_result import TrialResult, sentences
+from bigbatch.errors import SettingError
+from bigbatch.log.history import find_runs, history_of
+from torchrun import run, torchrun
+
+PROGRAM = """
+import os, time, torch
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+import bigbatch as bb
+
+torch.manual_seed(0)
+x = torch.randn(6000, 8)
+y = x.sum(1, keepdim=True) + 0.3 * torch.randn(6000, 1)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+factor = os.environ.get("BIGBATCH_BATCH_FACTOR", "")
+with open("log.txt", "a") as log:
+    log.write(factor)
+
+def step(x, y):
+    optimizer.zero_grad()
+    loss_of(model(x), y).backward()
+    optimizer.step()
+    time.sleep(0.002)  # whatever the batch size
+
+
+def save():
+    if factor:
+        torch.save(model.state_dict(), "last.pt")
+
+loss_of = torch.nn.functional.mse_loss
+"""
+LOADER = "for batch in DataLoader(TensorDataset(x, y), 4, shuffle=True): step(*batch)\nsave()\n"
+BY_HAND = "for i in range(0, 6000, size): step(x[i:i + size], y[i:i + size])\n"
+
+
+def try_program(folder, body, *options, command=None, start=PROGRAM):
+    """(exit status, output, JSON page) of the command on this program."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(start + body)
+    (folder / "last.pt").write_text("the user's")
+    arguments = ("--try", "--try-in", folder / "tried", "--seeds", 1, "-o", folder / "page.json")
+    call = command or (lambda *words: run(sys.executable, *words))
+    before = Path.cwd()
+    os.chdir(folder)  # where a user starts it
+    try:
+        done = call("-m", "bigbatch", "advise", "--steps", 400, *arguments, *options, "train.py")
+    finally:
+        os.chdir(before)
+    page = json.loads((folder / "page.json").read_text())
+    assert "the user's" == (folder / "last.pt").read_text()
+    assert "" == (folder / "log.txt").read_text()
+    return done.returncode, done.stdout + done.stderr, page
+
+
+def assert_compared(status, output, page, seeds=1):
+    """A trial that went well, of a program with a batch of 4 and a rate of 0.001."""
+    assert 0 == status, output
+    trial = page["trial"]
+    assert "" == trial["failure"]
+    assert 4 == trial["present"] < trial["tried"]
+    assert seeds == len(trial["runs"])
+    assert all(one["time"] > 0 and one["samples"] > 0 for one in trial["runs"])
+    assert f"{trial['tried']} instead of 4: predicted" in output
+    runs = {path.name: history_of(path) for path in find_runs([trial["folder"]])}
+    for batch, rate in ((4, 0.001), (trial["tried"], 0.001 * page["lr_factor"])):
+        rows = runs[f"batch-{batch}-seed0"].rows
+        assert batch == rows[0]["batch_size"]
+        assert rate == pytest.approx(rows[0]["lr"][0], rel=1e-6)
+        assert rows[0]["loss"] > 2 * rows[-1]["loss"] > 0
+
+
+def test_a_program_is_tried_and_its_files_stay(tmp_path):
+    assert_compared(*try_program(tmp_path, LOADER))
+
+
+@pytest.mark.thorough
+def test_a_batch_by_hand_needs_a_line_which_the_error_shows(tmp_path):
+    status, output, page = try_program(tmp_path / "one", f"size = 4\n{BY_HAND}")
+    assert 1 == status
+    assert "bb.advised_batch_size(4)" in page["trial"]["failure"]
+    assert "BIGBATCH_BATCH_FACTOR" in output
+    body = f"size = bb.advised_batch_size(4)\n{BY_HAND}"
+    assert_compared(*try_program(tmp_path / "two", body))
+
+
+FAILURES = {
+    "a sum over samples": "loss_of = lambda a, b: (a - b).square().sum() / 4\n",
+    "ValueError: no trial": "if factor: raise ValueError('no trial')\n",
+    "did not fall": "optimizer.param_groups[0]['lr'] = 0.0\n",
+    "another/last.pt": "torch.save({}, Path(os.environ['ANOTHER']) / 'last.pt')\n",
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("reason", FAILURES)
+def test_what_cannot_be_compared_says_why(tmp_path, reason, monkeypatch):
+    (other := tmp_path / "another").mkdir()
+    monkeypatch.setenv("ANOTHER", str(other))
+    monkeypatch.setenv("TMPDIR", "/dev/shm")
+    status, output, page = try_program(tmp_path / "users", FAILURES[reason] + LOADER)
+    assert 1 == status
+    assert reason in page["trial"]["failure"]
+    assert reason in output
+
+
+@pytest.mark.thorough
+def test_seeds_that_change_nothing_are_named(tmp_path):
+    body = PROGRAM.replace("torch.randn(", "draw(").replace(
+        "model =",
+        "model = torch.nn.Linear(8, 1)\ntorch.nn.init.zeros_(model.weight)\n"
+        "torch.nn.init.zeros_(model.bias)\nunused =",
+    )
+    draw = "import torch\ng = torch.Generator().manual_seed(0)\n"
+    draw += "draw = lambda *shape: torch.randn(*shape, generator=g)\n"
+    loader = LOADER.replace("shuffle=True", "shuffle=False")
+    status, output, page = try_program(tmp_path, loader, "--seeds", 2, start=draw + body)
+    assert_compared(status, output, page, seeds=2)
+    assert "every seed gives the same training" in output
+
+
+@pytest.mark.thorough
+def test_ranks_of_torchrun_are_tried_together(tmp_path):
+    body = (
+        "torch.distributed.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "data = TensorDataset(x, y)\n"
+        "for batch in DataLoader(data, 2, sampler=DistributedSampler(data)): step(*batch)\n"
+    )
+    result = try_program(tmp_path, body, command=lambda *words: torchrun(2, *words))
+    assert_compared(*result)
+
+
+def test_the_length_of_a_run():
+    assert (30.0, sys.maxsize) == parse_limit("30s")
+    assert (float("inf"), 50000) == parse_limit("50000")
+    assert (60.0, None) == parse_limit(None)
+    for text in ("", "0", "-5", "soon", "1e4"):
+        with pytest.raises(SettingError, match=r"no time such as .*, nor a number of samples"):
+            parse_limit(text)
+
+
+def test_the_sentences_of_a_result(tmp_path):
+    result = TrialResult(16, 64, Gain(0.61, 1.32), tmp_path)
+    result.gains += [Gain(0.55, 1.25), Gain(0.49, 1.33)]
+    first, second, *_ = sentences(result)
+    assert (
+        "64 instead of 16: predicted 39% less time, measured 48% less time (45% to 51% over 2 "
+        "seeds)."
+    ) == first
+    assert (
+        "Samples to the same loss: predicted 1.32 times, measured 1.29 (1.25 to 1.33)."
+    ) == second
+    result.gains[0] = Gain(1.1, 1.25)
+    assert "(10% more time to 51% less time over 2 seeds)" in next(sentences(result))
