@@ -181,7 +181,7 @@ def test_four_micro_batches_are_those_of_the_meter():
     ("step", "parts", "way", "accumulation"),
     [
         (plain_step, "LayerNorm", "groups", 1),
-        (plain_step, "BatchNorm", "consecutive steps", 1),
+        (plain_step, "BatchNorm", "cut micro-batches", 1),
         (accumulated, "BatchNorm", "micro-batches", 4),
         (by_closure, "LayerNorm", "groups", 1),
         (zeroed_in_place, "LayerNorm", "groups", 1),
@@ -682,7 +682,7 @@ def test_the_rate_of_a_scheduler_is_its_first_one():
         for batch in batches(30):
             plain_step(model, optimizer, batch)
             scheduler.step()
-    assert (0.04,) == advice.found.lr
+    assert (0.04,) == advice.found.lr["SGD"]
 
 
 def test_the_time_before_a_forward_is_that_of_samples_if_a_loader_gets_them():

@@ -7,6 +7,9 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
 from bigbatch.advisor.advise import Advice, parse_seconds
@@ -14,8 +17,9 @@ from bigbatch.advisor.batch_advice import DEVICES
 from bigbatch.advisor.html_page import html_page
 from bigbatch.advisor.lines_to_add import lines_to_add, schedule
 from bigbatch.advisor.observations import Observations
-from bigbatch.advisor.text_page import bars, conclusion, number, text_page, two_digits
+from bigbatch.advisor.text_page import bars, conclusion, device_cells, number, text_page, two_digits
 from bigbatch.errors import LoopError, SettingError
+from bigbatch.log.chart_axis import text_width
 from made_observations import advice_of, machine, measured, steady
 
 VOID = {"meta", "line", "polyline"}
@@ -61,6 +65,11 @@ MADE = {
     "grow": advice_of(steady(10_000.0), machine()),
     "shrink": advice_of(steady(10.0), machine(fixed=1e-5), batch_size=256),
     "leave": advice_of(steady(64.0), machine(fixed=0.0064)),
+    "undecided": advice_of(
+        [measured(i, -2.0 if i % 2 else 4.0, 500.0) for i in range(40)],
+        machine(fixed=0.02),
+        batch_size=1024,
+    ),
     "uncertain": advice_of(uncertain(), machine(), batch_size=8192),
     "unknown time": advice_of(steady(500.0), unseen=["the time of other batch sizes: no"]),
     "no signal": advice_of([measured(i, -1.0, 5.0) for i in range(20)], machine()),
@@ -68,8 +77,8 @@ MADE = {
     "rising": advice_of(rising(), machine()),
     "one step": advice_of([measured(3, 1.0, 50.0)], machine()),
     "sgd": advice_of(steady(1000.0), machine(largest=100), optimizer="SGD", betas=()),
-    "no rate": advice_of(steady(1000.0), machine(), lr=(), betas=()),
-    "two rates": advice_of(steady(1000.0), machine(), lr=(0.1, 0.01, 0.1)),
+    "no rate": advice_of(steady(1000.0), machine(), lr={}, betas=()),
+    "two rates": advice_of(steady(1000.0), machine(), lr={"Adam": (0.1, 0.01)}),
     "twelve ranks": advice_of(steady(1e5), machine(largest=40), batch_size=96, ranks=12),
     "names": advice_of(
         [measured(i, 1.0, 9.0, **{"<i>&": (1.0, 9.0)}) for i in range(20)],
@@ -87,12 +96,29 @@ def made(request):
     return MADE[request.param]
 
 
+def assert_left(advice):
+    """Nothing after the first sentence names another batch, or another rate, for this machine."""
+    present, found = advice.found.batch_size, advice.as_dict()
+    row = advice.this_machine
+    assert (present, True, 1.0) == (found["batch_size"], found["leave_it"], found["lr_factor"])
+    assert (present, 1.0, 1.0) == (row.batch_size, row.time, row.samples)
+    assert row == advice.devices[0]
+    assert ({}, {1.0}) == (lines_to_add(advice), {*found["lr_factors"].values()})
+    assert [[*pair] for pair in advice.found.betas] == [[*pair] for pair in found["betas"]]
+    page = html_page(advice)
+    assert f"<strong>{present:,}</strong>batch, as it is" in page
+    assert "<strong>x 1</strong>learning rate" in page
+    for text in (str(advice), page):
+        assert "learning rate as it is" in text
+        assert not re.search(r"learning rate for|Lines to add|advised \d", text)
+
+
 @pytest.mark.parametrize("fixed", [0.03, 0.05, 0.07])
 def test_a_batch_within_a_factor_of_two_is_left(fixed):
     advice = advice_of(steady(64.0), machine(fixed=fixed))
     assert advice.leaves_batch
     assert "Leave it: the batch of 64 is within a factor of 2 of the fastest" in conclusion(advice)
-    assert "Lines to add" not in str(advice)
+    assert_left(advice)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +150,25 @@ def test_a_batch_beyond_a_factor_of_two_is_not_left(fixed):
     assert conclusion(advice).startswith(f"{word} the batch from 64 to {advice.batch_size}: ")
 
 
-@pytest.mark.parametrize("present", [8192, 262_144])
-def test_an_interval_that_holds_the_present_batch_leaves_it_for_now(present):
-    """Without an upper end it holds every larger one; the farthest size of the search is no end."""
-    advice = advice_of(uncertain(), machine(), batch_size=present)
+def test_an_interval_that_holds_the_present_batch_leaves_it_for_now():
+    advice = MADE["undecided"]
     row = advice.this_machine
-    assert (math.inf, None, False) == (advice.trend.high, row.high, advice.leaves_batch)
+    assert (True, False) == (advice.is_undecided, advice.leaves_batch)
+    assert row.low < 2 * advice.fastest_row.batch_size < 1024 <= row.high
+    assert_left(advice)
     assert conclusion(advice).startswith(
-        f"Leave it for now: the fastest batch on this machine is {row.low} or more, and"
+        f"Leave it for now: the fastest batch on this machine is {row.low} to {row.high:,}, and"
+    )
+
+
+@pytest.mark.parametrize("present", [8192, 262_144])
+def test_an_interval_without_an_upper_end_gives_no_batch(present):
+    """It holds every larger one; the farthest size of the search is no end."""
+    advice = advice_of(uncertain(), machine(), batch_size=present)
+    assert math.inf == advice.trend.high
+    assert present > withheld(advice)
+    assert conclusion(advice).startswith(
+        f"No batch size: the fastest one may be any from {advice.bound} on, since the noise scale's"
     )
     assert any("no upper end" in doubt for doubt in advice.doubts)
 
@@ -150,7 +187,7 @@ def test_no_signal_gives_no_batch_and_the_lower_end():
     advice = MADE["no signal"]
     assert advice.batch_size is None
     assert str(advice).startswith("No batch size: the gradient's signal was not")
-    assert conclusion(advice).endswith("observe more steps.")  # the interval is infinite
+    assert "from noise. The program ended after 400 steps" in conclusion(advice)  # to infinity
     some = advice_of([measured(i, 8.5 if i == 15 else -1.0, 5.0) for i in range(20)], machine())
     assert math.isfinite(some.trend.low)
     assert f"at least {number(some.trend.low)}" in conclusion(some)
@@ -180,7 +217,9 @@ def test_the_advised_batch_is_the_fastest_of_its_noise_scale_on_each_number_of_d
         assert row.batch_size == advice.fastest(advice.noise_scale, row.devices)
         assert row.low <= row.batch_size <= row.high
         assert 0 == row.batch_size % row.devices
-        assert row.time <= 1
+        assert row.time <= 1 or (row.devices, "-") == (512, device_cells(row)[4])
+    assert "-: the present batch of 64 has no sample for some devices" in str(advice)
+    assert None is advice.as_dict()["devices"][3]["time"]
     assert advice.this_machine == advice.devices[0]
     assert pytest.approx(1 / advice.this_machine.time) == advice.this_machine.speedup
     assert pytest.approx(advice.this_machine.time) == advice.relative_time(advice.batch_size)
@@ -217,7 +256,7 @@ def test_an_interval_without_an_upper_end_gives_a_bound():
     assert math.inf == advice.trend.high
     assert 16 < withheld(advice) <= 512
     assert f"At least {advice.bound}, where the present batch is 16" in conclusion(advice)
-    assert "no upper end. Observe more steps" in conclusion(advice)
+    assert "no upper end. The program ended after 400 steps" in conclusion(advice)
 
 
 def test_sgd_grows_its_rate_by_its_gain_and_adam_by_the_root():
@@ -325,7 +364,7 @@ def numbers_in(text, *names):
     return [int(re.search(rf"{name}[= ](\d+)", text)[1]) for name in names]
 
 
-WITH_LINES = [name for name, advice in MADE.items() if advice.batch_size is not None]
+WITH_LINES = [name for name, advice in MADE.items() if lines_to_add(advice)]
 
 
 @pytest.mark.parametrize("name", WITH_LINES)
@@ -337,8 +376,8 @@ def test_the_lines_of_all_trainers_are_the_advised_batch(name, ranks, largest):
     observations = replace(made, time=time, found=replace(made.found, ranks=ranks))
     advice = Advice(observations)
     lines, batch = lines_to_add(advice), advice.batch_size
-    if batch is None:
-        assert withheld(advice)
+    if not lines:
+        assert batch == advice.found.batch_size or withheld(advice)
         return
     deepspeed = json.loads(lines["DeepSpeed"])
     micro = deepspeed["train_micro_batch_size_per_gpu"]
@@ -363,10 +402,10 @@ def test_megatron_accepts_its_lines(name, ranks, largest):
     made = MADE[name].observations
     time = replace(made.time, largest=largest)
     advice = Advice(replace(made, time=time, found=replace(made.found, ranks=ranks)))
-    if advice.batch_size is None:
-        assert withheld(advice)
+    if not (lines := lines_to_add(advice)):
+        assert advice.batch_size == advice.found.batch_size or withheld(advice)
         return
-    line = lines_to_add(advice)["Megatron-LM"]
+    line = lines["Megatron-LM"]
     micro, size = numbers_in(line, "micro-batch-size", "global-batch-size")
     assert 0 == size % (micro * ranks)
     assert micro <= (largest or size)
@@ -379,6 +418,94 @@ def test_a_schedule_is_read_by_bigbatch(name):
     policy = eval(line.removeprefix("policy="), {"bb": bb})
     assert isinstance(policy, bb.Schedule)
     assert ("to" in schedule(advice)) == (name == "rising")
+
+
+@pytest.mark.parametrize(
+    ("scale", "fixed", "present", "optimizer"),
+    [(1e4, 0.01, 64, "Adam"), (1000.0, 0.1, 64, "SGD"), (100.0, 3e-4, 128, "SGD")],
+)
+def test_the_line_of_adaptive_batch_trains_as_it_stands(scale, fixed, present, optimizer):
+    settings = {"batch_size": present, "optimizer": optimizer}
+    advice = advice_of(steady(scale), machine(fixed=fixed), **settings)
+    advised, line = advice.batch_size, lines_to_add(advice)["bigbatch, measuring"]
+    assert advised != present
+    assert all(part.strip() in str(advice) for part in line.splitlines())
+    model = nn.Linear(4, 1)
+    data = TensorDataset(torch.randn(4 * advised, 4))
+    names = {
+        "bb": bb,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
+        "loader": DataLoader(data, batch_size=present, shuffle=True),
+    }
+    exec(line, names)
+    train, sizes = names["train"], []
+    for step in train:
+        for (x,) in step:
+            step.backward(model(x).square().mean())
+        sizes.append(step.update().batch_size)
+    assert advised == sizes[0]
+    policy = train.controller.policy
+    assert min(present, advised) == policy.min_batch
+    assert max(present, advice.this_machine.high) == policy.max_batch
+
+
+def test_each_of_two_optimizers_has_its_rate():
+    """SGD by its gain, others by the root; a loop of bigbatch steps one, so it has no line."""
+    rates = {"SGD": (0.1, 0.01), "AdamW": (3e-4,)}
+    advice = advice_of(
+        steady(1000.0), machine(fixed=0.05), optimizer="SGD and AdamW", lr=rates, betas=()
+    )
+    batch = advice.batch_size
+    assert batch > 128
+    factors = {"SGD": (1 + 1000 / 64) / (1 + 1000 / batch), "AdamW": math.sqrt(batch / 64)}
+    found, lines, page = advice.as_dict(), lines_to_add(advice), html_page(advice)
+    assert pytest.approx(factors, rel=1e-2) == found["lr_factors"]
+    assert "bigbatch, measuring" not in lines
+    for name, factor in found["lr_factors"].items():
+        assert f"learning rate of {name} for {batch}: x {factor:.3g} (" in str(advice)
+        assert f"x {factor:.3g}</strong>learning rate of {name}" in page
+        assert f"{name} lr={', '.join(f'{lr * factor:.3g}' for lr in rates[name])}" in page
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize("present", [64, 96, 100])
+@pytest.mark.parametrize("scale", [5.0, 64.0, 1e4])
+def test_every_device_has_as_many_samples_of_a_batch(ranks, present, scale):
+    present = -(-present // ranks) * ranks
+    advice = advice_of(steady(scale), machine(), batch_size=present, ranks=ranks)
+    for row in advice.devices:
+        is_own = row.devices == ranks
+        sizes = [row.batch_size, row.low, row.high]
+        assert all(size >= row.devices for size in sizes)
+        assert is_own or not any(size % row.devices for size in sizes)
+        assert math.isnan(row.time) == (present < row.devices)
+        assert pytest.approx(advice.relative_samples(row.batch_size)) == row.samples
+
+
+def test_the_chart_of_the_noise_scale_has_every_measured_step():
+    """Its axis is that of all observed steps; steps without signal are hollow."""
+    advice = advice_of([measured(5 * i, 1 if i % 3 else -1, 500.0) for i in range(33)], machine())
+    chart = html_page(advice).partition("How the noise scale moved")[2].partition("<h2>")[0]
+    assert 'data-x="0 400 ' in chart
+    points, moved, _ = re.findall(r'<g class="series.*?</g>', chart)
+    assert (33, 11) == (points.count("<path"), points.count("marker hollow"))
+    assert 4 == moved.count("<path")
+    assert 1 == len(re.findall('class="band', chart))
+
+
+@pytest.mark.parametrize(("present", "scale"), [(64, 400.0), (64, 3e4), (1024, 60.0)])
+def test_names_of_marks_stand_apart(present, scale):
+    advice = advice_of(steady(scale), machine(fixed=0.02), batch_size=present)
+    chart = html_page(advice).partition("Time to the same progress, by")[2].partition("<h2>")[0]
+    texts = re.findall(r'x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)">(\w+ [\d,]+)<', chart)
+    ends = []
+    for x, _, anchor, text in texts:
+        width = text_width(text, 11.5)
+        ends.append((float(x) - width * (anchor == "end"), float(x) + width * (anchor == "start")))
+    assert 2 == len(texts)
+    assert all(0 <= low < high <= 420 for low, high in ends)
+    assert ends[0][1] < ends[1][0] or ends[1][1] < ends[0][0] or texts[0][1] != texts[1][1]
 
 
 def test_the_observed_trainer_comes_first():

@@ -10,6 +10,7 @@ from advised_script import Advised, advise
 from oracles import hand_loop
 
 MICRO_BATCHES, GROUPS, CONSECUTIVE = "micro-batches", "groups", "consecutive steps"
+CUT = "cut micro-batches"  # of 16 samples, two in each backward of these scripts
 STEPS = 60  # of a script
 
 
@@ -44,8 +45,12 @@ class Case:
     @property
     def compared(self) -> int:
         """Gradients of a step that are compared."""
-        groups = hand_loop.GROUPS if self.way == GROUPS else 1
-        return self.ranks * self.accumulation * groups
+        return self.ranks * self.accumulation * self.groups
+
+    @property
+    def groups(self) -> int:
+        """Those of a backward that are compared."""
+        return {GROUPS: hand_loop.GROUPS, CUT: 2}.get(self.way, 1)
 
     @property
     def found(self) -> dict:
@@ -59,8 +64,7 @@ class Case:
         }
 
     def repeat(self) -> hand_loop.HandLoop:
-        groups = hand_loop.GROUPS if self.way == GROUPS else 1
-        return hand_loop.repeat(self.script, self.given, groups, self.ranks)
+        return hand_loop.repeat(self.script, self.given, self.groups, self.ranks)
 
     def __str__(self) -> str:
         return f"{self.script} {self.arguments}".strip()

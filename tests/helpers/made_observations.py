@@ -1,5 +1,7 @@
 """Observations of a training that never ran, from which tests make advice."""
 
+from dataclasses import replace
+
 from bigbatch import GradientStatistics
 from bigbatch.advisor.advise import Advice
 from bigbatch.advisor.cluster_time import Network
@@ -25,16 +27,18 @@ def found(batch_size=64, ranks=1, **others):
         "micro_batch": batch_size // ranks,
         "counted": "counted in dimension 0 of the model's first tensor",
         "rows": 1.0,
+        "dim": 0,
         "is_loaders": True,
         "batch_size": batch_size,
         "device": "cpu",
         "autocast": "",
         "scaler": False,
-        "lr": (0.001,),
+        "lr": {},
         "betas": ((0.9, 0.999),),
         "momentum": (),
     }
-    return Found(**settings | others)
+    made = Found(**settings | others)
+    return made if "lr" in others else replace(made, lr=dict.fromkeys(made.optimizers, (0.001,)))
 
 
 def measured(step, signal, noise, samples=64, features=(), **layers):

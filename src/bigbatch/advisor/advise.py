@@ -64,11 +64,12 @@ def advise(
 
         B = the size of the least (seconds of a step of B) (1 + B_noise / B)
 
-    The loop stays as it is, and trains as it would without this. One step in n is measured, where
-    n is timed so that measuring takes 4 % of the time: by the backwards of all ranks if there are
-    four or more, else by groups of samples of one backward, else by consecutive steps, whose noise
-    scale is biased. Afterwards the time of other sizes is measured, by backwards of the last batch.
-    A training that cannot be measured gives no number, but the reason.
+    The loop stays as it is, and trains as it would without this. One step in n is measured, where n
+    is timed so that measuring takes 4 % of the time: by the backwards of all ranks if there are
+    four or more, else by groups of samples of one backward, else (BatchNorm) by micro-batches that
+    it is cut into, else by consecutive steps, whose noise scale is biased. Afterwards the time of
+    other sizes is measured, by backwards of the last batch. A training that cannot be measured
+    gives no number, but the reason.
 
     Args:
         model: the model, wrapped as it is trained.

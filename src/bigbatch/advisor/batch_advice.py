@@ -1,13 +1,14 @@
 """The advice: a function of what was observed."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from bigbatch.advisor.cluster_time import ClusterTime, Network
 from bigbatch.advisor.noise_trend import LEVEL, NoiseTrend
-from bigbatch.advisor.observations import Found, Observations
+from bigbatch.advisor.observations import Found, Measurement, Observations
 from bigbatch.advisor.paired_groups import Pairing
 from bigbatch.advisor.position_test import differs_by_position
 from bigbatch.advisor.trial_result import TrialResult
@@ -23,7 +24,7 @@ FARTHEST = 32  # factor up to which a size is advised: docs/advise.md shows advi
 
 @dataclass(frozen=True)
 class DeviceAdvice:
-    """The fastest batch size on so many devices; the present one if it is not slower by 5 %."""
+    """The fastest batch size on so many devices; the present one if that is left as it is."""
 
     devices: int  # how many, each like the observed one
     batch_size: int  # samples of a step of all of them
@@ -31,7 +32,9 @@ class DeviceAdvice:
     low: int
     high: int | None
     seconds: float  # of a step
-    time: float  # time to the same progress, relative to the present batch size on these devices
+    # time to the same progress, relative to the present batch size on these devices; nan if that is
+    # smaller than their number
+    time: float
     speedup: float  # how much faster than the present batch size on one device
     samples: float  # samples to the same progress, relative to the present batch size
 
@@ -65,10 +68,15 @@ class BatchAdvice:
         """The noise scale and how it moved; a LoopError if there is no advice."""
         if self.refusal:
             raise LoopError(f"no advice: {self.refusal}")
+        return NoiseTrend.of(self.measurements, self.found.batch_size)
+
+    @property
+    def measurements(self) -> Sequence[Measurement]:
+        """The measured steps, of joined groups where samples belong together."""
         measurements = self.observations.measurements
-        if self.pairing is not None:
-            measurements = [one for one in map(self.pairing.join, measurements) if one is not None]
-        return NoiseTrend.of(measurements, self.found.batch_size)
+        if self.pairing is None:
+            return measurements
+        return [one for one in map(self.pairing.join, measurements) if one is not None]
 
     @cached_property
     def pairing(self) -> Pairing | None:
@@ -94,10 +102,15 @@ class BatchAdvice:
     @property
     def this_machine(self) -> DeviceAdvice | None:
         """The advice for the observed ranks."""
-        return self._fastest if self.bound is None else None
+        row = self.fastest_row
+        if row is None or self.bound is not None:
+            return None
+        is_left = self.leaves_batch or self.is_undecided
+        return self._row(self.found.ranks, leaves=True) if is_left else row
 
     @cached_property
-    def _fastest(self) -> DeviceAdvice | None:
+    def fastest_row(self) -> DeviceAdvice | None:
+        """The fastest batch size on the observed ranks, advised or not; None if it is unknown."""
         return None if self.refusal else self._row(self.found.ranks)
 
     @property
@@ -107,7 +120,7 @@ class BatchAdvice:
         That is where the noise scale's interval has no upper end, or the fastest size is more than
         32 times the present one, or less than a 32nd. The bound itself is not farther than that.
         """
-        row = self._fastest
+        row = self.fastest_row
         if row is None or self.leaves_batch or self.is_undecided:
             return None
         present = self.found.batch_size
@@ -121,13 +134,14 @@ class BatchAdvice:
     @property
     def devices(self) -> tuple[DeviceAdvice, ...]:
         """The advice for 1, 8, 64 and 512 devices."""
-        rows = () if self.this_machine is None else map(self._row, DEVICES)
+        own = self.this_machine
+        rows = (own if n == self.found.ranks else self._row(n) for n in DEVICES if own is not None)
         return tuple(row for row in rows if row is not None)
 
     @property
     def leaves_batch(self) -> bool:
         """Whether the present batch size is within a factor of 2 of the fastest one."""
-        row, present = self._fastest, self.found.batch_size
+        row, present = self.fastest_row, self.found.batch_size
         if row is None or row.high is None:
             return False
         return 1 / _ENOUGH <= row.batch_size / present <= _ENOUGH
@@ -135,30 +149,28 @@ class BatchAdvice:
     @property
     def is_undecided(self) -> bool:
         """Whether the present batch size is farther, but may be the fastest for what is known."""
-        row, present = self._fastest, self.found.batch_size
-        if row is None or self.leaves_batch:
+        row, present = self.fastest_row, self.found.batch_size
+        if row is None or row.high is None or self.leaves_batch:
             return False
-        return row.low <= present <= (row.high or math.inf)
+        return row.low <= present <= row.high
 
-    def lr_factor(self, batch_size: float) -> float:
-        """Factor of the learning rate for another batch size.
+    def lr_factor(self, batch_size: float, optimizer: str | None = None) -> float:
+        """Factor of the learning rate of an optimizer for another batch size.
 
             SGD:      (1 + B_n / B_now) / (1 + B_n / B)
             others:   sqrt(B / B_now)
 
+        Args:
+            batch_size: B.
+            optimizer: name of its class; default: the first one of the training.
         Source:
             McCandlish et al. 2018 (arXiv 1812.06162), equation 2.9, for SGD; for optimizers that
             divide by the size of the gradient Malladi et al. 2022 (arXiv 2205.10287).
         """
         present, scale = self.found.batch_size, self.noise_scale
-        if not self.follows_sgd:
+        if (optimizer or self.found.optimizers[0]) != "SGD":
             return math.sqrt(batch_size / present)
         return (1 + scale / present) / (1 + scale / batch_size)
-
-    @property
-    def follows_sgd(self) -> bool:
-        """Whether every optimizer's step is proportional to the gradient."""
-        return set(self.found.optimizer.split(" and ")) == {"SGD"}
 
     def betas(self, batch_size: int) -> tuple[tuple[float, ...], ...]:
         """Betas of the same half-life in samples; empty beyond a factor of 4, or without betas."""
@@ -190,6 +202,8 @@ class BatchAdvice:
                 "changes another's part (no contrastive loss, no mining of hard samples, no mean "
                 "over a varying number of tokens); bb.check_groups compares them with a loop"
             )
+        if self.observations.batch_norm:
+            doubts.append(self.observations.batch_norm)
         if self.pairing is not None:
             doubts.append(
                 f"rows {self.pairing.rows} of the B rows of a backward belong together (Mixup with "
@@ -203,11 +217,11 @@ class BatchAdvice:
                 f"the {self.found.micro_batch} samples of each are part of the loss, and stay"
             )
         if measured < _FEW:
-            doubts.append(f"only {measured} steps were measured; observe more steps")
+            doubts.append(f"only {measured} steps were measured; observe more (--steps, --budget)")
         if math.isinf(trend.high):
             doubts.append(
                 "the signal was not distinguished from zero, so the noise scale has no upper end; "
-                "observe more steps"
+                "observe more steps (--steps, --budget)"
             )
         if trend.factor >= 2:
             doubts.append("the noise scale was still rising; observe a later part of the training")
@@ -243,14 +257,15 @@ class BatchAdvice:
         assert self.observations.time is not None
         return ClusterTime(self.observations.time, self.found, self.network, devices)
 
-    def _row(self, devices: int) -> DeviceAdvice | None:
-        trend = self.trend
+    def _row(self, devices: int, *, leaves: bool = False) -> DeviceAdvice | None:
+        trend, observed = self.trend, self.found.batch_size
         if self.observations.time is None or math.isinf(trend.noise_scale):
             return None
-        present, scale = max(self.found.batch_size, devices), trend.noise_scale
+        is_own, scale = devices == self.found.ranks, trend.noise_scale
+        present = observed if is_own else -(-observed // devices) * devices  # as many on each
         one, cluster = self._cluster(1), self._cluster(devices)
         best, low, high = (self.fastest(value, devices) for value in (scale, trend.low, trend.high))
-        if cluster.is_fast(present, scale, self._most):
+        if leaves or cluster.is_fast(present, scale, self._most):
             best, low, high = present, min(low, present), max(high, present)
         seconds = cluster.relative_seconds(best, scale)
         return DeviceAdvice(
@@ -259,9 +274,9 @@ class BatchAdvice:
             low,
             high if math.isfinite(trend.high) else None,
             cluster.seconds(best),
-            seconds / cluster.relative_seconds(present, scale),
-            one.relative_seconds(self.found.batch_size, scale) / seconds,
-            (best + scale) / (present + scale),
+            seconds / cluster.relative_seconds(present, scale) if observed >= devices else math.nan,
+            one.relative_seconds(observed, scale) / seconds,
+            self.relative_samples(best),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -277,7 +292,7 @@ class BatchAdvice:
         }
         if observations.found is not None:
             result["found"] = {**vars(observations.found), "way": observations.way}
-        for name in ("steps", "seconds", "step_seconds", "unseen"):
+        for name in ("steps", "seconds", "step_seconds", "batch_norm", "unseen"):
             result[name] = getattr(observations, name)
         if not self.refusal:
             result |= self._advised()
@@ -299,6 +314,11 @@ class BatchAdvice:
             "bound": self.bound,
             "leave_it": self.leaves_batch or self.is_undecided,
             "lr_factor": None if advised is None else self.lr_factor(advised),
+            "lr_factors": {
+                name: self.lr_factor(advised, name)
+                for name in self.found.optimizers
+                if advised is not None
+            },
             "betas": [] if advised is None else self.betas(advised),
             "momentum": [] if advised is None else self.momentum(advised),
             "largest_micro_batch": None if time is None else time.largest,

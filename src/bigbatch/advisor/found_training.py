@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from traceback import walk_stack
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,14 @@ class FoundTraining:
     def names(self) -> str:
         """The optimizers' class names."""
         return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+
+    @property
+    def groups(self) -> dict[str, list[dict[str, Any]]]:
+        """The parameter groups of the optimizers of each class name."""
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for optimizer in self.optimizers:
+            groups.setdefault(type(optimizer).__name__, []).extend(optimizer.param_groups)
+        return groups
 
     @property
     def engine(self) -> str:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from html import escape
 
 from bigbatch.advisor.batch_advice import BatchAdvice
@@ -19,10 +20,13 @@ from bigbatch.advisor.text_page import (
 from bigbatch.advisor.trial_result import TrialResult, sentences
 from bigbatch.log.chart import Mark, Panel, Series
 from bigbatch.log.chart_svg import svg
+from bigbatch.log.series_style import NEUTRAL
 from bigbatch.log.web_page import html_table, text_of, web_page
 
-_SIZE = 640, 260  # of a chart
 _CURVE = 64  # batch sizes of the curve of times
+_SIZE = 420, 250  # of a chart
+_ROOM = 8.0  # factor beyond trend and interval up to which single steps are shown in place
+_EDGE = 1.3  # factor from the edge at which the others are
 
 
 def html_page(advice: BatchAdvice) -> str:
@@ -35,12 +39,13 @@ def html_page(advice: BatchAdvice) -> str:
 
 def _body(advice: BatchAdvice) -> Iterator[str]:
     yield f"<h1>{escape(conclusion(advice))}</h1>"
+    yield _tiles(advice)
     if advice.trial is not None:
         yield _section("Tried", sentences(advice.trial))
         yield _trial_chart(advice.trial)
     yield _section("Noise", noise(advice))
-    if len(advice.trend.segments) > 1:
-        yield f"<h2>How the noise scale moved</h2>\n{_noise_chart(advice)}"
+    if chart := _noise_chart(advice):
+        yield f"<h2>How the noise scale moved</h2>\n{chart}"
     if advice.this_machine is not None:
         yield f"<h2>Time to the same progress, by batch size</h2>\n{_time_chart(advice)}"
         yield f"<h2>On more devices</h2>\n{_devices_table(advice)}"
@@ -53,12 +58,65 @@ def _section(title: str, lines: Iterable[str]) -> str:
     return f"<h2>{escape(title)}</h2>\n<ul>{items}</ul>"
 
 
+def _tiles(advice: BatchAdvice) -> str:
+    """The advice in a few numbers; "" where no size is advised."""
+    row, present = advice.this_machine, advice.found.batch_size
+    if row is None:
+        return ""
+    batch = row.batch_size
+    tiles = [
+        (f"{batch:,}", "batch, as it is" if batch == present else f"batch, now {present:,}"),
+        (f"x {row.time:.2f}", "time to the same progress"),
+        (f"x {row.samples:.2f}", "samples to the same progress"),
+    ]
+    for name in advice.found.optimizers:
+        of = f" of {name}" * (len(advice.found.optimizers) > 1)
+        tiles.append((f"x {advice.lr_factor(batch, name):.3g}", f"learning rate{of}"))
+    items = "".join(f"<div><strong>{value}</strong>{escape(name)}</div>" for value, name in tiles)
+    return f'<div class="tiles">{items}</div>'
+
+
 def _noise_chart(advice: BatchAdvice) -> str:
-    segments = [one for one in advice.trend.segments if 0 < one.noise_scale < math.inf]
-    steps = [(one.first + one.last) / 2 for one in segments]
-    scales = Series("noise scale", steps, [one.noise_scale for one in segments])
-    marks = [Mark("present batch", y=advice.found.batch_size)]
-    return _chart("noise scale, samples", "optimizer step", scales, marks)
+    """Each measured step, the trend, and the mean with its interval; "" where no step has any."""
+    trend, last = advice.trend, advice.observations.steps
+    steps = advice.measurements
+    segments = [one for one in trend.segments if 0 < one.noise_scale < math.inf]
+    known = [trend.noise_scale, trend.low, trend.high, *(one.noise_scale for one in segments)]
+    known = [value for value in known if 0 < value < math.inf]
+    if not known:
+        return ""
+    present = advice.found.batch_size
+    ends = min(*known, present) / _ROOM, max(*known, present) * _ROOM
+    scales = [one.statistics.noise_scale for one in steps]
+    beyond = [not ends[0] < scale < ends[1] for scale in scales]
+    points = Series(
+        "a measured step (hollow: beyond the axis, or no signal)",
+        [one.step for one in steps],
+        [min(max(scale, ends[0] * _EDGE), ends[1] / _EDGE) for scale in scales],
+        kind="points",
+        hollow=beyond,
+        style=NEUTRAL,
+    )
+    moved = Series(
+        "mean of some steps",
+        [(one.first + one.last) / 2 for one in segments],
+        [one.noise_scale for one in segments],
+        markers=True,
+        style=1,
+    )
+    later = [steps[len(steps) // 2].step, last]
+    mean = Series(
+        "what the advice takes, with its 90 % interval",
+        later,
+        [trend.noise_scale] * 2,
+        low=[max(trend.low, ends[0])] * 2,
+        high=[min(trend.high, ends[1])] * 2,
+        style=0,
+    )
+    marks = [Mark(f"present batch {present:,}", y=present)]
+    lines = [points, moved, mean] if math.isfinite(trend.noise_scale) else [points, moved]
+    chart = _panel("noise scale, samples", "optimizer step", lines, marks)
+    return svg([replace(chart, x_range=(0.0, float(last)), y_range=ends)], titles=False, key=True)
 
 
 def _trial_chart(result: TrialResult) -> str:
@@ -79,30 +137,22 @@ def _trial_chart(result: TrialResult) -> str:
 
 
 def _time_chart(advice: BatchAdvice) -> str:
+    """The time of batch sizes around the present and the advised one."""
     row, present = advice.this_machine, advice.found.batch_size
     assert row is not None
     low, high = min(present, row.batch_size) / 8, max(present, row.batch_size) * 8
-    sizes = [max(1.0, low) * (high / max(1.0, low)) ** (i / _CURVE) for i in range(_CURVE + 1)]
+    low = max(advice.found.ranks, low)
+    sizes = [low * (high / low) ** (i / _CURVE) for i in range(_CURVE + 1)]
     times = Series("time", sizes, [advice.relative_time(size) for size in sizes])
-    marks = [Mark("present", x=present), Mark("fastest", x=row.batch_size)]
-    return _chart("time, present = 1", "batch size", times, marks, x_log=10)
+    marks = [Mark(f"present {present:,}", x=present)]
+    if row.batch_size != present:
+        marks.append(Mark(f"advised {row.batch_size:,}", x=row.batch_size))
+    panel = _panel("time, present = 1", "batch size", [times], marks)
+    return svg([replace(panel, x_log=10)], titles=False)
 
 
-def _chart(y: str, x: str, series: Series, marks: Sequence[Mark], x_log: int | None = None) -> str:
-    """A line on a logarithmic axis, with what to compare it with; "" for a line without a point."""
-    if not series.y:
-        return ""
-    panel = Panel(
-        f"{series.name}: {y}",
-        x,
-        [series],
-        y_label=y,
-        x_log=x_log,
-        y_log=10,
-        marks=marks,
-        size=_SIZE,
-    )
-    return svg([panel], titles=False)
+def _panel(y: str, x: str, series: Sequence[Series], marks: Sequence[Mark]) -> Panel:
+    return Panel(y, x, series, y_label=y, y_log=10, marks=marks, size=_SIZE)
 
 
 def _devices_table(advice: BatchAdvice) -> str:

@@ -5,19 +5,25 @@ import math
 
 from bigbatch.advisor.batch_advice import BatchAdvice
 
+ADAPTIVE = "bigbatch, measuring"  # the trainer that follows the noise scale
 _MOVES = 2.0  # factor of the fastest batch size from which a schedule is worth its line
 
 
 def lines_to_add(advice: BatchAdvice) -> dict[str, str]:
     """The settings for the advised batch size by trainer, those of the observed one first."""
-    batch = advice.batch_size
-    if batch is None or not advice.found.is_loaders:
+    batch, found = advice.batch_size, advice.observations.found
+    if batch is None or found is None or batch == found.batch_size or not found.is_loaders:
         return {}
-    ranks = advice.found.ranks
+    ranks = found.ranks
     micro, accumulation = _split(advice, batch // ranks)
     backwards = f"  # and {accumulation} backwards a step" if accumulation > 1 else ""
-    rates = [f"{lr * advice.lr_factor(batch):.3g}" for lr in dict.fromkeys(advice.found.lr)]
-    rates = rates or ["..."]
+    rates = {
+        name: [f"{lr * advice.lr_factor(batch, name):.3g}" for lr in found.lr.get(name, ())]
+        or ["..."]
+        for name in found.optimizers
+    }
+    first, is_one = rates[found.optimizers[0]][0], len(rates) == 1
+    of_optimizers = [f"{'optimizer' if is_one else n} lr={', '.join(r)}" for n, r in rates.items()]
     loader = f"DataLoader(..., batch_size={micro})"
     deepspeed = {
         "train_batch_size": micro * accumulation * ranks,
@@ -25,19 +31,31 @@ def lines_to_add(advice: BatchAdvice) -> dict[str, str]:
         "gradient_accumulation_steps": accumulation,
     }
     lines = {
-        "PyTorch": f"{loader}{backwards}\noptimizer lr={', '.join(rates)}",
+        "PyTorch": "\n".join([f"{loader}{backwards}", *of_optimizers]),
         "HF Trainer": f"TrainingArguments(per_device_train_batch_size={micro}, "
-        f"gradient_accumulation_steps={accumulation}, learning_rate={rates[0]})",
+        f"gradient_accumulation_steps={accumulation}, learning_rate={first})",
         "Lightning": f"{loader}\nTrainer(accumulate_grad_batches={accumulation})",
         "DeepSpeed": json.dumps(deepspeed),
         "Megatron-LM": f"--micro-batch-size {micro} --global-batch-size {batch}",
         "bigbatch, a schedule": f'policy=bb.Schedule("{schedule(advice)}")',
-        "bigbatch, measuring": "train = bb.AdaptiveBatch(model, optimizer, loader, "
-        "policy=bb.Goodput())",
     }
-    engine = advice.found.engine
+    if is_one and not advice.observations.coupling:  # what a loop of bigbatch steps
+        lines[ADAPTIVE] = _adaptive_batch(advice, batch)
+    engine = found.engine
     own = "PyTorch" if engine in ("DDP", "FSDP2", "Accelerate") else engine
     return dict(sorted(lines.items(), key=lambda item: item[0] != own))
+
+
+def _adaptive_batch(advice: BatchAdvice, batch: int) -> str:
+    """A loop that starts at the advised batch size and follows the noise scale within bounds."""
+    row, present = advice.this_machine, advice.found.batch_size
+    ends = [present, batch] if row is None else [present, batch, row.low, row.high or batch]
+    rule = "adascale" if advice.found.optimizers == ["SGD"] else "sqrt"
+    return (
+        "train = bb.AdaptiveBatch(\n    model, optimizer, loader,\n"
+        f"    policy=bb.Goodput(min_batch={min(present, batch)}, max_batch={max(ends)}),\n"
+        f'    batch_size={batch}, base_batch={present}, lr_scaling="{rule}",\n)'
+    )
 
 
 def schedule(advice: BatchAdvice) -> str:

@@ -25,7 +25,7 @@ class Limits:
 
 NOT_ENDED = "the observation has not ended"
 
-Way = Literal["micro-batches", "groups", "consecutive steps"]
+Way = Literal["micro-batches", "groups", "cut micro-batches", "consecutive steps"]
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,16 @@ class Found:
     device: str  # "cpu", or the name of the GPU
     autocast: str  # the type of autocast in the forward; empty without it
     scaler: bool  # whether a GradScaler scales the loss
-    lr: tuple[float, ...]  # the learning rates of the parameter groups at the end
+    # the learning rates of each optimizer's parameter groups, each once, by its class name
+    lr: dict[str, tuple[float, ...]]
     # betas, momentum: each value that a parameter group has, once
     betas: tuple[tuple[float, ...], ...]
     momentum: tuple[float, ...]
+
+    @property
+    def optimizers(self) -> list[str]:
+        """The class name of each optimizer, once."""
+        return [*dict.fromkeys(self.optimizer.split(" and "))]
 
 
 @dataclass
@@ -87,6 +93,8 @@ class Observations:
 
     # why there is no advice; empty at the end of an observation that shows some
     refusal: str = NOT_ENDED
+    # the limit that ended the observation, "steps" or "budget"; empty if the program ended before
+    ended_by: str = ""
     found: Found | None = None  # the training; None if none was found
     way: Way | None = None  # how the noise was measured
     steps: int = 0  # optimizer steps that were seen
@@ -96,4 +104,5 @@ class Observations:
     time: MachineTime | None = None  # where the seconds go; None if it is unknown
     # the function in which the samples of a backward influence each other; empty if none is known
     coupling: str = ""
+    batch_norm: str = ""  # what it sees in the compared micro-batches; empty without BatchNorm
     unseen: list[str] = field(default_factory=list)  # what could not be seen, in sentences

@@ -4,11 +4,14 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from statistics import median, mode
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from bigbatch.advisor.cut_batch_reader import CutBatchReader
 from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall
 from bigbatch.advisor.found_training import LATER, FoundTraining, candidates
 from bigbatch.advisor.observations import Found, Limits, MachineTime, Measurement, Observations, Way
@@ -31,6 +34,11 @@ _MICRO_BATCHES = 4  # backwards of all ranks from which they are compared themse
 _LEARNED = 2  # equal steps that show how many backwards a step has
 _MAX_LEARNED = 8  # steps that may pass until then
 _ATTEMPTS = 3  # measured steps in a row that may fail
+_CUTTING = ("groups", "cut micro-batches")  # the ways after which another one is tried
+_READERS: dict[Way, type[StepReader]] = {
+    "cut micro-batches": CutBatchReader,
+    "consecutive steps": ConsecutiveStepsReader,
+}
 _FEWEST = 6  # steps that finding, learning and one measurement take
 
 
@@ -64,6 +72,7 @@ class ObservedTraining:
         self._backwards_before: int | None = None  # the step of an optimizer that is not the last
         self._backward_samples: list[int] = []  # of the measured steps
         self._failures: list[str] = []  # of measured steps
+        self._norms = set[type[nn.Module]]()  # the kinds of BatchNorm that train
         self._optimizers_took = 0.0  # seconds in this step
         self._optimizer_seconds: list[float] = []  # of the steps that were not measured
         self._data_seconds: list[float] = []  # of loaders, in the steps that were not measured
@@ -144,6 +153,8 @@ class ObservedTraining:
             refusal = sign_in(refusal)
         if refusal:
             raise SettingError(self._explained(refusal))
+        modules = self._training.model.modules()
+        self._norms = {type(m) for m in modules if isinstance(m, _BatchNorm) and m.training}
         self._forwards.keep_called()
         if backwards * self._reader.ranks >= _MICRO_BATCHES:
             self._read_by("micro-batches", backwards)
@@ -190,16 +201,24 @@ class ObservedTraining:
         return "" if is_located else "it is unknown where the stated samples are"
 
     def _read_without_groups(self, reason: str, backwards: int) -> None:
-        """By two or three backwards, or else by consecutive steps."""
-        self._observations.unseen.append(f"groups of samples of one backward: {reason}")
-        several = backwards * self._reader.ranks > 1
-        self._read_by("micro-batches" if several else "consecutive steps", backwards)
+        """By micro-batches that are cut, or two or three backwards, or else consecutive steps."""
+        ranks, is_first = self._reader.ranks, self._reader.way != "cut micro-batches"
+        kind = "groups of samples of one backward" if is_first else "micro-batches of one backward"
+        self._observations.unseen.append(f"{kind}: {reason}")
+        if is_first and not (
+            self._hidden_groups() or CutBatchReader.refusal(self._training, ranks)
+        ):
+            self._read_by("cut micro-batches", backwards)
+        else:
+            several = backwards * ranks > 1
+            self._read_by("micro-batches" if several else "consecutive steps", backwards)
 
     def _read_by(self, way: Way, backwards: int) -> None:
         if way != self._reader.way:
             self._reader.close()
-            kind = ConsecutiveStepsReader if way == "consecutive steps" else StepReader
-            self._reader = kind(self._training, self._forwards, way, self._limits)
+            self._reader = _READERS.get(way, StepReader)(
+                self._training, self._forwards, way, self._limits
+            )
         self._reader.backwards = backwards
         if self._count is not None and self._count.rows:
             self._reader.samples_per_row = self._count.samples / self._count.rows
@@ -224,10 +243,11 @@ class ObservedTraining:
         if reading is not None and reading.statistics is not None:
             self._note(reading)
         if samples.timed_out or self._steps >= (self._limits.steps or math.inf):
+            self._observations.ended_by = "budget" if samples.timed_out else "steps"
             return True
         if samples.failed >= _ATTEMPTS:
             failure = failure or "another rank could not read its step"
-            if self._reader.way != "groups":
+            if self._reader.way not in _CUTTING:
                 raise SettingError(failure)
             self._failures.clear()
             self._read_without_groups(failure, self._reader.backwards)
@@ -256,20 +276,42 @@ class ObservedTraining:
             raise SettingError(_COUPLED.format(observations.coupling))
         if not observations.measurements or call is None or self._samples is None:
             reason = self._failures[-1] if self._failures else too_short(self._steps)
+            if self._failures and self._reader.way in _CUTTING:
+                reason += (
+                    f"; another way was not tried in the {self._steps} steps that were observed"
+                )
             raise SettingError(reason)
         observations.way = self._reader.way
         observations.step_seconds = self._samples.seconds
-        observations.found = self._describe(call)
+        observations.found = found = self._describe(call)
+        observations.batch_norm = self._batch_norm(found.micro_batch)
         if self._failures:
             observations.unseen.append(
                 f"{len(self._failures)} measured steps, the last one because {self._failures[-1]}"
             )
         observations.refusal = ""
 
+    def _batch_norm(self, samples: int) -> str:
+        """What BatchNorm sees in the compared micro-batches of backwards of so many samples."""
+        way = self._reader.way
+        if not self._norms or way not in ("micro-batches", "cut micro-batches"):
+            return ""
+        if nn.SyncBatchNorm in self._norms and self._reader.ranks > 1:
+            return (
+                "SyncBatchNorm normalizes over the samples of all ranks, so the micro-batches that "
+                "are compared influence each other, and the noise scale is biased"
+            )
+        parts = CutBatchReader.sizes(samples, self._limits.groups)
+        size = parts[0] if way == "cut micro-batches" else samples
+        return (
+            f"BatchNorm sees micro-batches of {size} samples in what is compared; with others it "
+            "is another function, of another noise scale"
+        )
+
     def _describe(self, call: ModuleCall) -> Found:
         """The training in words and numbers."""
         training, reader = self._training, self._reader
-        groups = [group for optimizer in training.optimizers for group in optimizer.param_groups]
+        groups = [group for of_one in training.groups.values() for group in of_one]
         device = training.parameters[0].device
         outermost = training.outermost[0]
         # the usual sizes: the last batch of an epoch may be smaller
@@ -292,9 +334,10 @@ class ObservedTraining:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             autocast="" if call.autocast_dtype is None else str(call.autocast_dtype)[6:],
             scaler=training.caller.scaler is not None,
-            lr=tuple(
-                float(group.get("initial_lr", group["lr"])) for group in groups if "lr" in group
-            ),
+            lr={
+                name: _each_once(_rate(g) for g in groups if "lr" in g)
+                for name, groups in training.groups.items()
+            },
             betas=_each_once(tuple(map(float, g["betas"])) for g in groups if g.get("betas")),
             momentum=_each_once(float(g["momentum"]) for g in groups if g.get("momentum")),
         )
@@ -353,6 +396,11 @@ class ObservedTraining:
             None if largest is None else int(largest / rows),
             row_bytes * rows,
         )
+
+
+def _rate(group: dict[str, Any]) -> float:
+    """The learning rate that a schedule multiplies."""
+    return float(group.get("initial_lr", group["lr"]))
 
 
 def _each_once(values: Iterable[Value]) -> tuple[Value, ...]:

@@ -1,6 +1,7 @@
 """Reads the gradient noise of a step at the end of its last backward."""
 
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,9 +137,7 @@ class StepReader(Subscriber):
 
     def note_error(self, error: Exception) -> None:
         """The step cannot be read."""
-        self._failure = self._failure or (
-            str(error) if isinstance(error, BigbatchError) else f"{type(error).__name__}: {error}"
-        )
+        self._failure = self._failure or _reason(error)
 
     def _note_error_of_groups(self, error: Exception) -> None:
         self.source.failed = True
@@ -223,8 +222,8 @@ class StepReader(Subscriber):
             with warnings.catch_warnings(action="ignore"):  # which are for loops with a meter
                 statistics = self._meter.statistics(self._meter.totals(values))
         except GradientError as error:
-            return None, str(error), shared
-        return *_usable(statistics), shared
+            return None, _reason(error), shared
+        return *usable(statistics), shared
 
 
 class ConsecutiveStepsReader(StepReader):
@@ -290,10 +289,17 @@ class ConsecutiveStepsReader(StepReader):
             return None, failure, self._shared
         if self._pair is None:
             return None, "", self._shared  # the first step of a pair
-        return *_usable(self._pair), self._shared
+        return *usable(self._pair), self._shared
 
 
-def _usable(statistics: GradientStatistics) -> tuple[GradientStatistics | None, str]:
+def _reason(error: Exception) -> str:
+    """What an error says, without what a user of `GradientMeter` would do."""
+    if not isinstance(error, BigbatchError):
+        return f"{type(error).__name__}: {error}"
+    return re.sub(r"[;,] (or )?measure by micro-batches.*", "", str(error))
+
+
+def usable(statistics: GradientStatistics) -> tuple[GradientStatistics | None, str]:
     """The statistics of a step if they say anything, and why not."""
     if not math.isfinite(statistics.grad_sqnorm + statistics.grad_variance):
         return None, "the gradient is not finite"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from bigbatch.advisor.batch_advice import FARTHEST, BatchAdvice, DeviceAdvice
-from bigbatch.advisor.lines_to_add import lines_to_add
+from bigbatch.advisor.lines_to_add import ADAPTIVE, lines_to_add
 from bigbatch.advisor.trial_result import sentences
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -35,26 +35,26 @@ def sections(advice: BatchAdvice) -> list[tuple[str, list[str]]]:
 
 def conclusion(advice: BatchAdvice) -> str:
     """The answer in one or two sentences."""
-    present, row = advice.found.batch_size, advice.this_machine
-    if row is None:
+    present, row, fastest = advice.found.batch_size, advice.this_machine, advice.fastest_row
+    if row is None or fastest is None:
         return unknown(advice)
-    saved = f"{1 - row.time:.0%} less time to the same progress"
-    if advice.leaves_batch and row.batch_size == present:
+    saved = f"{1 - fastest.time:.0%} less time to the same progress"
+    if advice.leaves_batch and fastest.batch_size == present:
         return f"Leave it: no batch trains more than 5% faster than the present one, {present}."
     if advice.leaves_batch:
         return (
             f"Leave it: the batch of {present} is within a factor of 2 of the fastest one, "
-            f"{row.batch_size} ({saved})."
+            f"{fastest.batch_size} ({saved})."
         )
     if advice.is_undecided:
         return (
             f"Leave it for now: the fastest batch on this machine is {_interval(row)}, and the "
-            f"present one, {present}, is among these. Observe more steps (--steps, --budget)."
+            f"present one, {present:,}, is among these. {more_steps(advice)}"
         )
     word = "Grow" if row.batch_size > present else "Shrink"
     return (
         f"{word} the batch from {present} to {row.batch_size}: {saved}, for "
-        f"{row.samples:.2g} times the samples."
+        f"{row.samples:.3g} times the samples."
     )
 
 
@@ -62,29 +62,40 @@ def unknown(advice: BatchAdvice) -> str:
     """Why there is no batch size."""
     trend, present, bound = advice.trend, advice.found.batch_size, advice.bound
     if bound is not None:
-        side = "At least" if bound > present else "At most"
         if math.isinf(trend.high):
-            return (
-                f"{side} {bound}, where the present batch is {present}; no size is advised, since "
-                "the noise scale's interval has no upper end. Observe more steps (--steps, "
-                "--budget)."
-            )
+            reason = "since the noise scale's interval has no upper end"
+            which = f"No batch size: the fastest one may be any from {bound} on, {reason}"
+            if bound > present:
+                which = (
+                    f"At least {bound}, where the present batch is {present}; no size is advised, "
+                )
+                which += reason
+            return f"{which}. {more_steps(advice)}"
+        side = "At least" if bound > present else "At most"
         return (
             f"{side} {bound}; no size is advised, since the fastest one is more than a factor of "
             f"{FARTHEST} from the present {present}, farther than this advice was ever tested. "
             f"Train with {bound}, and observe that run."
         )
     if math.isinf(trend.noise_scale):
-        lower = f" The noise scale is at least {number(trend.low)}." * math.isfinite(trend.low)
+        lower = f" The noise scale is at least {number(trend.low)}." * (0 < trend.low < math.inf)
         return (
-            "No batch size: the gradient's signal was not distinguished from noise; observe more "
-            f"steps.{lower}"
+            "No batch size: the gradient's signal was not distinguished from noise."
+            f"{lower} {more_steps(advice)}"
         )
     return (
         "No fastest batch size, since the time of other sizes is unknown. Near the noise scale of "
         f"{number(trend.noise_scale)} samples, doubling the batch saves a quarter of the steps "
         "and costs half as many samples more."
     )
+
+
+def more_steps(advice: BatchAdvice) -> str:
+    """What would show the noise better."""
+    limit, steps = advice.observations.ended_by, advice.observations.steps
+    if limit:
+        return f"Observe for longer: a larger --{limit} ({limit}= of bb.advise)."
+    return f"The program ended after {steps} steps: let it train for longer."
 
 
 def _training(advice: BatchAdvice) -> Iterator[str]:
@@ -147,7 +158,7 @@ def device_cells(row: DeviceAdvice) -> tuple[str, ...]:
         f"{row.batch_size:,}",
         _interval(row),
         f"{row.seconds:.3g}",
-        f"{row.time:.2f}",
+        "-" if math.isnan(row.time) else f"{row.time:.2f}",
         f"{row.samples:.2f}",
         f"{row.speedup:.1f}",
     )
@@ -160,6 +171,8 @@ def _interval(row: DeviceAdvice) -> str:
 def device_notes(advice: BatchAdvice) -> Iterator[str]:
     """What the columns mean, and what is assumed."""
     yield "time, samples: to the same progress, relative to the present batch on as many devices"
+    if any(math.isnan(row.time) for row in advice.devices):
+        yield f"-: the present batch of {advice.found.batch_size} has no sample for some devices"
     yield "speed-up: over the present batch on one device"
     network = advice.network
     yield (
@@ -170,13 +183,17 @@ def device_notes(advice: BatchAdvice) -> Iterator[str]:
 
 def _rate(advice: BatchAdvice) -> Iterator[str]:
     batch = advice.batch_size
-    if batch is None or batch == advice.found.batch_size:
+    if batch is None:
+        return
+    if batch == advice.found.batch_size:
         yield "learning rate as it is"
         return
-    factor = advice.lr_factor(batch)
-    rates = ", ".join(f"{lr:.3g} to {lr * factor:.3g}" for lr in dict.fromkeys(advice.found.lr))
-    rule = "1 / (1 + noise scale / batch)" if advice.follows_sgd else "sqrt(batch)"
-    yield f"learning rate for {batch}: x {factor:.3g} ({rates}), proportional to {rule}"
+    for name in advice.found.optimizers:
+        factor, known = advice.lr_factor(batch, name), advice.found.lr.get(name, ())
+        rates = ", ".join(f"{lr:.3g} to {lr * factor:.3g}" for lr in known) or "unknown"
+        rule = "1 / (1 + noise scale / batch)" if name == "SGD" else "sqrt(batch)"
+        of = f" of {name}" * (len(advice.found.optimizers) > 1)
+        yield f"learning rate{of} for {batch}: x {factor:.3g} ({rates}), proportional to {rule}"
     found, same = advice.found, "of the same half-life in samples"
     pairs = zip(found.betas, advice.betas(batch), strict=False)  # empty beyond a factor of 4
     if betas := "; ".join(f"{_decays(old)} to {_decays(new)}" for old, new in pairs):
@@ -205,13 +222,16 @@ def _memory(advice: BatchAdvice) -> Iterator[str]:
 
 def _lines(advice: BatchAdvice) -> Iterator[str]:
     found = lines_to_add(advice)
-    if not found or advice.leaves_batch or advice.is_undecided:
+    if not found:
         return
     yield "Lines to add:"
     trainer, *others = found
-    first, *rest = found[trainer].splitlines()
-    yield f"  {trainer + ':':<22} {first}"
-    yield from (f"  {'':<22} {line}" for line in rest)
+    shown = [trainer] + [ADAPTIVE] * (trainer == "PyTorch" and ADAPTIVE in found)
+    for name in shown:
+        first, *rest = found[name].splitlines()
+        yield f"  {name + ':':<22} {first}"
+        yield from (f"  {'':<22} {line}" for line in rest)
+    others = [name for name in others if name not in shown]
     yield f"  -o advice.html shows those of {', '.join(others)}"
 
 

@@ -55,11 +55,25 @@ def probe(
         largest = None
         if free is not None and sample_bytes:
             largest = call.samples + int((1 - _MARGIN) * free / sample_bytes)
-        is_slow = _timed(lambda: one.run(one.inputs(call.samples)), parameters[0].device) > _SLOW
+        is_slow = _timed(lambda: one.run(resized(call, call.samples)), parameters[0].device) > _SLOW
         factors = _SLOW_FACTORS if is_slow else _FACTORS
         sizes = sorted({max(1, round(factor * call.samples)) for factor in factors})
         fitting = [n for n in sizes if n <= call.samples or n * 2 <= (largest or 0)]
         return _fit(one, fitting), largest, sample_bytes
+
+
+def resized(call: ModuleCall, samples: int, first: int = 0) -> tuple[Any, Any]:
+    """The call's arguments, cut or repeated along their samples, from the first one of a part."""
+    own = call.samples
+
+    def resize(leaf: Any) -> Any:
+        shape = leaf.shape if isinstance(leaf, Tensor) else ()
+        dim = next((d for d in (call.dim, 0) if shape[d : d + 1] == (own,)), None)
+        if dim is None:
+            return leaf
+        return torch.cat([leaf] * -(-samples // own), dim).narrow(dim, first, samples)
+
+    return tree_map(resize, (call.args, call.kwargs))  # type: ignore[no-any-return]
 
 
 class _Backward:
@@ -67,19 +81,6 @@ class _Backward:
 
     def __init__(self, module: nn.Module, call: ModuleCall, parameters: Sequence[Tensor]) -> None:
         self.module, self.call, self.parameters = module, call, parameters
-
-    def inputs(self, samples: int) -> tuple[Any, Any]:
-        """The call's arguments, cut or repeated along their samples."""
-        own = self.call.samples
-
-        def resized(leaf: Any) -> Any:
-            shape = leaf.shape if isinstance(leaf, Tensor) else ()
-            dim = next((d for d in (self.call.dim, 0) if shape[d : d + 1] == (own,)), None)
-            if dim is None:
-                return leaf
-            return torch.cat([leaf] * -(-samples // own), dim).narrow(dim, 0, samples)
-
-        return tree_map(resized, (self.call.args, self.call.kwargs))  # type: ignore[no-any-return]
 
     def forward(self, inputs: tuple[Any, Any]) -> Tensor:
         """The loss."""
@@ -95,7 +96,7 @@ class _Backward:
 
 def _fit(one: _Backward, sizes: Sequence[int]) -> StepTime:
     device = one.parameters[0].device
-    inputs = {n: one.inputs(n) for n in sizes}
+    inputs = {n: resized(one.call, n) for n in sizes}
     seconds: dict[int, list[float]] = {n: [] for n in sizes}
     began = time.perf_counter()
     for repeat in range(_REPEATS + 1):
@@ -137,7 +138,7 @@ def _bytes_kept(one: _Backward) -> float:
         return tensor
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = one.forward(one.inputs(one.call.samples))
+        loss = one.forward(resized(one.call, one.call.samples))
     del loss
     return sum(kept.values()) / one.call.samples
 

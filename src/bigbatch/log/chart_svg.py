@@ -229,6 +229,7 @@ class _PanelDrawing:
 
     def _marks(self) -> Iterator[str]:
         left, top, right, bottom = self._frame
+        places = [self.across(mark.x) for mark in self.panel.marks if mark.x is not None]
         for number, mark in enumerate(self.panel.marks):
             if mark.y is not None:
                 y = self.up(mark.y)
@@ -237,7 +238,10 @@ class _PanelDrawing:
             if mark.x is not None:
                 x = self.across(mark.x)
                 yield _line("mark", x, top, x, bottom)
-                side = -1 if x > (left + right) / 2 else 1
+                width = 5 + text_width(mark.name, TEXT)
+                is_left = x == min(places) if len(places) > 1 else x > (left + right) / 2
+                is_left = x + width > right or (is_left and x - width > left)
+                side = -1 if is_left else 1
                 anchor = "start" if side == 1 else "end"
                 yield text_at(x + 5 * side, top + 12 + 14 * number, mark.name, anchor)
 

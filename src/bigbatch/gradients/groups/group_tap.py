@@ -278,7 +278,7 @@ def refusal_message(
         if len(parameters) > _NAMED:
             shown.append(f"{len(parameters) - _NAMED} more")
         share = sum(squares[p] for p in parameters) / total
-        parts.append(f"{', '.join(shown)} with {share:.2g} of |G|^2")
+        parts.append(f"{', '.join(shown)} ({share:.0%} of the squared gradient)")
     return (
         f"{'; '.join(by_reason)}; so the gradients of the groups of one backward cannot be seen "
         f"for {'; '.join(parts)}"
