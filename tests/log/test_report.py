@@ -10,7 +10,7 @@ import pytest
 from bigbatch.errors import RunError
 from bigbatch.log import html_report
 from bigbatch.log.history import Table, deviation, history_of, mean_text, seeds_of, table_of
-from bigbatch.log.text_table import text_table
+from bigbatch.log.text_table import text_table, wrapped
 from log_rows import add_rows, row, write_log
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
@@ -82,6 +82,23 @@ def test_a_table_of_long_numbers_is_wrapped_and_loses_none_in_80_columns():
     said = text_table(Table(columns, [cells]), "over 3 seeds", 80)
     assert max(map(len, said.splitlines())) <= 80
     assert all(word in said for cell in cells for word in cell.split())
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 120])
+def test_columns_without_room_are_a_second_table(width):
+    columns = ("run", *(f"a score of name {number}" for number in range(14)))
+    rows = [(name, *(f"{number}{name}.0123" for number in range(14))) for name in "xy"]
+    said = text_table(Table(columns, rows), "a title of some words, over 3 seeds", width)
+    assert max(map(len, said.splitlines())) <= width
+    assert all(cell in said for row in rows for cell in row)
+    assert said.count("\nx ") == said.count("\ny ") == said.count("\n\n")
+
+
+def test_a_text_is_wrapped_at_spaces_and_a_path_stays_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    path = "/a/very/long/path/to/report.html"
+    assert f"report: {path}" == wrapped(f"report: {path}")
+    assert "  some words that\n  are wrapped" == wrapped("  some words that are wrapped")
 
 
 def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):

@@ -10,8 +10,8 @@ from bigbatch.errors import SettingError
 from bigbatch.log.history import history_of
 from bigbatch_recipes.char_lm import CHAR_LM
 from bigbatch_recipes.digits import DIGITS
-from bigbatch_recipes.study import build_training, trainings_of
-from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of
+from bigbatch_recipes.study import build_training, start_sweep, trainings_of
+from bigbatch_recipes.sweep import points_of, sweep_of
 from bigbatch_recipes.sweep_results import read_sweep_results
 from bigbatch_recipes.train_run import hold_out
 from log_rows import row, write_log

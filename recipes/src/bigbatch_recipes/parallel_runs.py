@@ -29,7 +29,7 @@ from bigbatch.log.atomic_files import lock_folder
 from bigbatch.log.history import history_of
 from bigbatch.setting_types import Count, check_setting
 from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.run_config import PREREQUISITES, read_trainings
+from bigbatch_recipes.run_config import PREREQUISITES, read_trainings, require_sweep
 from bigbatch_recipes.study import settings_from, train_directory
 from bigbatch_recipes.sweep_results import SweepResults, read_sweep_results
 
@@ -65,9 +65,9 @@ def train_sweep(path: Path, jobs: int | None, view: LiveView) -> dict[str, str]:
 
 
 def _results(path: Path) -> SweepResults:
+    require_sweep(path)
     results = read_sweep_results(path)
-    if results is None:
-        raise RunError(f"{path} holds no sweep; name a directory that `bigbatch sweep` made")
+    assert results is not None
     return results
 
 

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shortened
@@ -23,6 +24,7 @@ from bigbatch.log.row_schema import (
 )
 
 SUMMARY = "mean ± standard deviation"  # in a cell, of several runs
+_ACCURACY = re.compile(r"(?i)(^|[^a-z])acc(uracy)?($|[^a-z])")
 _COLUMNS = ("steps", "average batch", "samples", "wall time")
 _MIN_LAST_STEPS = 3  # last steps of a short training
 _HARMLESS_LOSS = 0.5  # a final loss below it is no sign of divergence
@@ -276,6 +278,30 @@ def mean_text(values: Sequence[float], digits: int) -> str:
     """The mean, and the deviation if it is not rounded to 0, with this number of digits."""
     mean, spread = f"{fmean(values):,.{digits}f}", deviation(values)
     return f"{mean} ± {spread:,.{digits}f}" if round(spread, digits) else mean
+
+
+def score_unit(name: str, values: Iterable[float]) -> tuple[str, str, float]:
+    """How people write a score: its name, its unit and the factor of its values in this unit.
+
+    An accuracy is in percent. Another score keeps its name.
+
+    Example:
+        >>> score_unit("test_accuracy", [0.91, 0.982])
+        ('test accuracy', ' %', 100.0)
+        >>> score_unit("test accuracy, %", [98.2]), score_unit("BLEU", [0.3])
+        (('test accuracy', ' %', 1.0), ('BLEU', '', 1.0))
+    """
+    if ", %" in name:
+        return name.replace(", %", "", 1), " %", 1.0
+    if _ACCURACY.search(name) and all(0 <= value <= 1 for value in values):
+        return re.sub("[_/]", " ", name), " %", 100.0
+    return name, "", 1.0
+
+
+def score_text(name: str, value: float) -> str:
+    """A score in words: test accuracy 98.2 %."""
+    label, unit, factor = score_unit(name, [value])
+    return f"{label} {factor * value:{'.1f' if unit else '.4g'}}{unit}"
 
 
 def scores_text(scores: Sequence[float | None]) -> str:
