@@ -127,6 +127,13 @@ class History:
         return float((self.rows[-1]["samples"] - skipped_samples) / self.steps)
 
     @property
+    def final_loss(self) -> float | None:
+        """Mean loss of a sample over the last tenth of the steps; None where none is known."""
+        last = self.rows[-max(_MIN_LAST_STEPS, len(self.rows) // 10) :]
+        known = [(row["loss"], row["batch_size"]) for row in last if row["loss"] is not None]
+        return fmean(*zip(*known, strict=True)) if known else None
+
+    @property
     def divergence(self) -> str:
         """How the run diverged, in words; "" where it did not."""
         return divergence_of(self.rows)
@@ -298,6 +305,18 @@ def score_unit(name: str, values: Iterable[float]) -> tuple[str, str, float]:
     return name, "", 1.0
 
 
+def main_score(histories: Sequence[History]) -> str | None:
+    """The first score of the runs; None where one of them has none yet."""
+    scores = [history.score for history in histories]
+    return scores[0] if scores and None not in scores else None
+
+
+def unit_of(histories: Iterable[History], score: str) -> tuple[str, str, float]:
+    """Name, unit and factor of a score, by its values in all these runs."""
+    rows = (row["metrics"] for history in histories for row in history.scored_rows)
+    return score_unit(score, [one[score] for one in rows if one.get(score) is not None])
+
+
 def score_text(name: str, value: float) -> str:
     """A score in words: test accuracy 98.2 %."""
     label, unit, factor = score_unit(name, [value])
@@ -336,11 +355,14 @@ class Table(NamedTuple):
 
 
 def table_of(histories: list[History]) -> Table:
-    """One row per group of seeds: last scores, steps, average batch, samples and wall time."""
+    """One row per group of seeds: last scores, steps, average batch, samples and wall time.
+
+    Where no run has a score, the last training loss takes their place.
+    """
     all_scores = (row["metrics"] for run in histories for row in run.scored_rows)
     scores = tuple(dict.fromkeys(name for one in all_scores for name in one))
     rows = [_row(name, runs, scores) for name, runs in group_seeds(histories).items()]
-    return Table(("run", *(scores or ("score",)), *_COLUMNS), rows)
+    return Table(("run", *(scores or ("training loss",)), *_COLUMNS), rows)
 
 
 def _row(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str, ...]:
@@ -355,7 +377,10 @@ def _row(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str, ..
     last = [run.rows[-1] for run in runs]
     return (
         name + missing_text(runs),
-        *(scores_text([run.last(score) for run in runs]) for score in scores or ("",)),
+        *(
+            [scores_text([run.last(score) for run in runs]) for score in scores]
+            or [scores_text([run.final_loss for run in runs])]
+        ),
         steps_text([run.steps for run in runs], [run.skipped for run in runs]),
         mean_text([run.average_batch for run in runs], 0),
         f"{fmean(row['samples'] for row in last):,.0f}",
