@@ -186,7 +186,7 @@ def test_the_axis_of_a_score_is_that_of_the_last_values_in_its_unit(tmp_path, na
     assert 0.98 * factor <= high <= 1.0 * factor
     (line,) = panel.series
     shown = [y for y in line.y if not math.isnan(y)]
-    assert pytest.approx([factor * y for y in RISING[2:]]) == shown  # the last one before enters
+    assert pytest.approx([factor * y for y in RISING[3:]]) == shown
 
 
 def test_percentages_below_one_are_no_shares_where_another_run_has_larger_ones(tmp_path):

@@ -5,7 +5,7 @@ import os
 import sys
 
 from bigbatch.errors import printable
-from bigbatch.log.history import Table, score_text
+from bigbatch.log.history import Table, score_unit
 from bigbatch.log.paired_differences import Differences
 from bigbatch.log.step_record import StepRecord
 from bigbatch.log.text_table import terminal_width, text_table, wrapped
@@ -90,7 +90,7 @@ class TrainingView:
             self._similarity = f"similarity {mean.similarity:.2f}{self._target}"
             self._noise = f"noise scale {mean.noise_scale:.0f}"
         if scores:
-            self._scores = [score_text(name, score) for name, score in scores.items()]
+            self._scores = [_score_text(name, score) for name, score in scores.items()]
         if record.samples >= self._total:
             self._view.progress(self._line(record))
         elif self._view.updates:
@@ -126,6 +126,12 @@ class TrainingView:
                 room -= len(part) + 2
                 chosen.add(part)
         return "  ".join([self._name, *(part for part in parts if part in chosen)])[:width]
+
+
+def _score_text(name: str, value: float) -> str:
+    """A score in words: test accuracy 98.2 %."""
+    label, unit, factor = score_unit(name, [value])
+    return f"{label} {factor * value:{'.1f' if unit else '.4g'}}{unit}"
 
 
 def sparkline(batches: dict[int, list[int]]) -> str:

@@ -75,9 +75,9 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
         y_range = None
         if not quantity.title:
             *_, factor = next(iter(units.values()))
-            series = [_scaled(one, factor) for one in series]
-            y_range = _last_range(series)
-            series = [_within(one, *y_range) for one in series]
+            low, high = (factor * end for end in _last_range(series))
+            series = [_within(one, low, high, factor) for one in series]
+            y_range = low, high
         panels.append(
             Panel(
                 quantity.title or scores,
@@ -212,12 +212,6 @@ def _scored_rows(history: History) -> list[Row]:
     ]
 
 
-def _scaled(series: Series, factor: float) -> Series:
-    """The line in another unit."""
-    y, low, high = ([factor * value for value in ys] for ys in (series.y, series.low, series.high))
-    return replace(series, y=y, low=low, high=high)
-
-
 def _last_range(series: Sequence[Series]) -> Ends:
     """Ends of an axis for the last quarters of lines and the last bands, with a margin.
 
@@ -232,16 +226,14 @@ def _last_range(series: Sequence[Series]) -> Ends:
     return max(low - room, min(*every, *last)), min(high + room, max(*every, *last))
 
 
-def _within(series: Series, low: float, high: float) -> Series:
-    """The line without the points outside these ends, but for those next to one inside."""
-    inside = [low <= y <= high for y in series.y]
-    near = [any(inside[max(0, number - 1) : number + 2]) for number in range(len(inside))]
-
-    def cut(values: Sequence[float]) -> list[float]:
-        return [y if is_near else math.nan for y, is_near in zip(values, near, strict=True)]
-
-    low_ends, high_ends = (ends and cut(ends) for ends in (series.low, series.high))
-    return replace(series, y=cut(series.y), low=low_ends, high=high_ends)
+def _within(series: Series, low: float, high: float, factor: float) -> Series:
+    """The line in another unit, without the points outside these ends."""
+    factors = [factor if low <= factor * y <= high else math.nan for y in series.y]
+    y, low_ends, high_ends = (
+        [one * value for one, value in zip(factors, values, strict=False)]
+        for values in (series.y, series.low, series.high)
+    )
+    return replace(series, y=y, low=low_ends, high=high_ends)
 
 
 def _mean_of(value_of: Callable[[Row], float]) -> Callable[[Rows], float]:

@@ -317,12 +317,6 @@ def unit_of(histories: Iterable[History], score: str) -> tuple[str, str, float]:
     return score_unit(score, [one[score] for one in rows if one.get(score) is not None])
 
 
-def score_text(name: str, value: float) -> str:
-    """A score in words: test accuracy 98.2 %."""
-    label, unit, factor = score_unit(name, [value])
-    return f"{label} {factor * value:{'.1f' if unit else '.4g'}}{unit}"
-
-
 def scores_text(scores: Sequence[float | None]) -> str:
     """The text of one score over runs: two digits from 10 on, else four.
 
