@@ -341,8 +341,9 @@ def scored(path, name, value, **settings):
 def test_the_page_of_a_run_begins_with_its_last_score_as_people_write_it(
     tmp_path, name, value, said
 ):
-    sentence, _ = page_of(tmp_path, [scored(tmp_path / "run", name, value)])
+    sentence, text = page_of(tmp_path, [scored(tmp_path / "run", name, value)])
     assert f"run ends at {said}, after 40 steps of 32 samples, 4.0 s." == sentence
+    assert " steps 40 average batch 32 samples 1,280 wall time 4.0 s Table: " in text
 
 
 def test_a_run_without_scores_ends_at_its_training_loss(tmp_path):

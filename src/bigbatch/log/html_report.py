@@ -160,8 +160,10 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _tiles(histories: list[History]) -> str:
-    """A tile for each arm: how it ends, and what it takes."""
-    label, ends = _ends(histories)
+    """A tile for each arm: how it ends, and what it takes; of one arm, each of its numbers."""
+    (columns, rows), (label, ends) = table_of(histories), _ends(histories)
+    if len(rows) == 1:
+        return tiles(map(Tile, columns[1:], rows[0][1:]))
     groups = [*group_seeds(histories).items()][:_MOST_TILES]
     return tiles(
         Tile(name, ends[name], f"{label}, {_cost(runs)}", style_of(arm).color)
