@@ -63,6 +63,7 @@ WITHOUT_TORCH = [
     (["train", "--dry-run-ranks", "2"], 2),
     (["sweep", "digits", "--grid", "nope=1,2"], 2),
     (["sweep", "digits", "--grid", "lr=fast"], 2),
+    *(([command, "digits", "--run-dir", "/"], 2) for command in ("train", "sweep")),
 ]
 LOADED = """
 import sys
@@ -133,7 +134,7 @@ def test_a_dry_run_goes_with_any_other_option_and_writes_nothing(bigbatch, place
     ],
 )
 def test_an_interrupt_before_anything_has_begun_is_one_line(tmp_path, module):
-    ended = command(AT.format(module=module), "train", "--target=.5", "--run-dir", tmp_path / "run")
+    ended = command(AT.format(module=module), "train", "--target=.5", "--runs-dir", tmp_path / "a")
     assert (130, "bigbatch: interrupted\n", "") == (ended.returncode, ended.stderr, ended.stdout)
     assert [] == list(tmp_path.iterdir())
 

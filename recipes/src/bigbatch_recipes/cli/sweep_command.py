@@ -92,10 +92,10 @@ def sweep(arguments: list[str], launch: Launch) -> int:
         trainings = _list_points(points, grids, seeds, tune_seeds, view)
         view.print(NOT_TIMED if scale else _duration(recipe, points, trainings, jobs))
         return 0
-    folder = given.get("runs_dir", Path("runs"))
-    path = given.get("run_dir") or reserve(folder, f"{recipe.name}-sweep")
     from bigbatch_recipes.study import start_sweep
 
+    folder = given.get("runs_dir", Path("runs"))
+    path = given.get("run_dir") or reserve(folder, f"{recipe.name}-sweep")
     with launch.resumable(path, "sweep"):
         start_sweep(recipe, path, points, grids.tuned, seeds, tune_seeds)
     return _train(path, jobs, launch, view)

@@ -14,7 +14,7 @@ from bigbatch_recipes.new_directory import release, require_free, reserve
 from bigbatch_recipes.process_group import run_on_rank_zero, world_size
 from bigbatch_recipes.recipe import SEEDS, Recipe
 from bigbatch_recipes.settings import Settings, policy_name, unused_in
-from bigbatch_recipes.torchrun import Launch
+from bigbatch_recipes.torchrun import Launch, is_single_process
 
 _EXAMPLES = """\
   bigbatch train                             the digits study, 3 seeds
@@ -69,7 +69,7 @@ def train(arguments: list[str], launch: Launch) -> None:
     run_dir, folder = given.get("run_dir"), given.get("runs_dir", Path("runs"))
     if run_dir is not None:
         refuse_options("--run-dir", given.keys() & {"runs_dir"})
-        if is_dry:
+        if is_single_process():  # else a launch may continue it
             require_free(run_dir)
     name, scale = given.get("recipe"), given.get("paper_scale", False)
     if name in EXPERIMENTS:
@@ -96,12 +96,12 @@ def train(arguments: list[str], launch: Launch) -> None:
         ranks = given.get("dry_run_ranks")
         show_dry_run(recipe, settings, ranks, view, seeds=seeds, paper_scale=scale)
         return
+    from bigbatch_recipes import study
+
     name = _run_name(settings) if own else recipe.name
     path, has_begun = run_on_rank_zero(
         lambda: launch.choose_directory(lambda: run_dir or reserve(folder, name, launch.id))
     )
-    from bigbatch_recipes import study
-
     with launch.resumable(path):
         if has_begun:
             study.resume(path, view)
