@@ -192,3 +192,9 @@ def test_the_axis_of_a_score_is_that_of_the_last_values_in_its_unit(tmp_path, na
 def test_percentages_below_one_are_no_shares_where_another_run_has_larger_ones(tmp_path):
     runs = [scored(tmp_path, [0.9, y], "accuracy", arm=arm) for arm, y in (("a", 1), ("b", 90.0))]
     assert ["accuracy"] == [p.title for p in panels_of(runs, "step") if "accuracy" in p.title]
+
+
+def test_the_axis_of_a_constant_score_has_room_on_both_sides(tmp_path):
+    panels = panels_of([scored(tmp_path, [0.5, 0.5, 0.5], "accuracy")], "step")
+    (panel,) = [panel for panel in panels if panel.title == "accuracy, %"]
+    assert pytest.approx((49.5, 50.5)) == panel.y_ends

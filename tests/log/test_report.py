@@ -439,3 +439,18 @@ def test_plain_runs_and_an_adaptive_one_are_compared_by_the_time_to_the_same_los
     )
     assert "score" not in text.replace("The axis of a score", "")
     assert "training loss, 240 steps of 16 samples, 24.0 s" in text  # a tile
+
+
+def test_the_sentence_counts_the_pairs_of_each_arm_and_says_that_lower_is_better(tmp_path):
+    own = {"higher_is_better": False}
+    ends = {"a": (3.0, 4.0, 5.0), "b": (2.0, 3.1, 4.0), "c": (3.1, 4.0)}
+    runs = [
+        scored(tmp_path / f"{arm}{seed}", "bits", y, arm=arm, seed=seed, **own)
+        for arm, values in ends.items()
+        for seed, y in enumerate(values)
+    ]
+    sentence, _ = page_of(tmp_path, runs)
+    assert (
+        "c is not distinguished from a (paired by seed, 2 to 3 seeds); lower is better." in sentence
+    )
+    assert sentence.startswith("Bits: b is 0.9667 below a (95 % interval 0.8232 to 1.1101); ")

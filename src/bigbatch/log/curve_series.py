@@ -220,10 +220,12 @@ def _last_range(series: Sequence[Series]) -> Ends:
     every = [y for one in series for y in one.y if math.isfinite(y)]
     last = [y for one in series for y in one.y[-max(2, len(one.y) // 4) :] if math.isfinite(y)]
     last += [band[-1] for one in series for band in (one.low, one.high) if band]
-    low, high = min(last), max(last)
-    lacking = (max(every) - min(every)) / 10 - (high - low)
-    room = max(0.0, lacking) / 2 + 0.06 * (high - low) or 0.01 * abs(high) or 1.0
-    return max(low - room, min(*every, *last)), min(high + room, max(*every, *last))
+    (low, high), (lowest, highest) = ((min(ys), max(ys)) for ys in (last, [*every, *last]))
+    if lowest == highest:
+        return low - (abs(low) / 100 or 1.0), high + (abs(high) / 100 or 1.0)
+    lacking = (highest - lowest) / 10 - (high - low)
+    room = max(0.0, lacking) / 2 + 0.06 * (high - low)
+    return max(low - room, lowest), min(high + room, highest)
 
 
 def _within(series: Series, low: float, high: float, factor: float) -> Series:

@@ -264,15 +264,16 @@ def group_seeds(histories: list[History]) -> dict[str, list[History]]:
 def seeds_of(histories: list[History]) -> str:
     """The number of runs that a row of the table summarizes, in words."""
     groups = group_seeds(histories).values()
-    runs = _range_text([len(group) for group in groups])
+    runs = range_text([len(group) for group in groups])
     if runs == "1":
         return "one run a row"
-    seeds = _range_text([len({run.settings.get("seed") for run in group}) for group in groups])
+    seeds = range_text([len({run.settings.get("seed") for run in group}) for group in groups])
     plural = "s" * (seeds != "1")
     return f"{SUMMARY} over {f'{runs} runs of ' * (runs != seeds)}{seeds} seed{plural}"
 
 
-def _range_text(counts: list[int]) -> str:
+def range_text(counts: list[int]) -> str:
+    """One number, or the least and the largest: 2 to 3."""
     return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
 
 

@@ -96,7 +96,7 @@ def headline(histories: list[History], differences: Differences | None) -> str:
     """What the runs show, in one sentence: how they end, and which differences are tested."""
     groups = group_seeds(histories)
     if differences is not None and differences.is_tested:
-        return differences.verdict
+        return differences.verdict + "; lower is better" * (not histories[0].higher_is_better)
     label, ends = _ends(histories)
     if len(groups) == 1:
         (name, runs), *_ = groups.items()

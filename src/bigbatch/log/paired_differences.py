@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 from bigbatch.errors import SettingError
-from bigbatch.log.history import History, Table, group_seeds, score_unit
+from bigbatch.log.history import History, Table, group_seeds, range_text, score_unit
 from bigbatch.setting_types import Coverage, checked
 from bigbatch.statistics.confidence import student_t
 
@@ -160,7 +160,7 @@ class Differences:
                 low, high = ends if one.center > 0 else ends[::-1]
                 interval = f" ({100 * LEVEL:.0f} % interval {low} to {high})"
             parts.append(f"{listed(names)} {verb}{amount} {result} {self.reference}{interval}")
-        pairs = max(len(difference.by_seed) for difference in self.arms.values())
+        pairs = range_text([n for one in self.arms.values() if (n := len(one.by_seed)) > 1])
         return f"{label[:1].upper()}{label[1:]}: {'; '.join(parts)} (paired by seed, {pairs} seeds)"
 
     def table(self) -> Table:
