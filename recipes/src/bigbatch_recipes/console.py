@@ -37,7 +37,7 @@ class LiveView:
     def progress(self, text: str, *, replaceable: bool = False) -> None:
         """Prints a line, which the next one replaces if it is `replaceable`; nothing if quiet."""
         if not self.quiet:
-            line = printable(text.replace("\n", " "))
+            line = wrapped(printable(text.replace("\n", " ")))
             clear = _CLEAR if self.updates else ""
             self._write(f"{line}{clear}" + ("\r" if replaceable else "\n"))
 
@@ -90,7 +90,7 @@ class TrainingView:
             self._similarity = f"similarity {mean.similarity:.2f}{self._target}"
             self._noise = f"noise scale {mean.noise_scale:.0f}"
         if scores:
-            self._scores = [_score_text(name, score) for name, score in scores.items()]
+            self._scores = [score_text(name, score) for name, score in scores.items()]
         if record.samples >= self._total:
             self._view.progress(self._line(record))
         elif self._view.updates:
@@ -128,7 +128,7 @@ class TrainingView:
         return "  ".join([self._name, *(part for part in parts if part in chosen)])[:width]
 
 
-def _score_text(name: str, value: float) -> str:
+def score_text(name: str, value: float) -> str:
     """A score in words: test accuracy 98.2 %."""
     label, unit, factor = score_unit(name, [value])
     return f"{label} {factor * value:{'.1f' if unit else '.4g'}}{unit}"

@@ -11,7 +11,7 @@ from typing import Any
 from bigbatch.log import html_report
 from bigbatch.log.chart import Panel, Series
 from bigbatch.log.chart_svg import svg
-from bigbatch.log.history import History, deviation, history_of, scores_text
+from bigbatch.log.history import History, deviation, history_of, score_unit, scores_text
 from bigbatch.log.row_schema import finite
 from bigbatch.log.series_style import NEUTRAL
 from bigbatch.log.web_page import html_table
@@ -55,7 +55,7 @@ def as_csv(sweep: SweepResults) -> str:
 def sweep_summary(sweep: SweepResults) -> str:
     """A sentence on the front of a sweep, from its best score to its largest average batch.
 
-    It has the result of the paired test for the best score, as the table of differences has it.
+    It has the results of the paired test as the table of differences has them.
     """
     runs = [run for point in sweep.shown for run in point.runs]
     diverged = sum(run.diverged for run in runs)
@@ -63,16 +63,20 @@ def sweep_summary(sweep: SweepResults) -> str:
     if not sweep.front:
         return f"No point has finished all of its runs with a score{counts}"
 
+    label, unit, _ = score_unit(sweep.score, [])
+    differences = sweep.differences()
+
     def text(point: SweepPoint) -> str:
-        score = scores_text(point.scores(sweep.score))
-        return f"{point.name}, {score} at an average batch of {point.average_batch:,.0f}"
+        score = scores_text(point.scores(sweep.score)) + unit * (", %" in sweep.score)
+        end = f"{point.name}, {score} at an average batch of {point.average_batch:,.0f}"
+        if differences is None or point.name not in differences.arms:
+            return end
+        result = differences.arms[point.name].result
+        joined = {"not distinguished": " from", "above": "", "below": ""}.get(result, " against")
+        return f"{end}, {result}{joined} {differences.reference}"
 
     first, last = sweep.front[0], sweep.front[-1]
-    best, differences = f"Best {sweep.score}: {text(first)}", sweep.differences()
-    if differences is not None and first.name in differences.arms:
-        result = differences.arms[first.name].result
-        joined = "" if result in ("above", "below") else ", against"
-        best += f" ({result}{joined} {differences.reference})"
+    best = f"Best {label}: {text(first)}"
     if first is not last:
         best += f"; largest average batch on the front: {text(last)}"
     return best + counts
