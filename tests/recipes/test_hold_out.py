@@ -103,7 +103,8 @@ def test_a_dry_run_counts_both_kinds_of_trainings(bigbatch):
     arguments = (*ARGUMENTS, "--tune-seeds", "2", "--held-out", "300", "--seeds", "5")
     status, out, _ = bigbatch("sweep", "digits", *arguments, "--dry-run")
     assert 0 == status
-    assert "8 trainings tune over 2 seeds each, and then 10 train 2 points over 5 seeds" in out
+    said = " ".join(out.split())
+    assert "8 trainings tune over 2 seeds each, and then 10 train 2 points over 5 seeds" in said
 
 
 @pytest.fixture
