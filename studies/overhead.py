@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 from bigbatch.optim import VRSGD, VarianceReduced
 from bigbatch.policies.policy import Fixed
 from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch_recipes.digits import network
 from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
+from bigbatch_recipes.tasks.digit_images import network
 from studies.markdown_tables import Row, show
 from studies.sized_networks import GPT, MicroBatches, mean_loss, small_cnn, with_group_norm
 from studies.timing import Times, interleaved

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from bigbatch.optional_packages import import_optional
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch_recipes.digits import network
+from bigbatch_recipes.tasks.digit_images import network
 from studies.markdown_tables import Row, show
 
 _BATCH, _GROUPS = 64, 8

@@ -78,6 +78,10 @@ Share = Annotated[float, In("[0, 1)")]
 Coverage = Annotated[float, In("(0, 1)", "the coverage of an interval, 0.9 say")]
 Cosine = Annotated[float, In("(-1, 1)", "a cosine")]
 Growth = Annotated[float, In(f"(1, {MAX_FACTOR:g}]", "a factor")]
+Groups = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]
+Gamma = Annotated[float, In("(0, 1]", "the least factor of a step")]
+RMax = Annotated[float, In("[1, inf)", "1.0 or 1 / gamma are usual")]
+Remainder = Literal["share", "step", "drop"]
 
 
 def checked(called: Called) -> Called:

@@ -5,8 +5,6 @@ from functools import wraps
 from traceback import walk_tb
 from typing import Any, TypeVar
 
-import torch
-
 from bigbatch.errors import BigbatchError, StateError
 
 Load = TypeVar("Load", bound=Callable[..., None])
@@ -27,9 +25,11 @@ def loads_state(load: Load) -> Load:
         try:
             load(self, *args, **kwargs)
         except _READ_WRONGLY as error:
+            from torch import OutOfMemoryError  # seconds, where nothing is loaded
+
             *_, (frame, _) = walk_tb(error.__traceback__)
             is_ours = frame.f_globals.get("__name__", "").startswith(_READERS)
-            if isinstance(error, (BigbatchError, torch.OutOfMemoryError)) or not is_ours:
+            if isinstance(error, (BigbatchError, OutOfMemoryError)) or not is_ours:
                 raise
             state = next(iter((*args, *kwargs.values())), None)
             names = f"with {sorted(map(str, state))[:5]}" if isinstance(state, Mapping) else ""

@@ -20,8 +20,8 @@ from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.parallel_runs import train_sweep
 from bigbatch_recipes.run_config import read_trainings
 from bigbatch_recipes.settings import Settings
-from bigbatch_recipes.study import Point, settings_from, trainings_of
-from bigbatch_recipes.sweep import start_sweep
+from bigbatch_recipes.study import settings_from, start_sweep, trainings_of
+from bigbatch_recipes.sweep import Point
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults, SweepRun, read_sweep_results
 from bigbatch_recipes.validate import require_trainable
 from studies.results.comparison_log import ComparisonLog, LoggedRun

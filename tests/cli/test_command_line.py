@@ -49,7 +49,7 @@ def test_the_version_is_said_without_torch():
 
 
 def test_an_interrupt_before_anything_has_begun_is_one_line():
-    ended = command(AT.format(module="torch"), "compare", "runs")
+    ended = command(AT.format(module="numpy"), "compare", "runs")
     assert (130, "bigbatch: interrupted\n", "") == (ended.returncode, ended.stderr, ended.stdout)
 
 
@@ -66,6 +66,17 @@ def test_the_list_of_commands_needs_no_torch():
         assert (status, "") == (shown.returncode, shown.stderr)
         assert {*COMMANDS} <= {*listed.split()}
         assert not {"torch", "numpy", "bigbatch.errors"} & set(modules.split())
+
+
+REFUSED = [["compare", "nowhere"], ["report", "--no"], ["replay", "nowhere", "--policy=fixed"]]
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
+def test_commands_that_read_logs_refuse_without_torch(arguments):
+    code = "import sys; from bigbatch.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    refused = command(code, *arguments)
+    assert (2, 1) == (refused.returncode, refused.stderr.count("\n"))
+    assert not {"torch", "matplotlib"} & {*refused.stdout.split()}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

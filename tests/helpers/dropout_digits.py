@@ -11,7 +11,7 @@ from itertools import count
 
 from bigbatch.cli import main
 from bigbatch_recipes import RECIPES, digits
-from bigbatch_recipes.recipe import OURS
+from bigbatch_recipes.recipe import OURS, sourced
 
 NAME = "noisy-digits"
 
@@ -36,7 +36,8 @@ def loss(settings):
 
 def register():
     RECIPES["digits"] = replace(digits.DIGITS, loss=loss)
-    paper_scale = {**digits.DIGITS.paper_scale, "dropout": (0.25, OURS)}
+    exact = sourced(OURS, dropout=0.25, double=True, virtual_ranks=4)
+    paper_scale = {**digits.DIGITS.paper_scale, **exact}
     RECIPES[NAME] = replace(RECIPES["digits"], name=NAME, paper_scale=paper_scale)
 
 

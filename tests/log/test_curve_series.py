@@ -10,7 +10,8 @@ from bigbatch.log.curve_series import AXES, chosen_rows, panels_of
 from bigbatch.log.history import History
 from log_rows import row
 
-LOSS, SCORE, BATCH, SIMILARITY, NOISE, RATE = range(6)
+LOSS, SCORE, BATCH = "training loss", "test accuracy, %", "batch size, samples"
+NOISE, RATE = "noise scale, samples", "learning rate"
 
 
 def run(tmp_path, rows, seed=0, arm="a", epochs=1, **settings):
@@ -18,9 +19,9 @@ def run(tmp_path, rows, seed=0, arm="a", epochs=1, **settings):
     return History(tmp_path / f"{arm}{seed}", settings, rows)
 
 
-def one_of(histories, panel, x="samples"):
-    line, *_ = panels_of(histories, x)[panel].series
-    return line
+def one_of(histories, title, x="samples"):
+    (panel,) = [panel for panel in panels_of(histories, x) if panel.title == title]
+    return panel.series[0]
 
 
 def points_of(line):
@@ -147,3 +148,53 @@ def test_a_run_that_ended_early_never_turns_a_line_back(tmp_path):
     fast = [row(s, elapsed_seconds=1.0 * s) for s in range(1, 21)]
     xs = one_of([run(tmp_path, slow), run(tmp_path, fast, 1)], LOSS, "elapsed_seconds").x
     assert sorted(xs) == xs
+
+
+def test_a_quantity_without_a_value_has_no_panel(tmp_path):
+    unmeasured = {"grad_sqnorm": None, "grad_variance": None}
+    plain = run(tmp_path, [row(s, **unmeasured) for s in range(1, 9)])
+    assert [LOSS, BATCH, RATE] == [panel.title for panel in panels_of([plain], "step")]
+
+
+def scored(tmp_path, values, name, **settings):
+    """A run with a score after each of its steps."""
+    rows = [row(step, metrics={name: y}) for step, y in enumerate(values, start=1)]
+    return run(tmp_path, rows, **settings)
+
+
+RISING = [0.1, 0.5, 0.9, 0.95, 0.96, 0.97, 0.97, 0.98]
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "factor"),
+    [
+        ("test_accuracy", "test accuracy, %", 100),
+        ("val/acc", "val acc, %", 100),
+        ("test accuracy, %", "test accuracy, %", 1),
+        ("BLEU", "BLEU", 1),
+    ],
+)
+def test_the_axis_of_a_score_is_that_of_the_last_values_in_its_unit(tmp_path, name, title, factor):
+    (panel,) = [
+        panel
+        for panel in panels_of([scored(tmp_path, RISING, name)], "step")
+        if panel.title not in (LOSS, BATCH, NOISE, "gradient similarity", RATE)
+    ]
+    low, high = panel.y_ends
+    assert title == panel.title
+    assert 0.85 * factor < low < 0.95 * factor  # a tenth of all values, about the last ones
+    assert 0.98 * factor <= high <= 1.0 * factor
+    (line,) = panel.series
+    shown = [y for y in line.y if not math.isnan(y)]
+    assert pytest.approx([factor * y for y in RISING[3:]]) == shown
+
+
+def test_percentages_below_one_are_no_shares_where_another_run_has_larger_ones(tmp_path):
+    runs = [scored(tmp_path, [0.9, y], "accuracy", arm=arm) for arm, y in (("a", 1), ("b", 90.0))]
+    assert ["accuracy"] == [p.title for p in panels_of(runs, "step") if "accuracy" in p.title]
+
+
+def test_the_axis_of_a_constant_score_has_room_on_both_sides(tmp_path):
+    panels = panels_of([scored(tmp_path, [0.5, 0.5, 0.5], "accuracy")], "step")
+    (panel,) = [panel for panel in panels if panel.title == "accuracy, %"]
+    assert pytest.approx((49.5, 50.5)) == panel.y_ends

@@ -10,7 +10,7 @@ import pytest
 from bigbatch.errors import RunError
 from bigbatch.log import html_report
 from bigbatch.log.history import Table, deviation, history_of, mean_text, seeds_of, table_of
-from bigbatch.log.text_table import text_table
+from bigbatch.log.text_table import text_table, wrapped
 from log_rows import add_rows, row, write_log
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
@@ -82,6 +82,23 @@ def test_a_table_of_long_numbers_is_wrapped_and_loses_none_in_80_columns():
     said = text_table(Table(columns, [cells]), "over 3 seeds", 80)
     assert max(map(len, said.splitlines())) <= 80
     assert all(word in said for cell in cells for word in cell.split())
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 120])
+def test_columns_without_room_are_a_second_table(width):
+    columns = ("run", *(f"a score of name {number}" for number in range(14)))
+    rows = [(name, *(f"{number}{name}.0123" for number in range(14))) for name in "xy"]
+    said = text_table(Table(columns, rows), "a title of some words, over 3 seeds", width)
+    assert max(map(len, said.splitlines())) <= width
+    assert all(cell in said for row in rows for cell in row)
+    assert said.count("\nx ") == said.count("\ny ") == said.count("\n\n")
+
+
+def test_a_text_is_wrapped_at_spaces_and_a_path_stays_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    path = "/a/very/long/path/to/report.html"
+    assert f"report: {path}" == wrapped(f"report: {path}")
+    assert "  some words that\n  are wrapped" == wrapped("  some words that are wrapped")
 
 
 def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):
@@ -278,7 +295,7 @@ def test_a_name_keeps_an_arm_in_view_by_a_click_and_escape_shows_all(page, tmp_p
 
 @IN_BROWSER
 def test_a_page_of_400_pixels_has_one_column_and_does_not_scroll_sideways(page, tmp_path):
-    frame = "<body><iframe style='width:400px;height:3000px;border:0'></iframe></body>"
+    frame = "<body><iframe style='width:400px;height:4000px;border:0'></iframe></body>"
     source = json.dumps(page).replace("</", "<\\/")
     probe = f"""const frame = document.querySelector('iframe');
       frame.onload = () => {{
@@ -293,3 +310,147 @@ def test_a_page_of_400_pixels_has_one_column_and_does_not_scroll_sideways(page, 
     seen = dumped_by_browser(frame, probe, tmp_path)
     assert (400, 1, "11.5px") == (seen["width"], seen["lefts"], seen["font"])
     assert seen["letters"] > 10
+
+
+def page_of(folder, runs):
+    """The first sentence of the page of runs, and its text without marks."""
+    out = folder / "page.html"
+    write_report(runs, out, "the title")
+    page = out.read_text()
+    (sentence,) = re.findall(r"<h1>(.*?)</h1>", page)
+    return sentence, " ".join(re.sub(r"<[^>]*>", " ", page).split())
+
+
+def scored(path, name, value, **settings):
+    steps = [row(step, metrics={name: value} if step == 40 else None) for step in range(1, 41)]
+    return run_at(path, steps, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("test_accuracy", 0.982, "test accuracy 98.2 %"),
+        ("eval/accuracy", 0.982, "eval accuracy 98.2 %"),
+        ("test accuracy, %", 98.2, "test accuracy 98.2 %"),
+        ("F1, % (300 questions)", 88.25, "F1 (300 questions) 88.2 %"),
+        ("perplexity", 12.345, "perplexity 12.3"),
+        ("word_error", 0.01234, "word_error 0.0123"),
+        ("accumulated", 0.5, "accumulated 0.500"),
+    ],
+)
+def test_the_page_of_a_run_begins_with_its_last_score_as_people_write_it(
+    tmp_path, name, value, said
+):
+    sentence, text = page_of(tmp_path, [scored(tmp_path / "run", name, value)])
+    assert f"run ends at {said}, after 40 steps of 32 samples, 4.0 s." == sentence
+    assert " steps 40 average batch 32 samples 1,280 wall time 4.0 s Table: " in text
+
+
+def test_a_run_without_scores_ends_at_its_training_loss(tmp_path):
+    rows = [row(step, loss=3.0 if step < 37 else 0.25) for step in range(1, 41)]
+    sentence, _ = page_of(tmp_path, [write_log(tmp_path / "run", rows, {"lr": 0.1})])
+    assert "run ends at training loss 0.250, after 40 steps of 32 samples, 4.0 s." == sentence
+    assert [("run", "0.2500", "40", "32", "1,280", "4.0 s")] == table_of(
+        [history_of(tmp_path / "run")]
+    ).rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([row(step) for step in range(1, 9)], "(unfinished)"),
+        ([row(step, loss=step**2.0, accuracy=0.1) for step in range(1, 9)], "(diverged)"),
+    ],
+)
+def test_the_page_of_a_run_says_whether_it_is_unfinished_or_diverged(tmp_path, rows, said):
+    sentence, _ = page_of(tmp_path, [run_at(tmp_path / "run", rows)])
+    assert said in sentence
+
+
+def test_two_runs_without_repeats_are_not_tested(tmp_path):
+    runs = [scored(tmp_path / arm, "acc", y, arm=arm, seed=0) for arm, y in (("a", 0.9), ("b", 1))]
+    sentence, text = page_of(tmp_path, runs)
+    assert "Acc: a 90.0 % and b 100.0 %; one run each, so no difference is tested." == sentence
+    assert "one pair: no interval" in text
+
+
+DIFFERENCES = {  # of b from a, by seed, and the result
+    "not distinguished": (-0.02, 0.03, 0.01),
+    "above": (0.010, 0.011, 0.012),
+    "below": (-0.010, -0.011, -0.012),
+    "equal in every pair: no interval": (0.0, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("result", DIFFERENCES)
+def test_the_sentence_of_arms_with_seeds_says_what_the_table_says(tmp_path, result):
+    """Even where one arm is below in each of three seeds."""
+    runs = [scored(tmp_path / f"a{s}", "acc", 0.8 + s / 50, arm="a", seed=s) for s in range(3)]
+    for seed, difference in enumerate(DIFFERENCES[result]):
+        score = 0.8 + seed / 50 + difference
+        runs.append(scored(tmp_path / f"b{seed}", "acc", score, arm="b", seed=seed))
+    sentence, text = page_of(tmp_path, runs)
+    ends = " (paired by seed, 3 seeds)."
+    verdict = {
+        "above": "b is 1.10 points above a (95 % interval 0.85 to 1.35)",
+        "below": "b is 1.10 points below a (95 % interval 0.85 to 1.35)",
+        "not distinguished": "b is not distinguished from a",
+    }.get(result, f"b: {result}")
+    assert f"Acc: {verdict}{ends}" == sentence
+    assert f" 3 {result} " in text
+    others = DIFFERENCES.keys() - {result}
+    assert not [other for other in others if other in text.replace(sentence, "")]
+
+
+def test_several_arms_of_one_result_are_one_part_of_the_sentence(tmp_path):
+    ends = {"a": 0.0, "b": 0.1, "c": 0.2, "d": 0.001}
+    noise = (0.0, 0.002, -0.002)
+    runs = [
+        scored(tmp_path / f"{arm}{s}", "loss", y + s + noise[s] * (arm != "a"), arm=arm, seed=s)
+        for arm, y in ends.items()
+        for s in range(3)
+    ]
+    sentence, _ = page_of(tmp_path, runs)
+    said = "Loss: b and c are above a; d is not distinguished from a (paired by seed, 3 seeds)."
+    assert said == sentence
+
+
+def test_plain_runs_and_an_adaptive_one_are_compared_by_the_time_to_the_same_loss(tmp_path):
+    unmeasured = {"grad_sqnorm": None, "grad_variance": None, "similarity": None}
+
+    def plain(name, steps, batch):
+        rows = [
+            row(s, batch=batch, loss=2 - s / steps, elapsed_seconds=s / 10, **unmeasured)
+            for s in range(1, steps + 1)
+        ]
+        return write_log(tmp_path / name, rows, {"batch_size": batch})
+
+    adaptive = [row(s, batch=64, loss=3 - 2 * s / 60, elapsed_seconds=s / 5) for s in range(1, 61)]
+    runs = [
+        plain("present", 240, 16),
+        plain("advised", 60, 64),
+        write_log(tmp_path / "adaptive", adaptive, {"policy": "NoiseScale()"}),
+    ]
+    sentence, text = page_of(tmp_path, runs)
+    assert (
+        "A training loss of 1.07, which all reach, takes 23.6 s and 3,776 samples with present, "
+        "5.8 s and 3,712 samples with advised, 12.0 s and 3,840 samples with adaptive; one run "
+        "each, so chance is not excluded." == sentence
+    )
+    assert "score" not in text.replace("The axis of a score", "")
+    assert "training loss, 240 steps of 16 samples, 24.0 s" in text  # a tile
+
+
+def test_the_sentence_counts_the_pairs_of_each_arm_and_says_that_lower_is_better(tmp_path):
+    own = {"higher_is_better": False}
+    ends = {"a": (3.0, 4.0, 5.0), "b": (2.0, 3.1, 4.0), "c": (3.1, 4.0)}
+    runs = [
+        scored(tmp_path / f"{arm}{seed}", "bits", y, arm=arm, seed=seed, **own)
+        for arm, values in ends.items()
+        for seed, y in enumerate(values)
+    ]
+    sentence, _ = page_of(tmp_path, runs)
+    assert (
+        "c is not distinguished from a (paired by seed, 2 to 3 seeds); lower is better." in sentence
+    )
+    assert sentence.startswith("Bits: b is 0.9667 below a (95 % interval 0.8232 to 1.1101); ")

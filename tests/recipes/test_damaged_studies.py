@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from bigbatch.errors import RunError
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.run_config import read_sweep, read_trainings
-from bigbatch_recipes.study import settings_from
-from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of
+from bigbatch_recipes.study import settings_from, start_sweep
+from bigbatch_recipes.sweep import points_of, sweep_of
 from bigbatch_recipes.sweep_page import as_csv
 from bigbatch_recipes.sweep_results import read_sweep_results
 from damaged_values import FUZZED, damaged, or_said

@@ -13,7 +13,7 @@ from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.dry_run import dry_run, sources
 from bigbatch_recipes.recipe import Sweep
-from bigbatch_recipes.study import start_study
+from bigbatch_recipes.study import start_study, start_sweep
 from bigbatch_recipes.sweep import points_of
 from bigbatch_recipes.train_run import Training
 from bigbatch_recipes.validate import count_parameters
@@ -88,9 +88,7 @@ def test_a_shared_weight_counts_once_and_buffers_do_not():
 @pytest.mark.parametrize("arm", DIGITS.arms)
 def test_the_plan_at_the_start_is_that_of_the_training(arm, ranks):
     asked = DIGITS.arm(arm, settings(min_batch=48, batch_size=48))
-    expected = Training(
-        DIGITS, asked.with_changes({"virtual_ranks": 12 if ranks == 3 else 4})
-    ).train.plan
+    expected = Training(DIGITS, asked.with_changes({"virtual_ranks": ranks})).train.plan
     assert expected == dry_run(DIGITS, asked, ranks).plans["start"].plan
 
 
@@ -156,7 +154,10 @@ def test_what_an_arm_changes_says_whose_it_is():
         ({"min_batch": 1024}, "min_batch=1024 exceeds max_batch=512"),
         ({"lr_scaling": "sqrt", **SCHEDULED, "batch_schedule": "32, then decay"}, "decay"),
         ({"optimizer": "vr-sgd", "gamma": 0.0}, "gamma=0"),
-        ({"precision": "bfloat16"}, "precision=bfloat16 has no effect on a model in float64"),
+        (
+            {"precision": "bfloat16", "double": True},
+            "precision=bfloat16 has no effect on a model in float64",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_as_by_a_training(changes, said):
@@ -168,7 +169,7 @@ def test_settings_that_cannot_work_are_refused_as_by_a_training(changes, said):
 
 
 REFUSED = [
-    ("digits", "precision=bfloat16", "has no effect on a model in float64"),
+    ("digits", "dropout=2.0", "cannot be built with dropout=2.0, double=False"),
     ("imagenet-resnet50", "size=512", "size=512 must be above 0 and at most resize="),
     ("bert-pretrain", "length=600", "length=600 must be from 16 to 512 tokens"),
     ("bert-pretrain", "predictions=0", "predictions=0"),
@@ -180,7 +181,9 @@ REFUSED = [
 REFUSING = [
     Training,
     dry_run,
-    lambda recipe, asked: points_of(recipe, Sweep(({"lr": (0.1,)},)), asked),
+    lambda recipe, asked: start_sweep(
+        recipe, Path("new"), points_of(recipe, Sweep(({"lr": (0.1,)},)), asked), (), seeds=1
+    ),
     lambda recipe, asked: start_study(recipe, Path("new"), asked, seeds=1),
 ]
 
@@ -228,7 +231,7 @@ def test_the_command_shows_the_full_scale_alone_on_so_many_ranks(bigbatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--dry-run", "--seeds", "2"], "--dry-run, which trains nothing, does not go"),
+        (["--dry-run", "--data", "nowhere"], "there is no data folder nowhere"),
         (
             ["--dry-run", "--policy", "fixed", "--target", "0.2"],
             "target has no effect with policy=fixed",

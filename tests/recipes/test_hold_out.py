@@ -10,8 +10,8 @@ from bigbatch.errors import SettingError
 from bigbatch.log.history import history_of
 from bigbatch_recipes.char_lm import CHAR_LM
 from bigbatch_recipes.digits import DIGITS
-from bigbatch_recipes.study import build_training, trainings_of
-from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of
+from bigbatch_recipes.study import build_training, start_sweep, trainings_of
+from bigbatch_recipes.sweep import points_of, sweep_of
 from bigbatch_recipes.sweep_results import read_sweep_results
 from bigbatch_recipes.train_run import hold_out
 from log_rows import row, write_log
@@ -103,7 +103,8 @@ def test_a_dry_run_counts_both_kinds_of_trainings(bigbatch):
     arguments = (*ARGUMENTS, "--tune-seeds", "2", "--held-out", "300", "--seeds", "5")
     status, out, _ = bigbatch("sweep", "digits", *arguments, "--dry-run")
     assert 0 == status
-    assert "8 trainings tune over 2 seeds each, and then 10 train 2 points over 5 seeds" in out
+    said = " ".join(out.split())
+    assert "8 trainings tune over 2 seeds each, and then 10 train 2 points over 5 seeds" in said
 
 
 @pytest.fixture

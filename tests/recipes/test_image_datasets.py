@@ -11,6 +11,7 @@ from bigbatch.errors import RunError
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets import cifar10
 from bigbatch_recipes.datasets.idx_files import read_images
+from bigbatch_recipes.datasets.locations import CIFAR10
 from cifar_files import NAMES, dumped
 from real_data import FOLDER, needs
 
@@ -200,4 +201,4 @@ def test_without_data_one_line_says_which_files_are_needed(
 def test_a_folder_above_that_of_the_data_does_too(cifar, tmp_path_factory):
     above = tmp_path_factory.mktemp("above")
     shutil.copytree(cifar, above / "cifar-10-batches-py")
-    assert above / "cifar-10-batches-py" == cifar10.ORIGIN.find(above)
+    assert above / "cifar-10-batches-py" == CIFAR10.find(above)

@@ -8,6 +8,8 @@ from itertools import combinations
 
 import pytest
 
+from bigbatch_recipes.run_config import study_yaml, trainings_as_dict
+from log_rows import row, write_log
 from torchrun import said, torchrun
 
 # interrupts itself where a module is looked up for the first time
@@ -44,6 +46,84 @@ def command(code, *arguments):
     )
 
 
+WITHOUT_TORCH = [
+    (["list"], 0),
+    *((["list", name], 0) for name in ("squad", "cifar10-resnet56", "linear-regression")),
+    (["list", "nope"], 2),
+    (["train", "--help"], 0),
+    *(([command, "--nope"], 2) for command in ("list", "train", "sweep")),
+    *(([command, "nope"], 2) for command in ("train", "sweep")),
+    *(([command, "fashion-mnist", "--data", "nowhere"], 2) for command in ("train", "sweep")),
+    *(([command, "digits", "--set", "nope=1"], 2) for command in ("train", "sweep")),
+    *(([command, "--resume", "nowhere"], 2) for command in ("train", "sweep")),
+    (["train", "imagenet-resnet50"], 2),
+    (["train", "--arm", "nope"], 2),
+    (["train", "--target", "2"], 2),
+    (["train", "--policy", "fixed", "--target", ".2"], 2),
+    (["train", "--dry-run-ranks", "2"], 2),
+    (["sweep", "digits", "--grid", "nope=1,2"], 2),
+    (["sweep", "digits", "--grid", "lr=fast"], 2),
+    *(([command, "digits", "--run-dir", "/"], 2) for command in ("train", "sweep")),
+]
+LOADED = """
+import sys
+from bigbatch.cli import main
+for text in sys.argv[1:]:
+    sys.argv = ["bigbatch", *text.split()]
+    try:
+        main()
+    except SystemExit as ending:
+        print("ended", ending.code, *sys.modules)
+"""
+
+
+def test_lists_and_refusals_import_no_torch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = command(LOADED, *(" ".join(arguments) for arguments, _ in WITHOUT_TORCH))
+    lines = [line.split() for line in ended.stdout.splitlines() if line.startswith("ended ")]
+    slow = {"torch", "matplotlib", "pandas", "sklearn", "joblib", "scipy"}
+    found = [(int(status), slow & {*modules}) for _, status, *modules in lines]
+    assert [(status, set()) for _, status in WITHOUT_TORCH] == found
+    assert [] == list(tmp_path.iterdir())
+
+
+DRY_RUNS = [
+    *(["train", "--dry-run", *more] for more in (["--seeds", "2"], ["--runs-dir", "runs"])),
+    *(["train", "--dry-run", *more] for more in (["--run-dir", "new"], ["--quiet"])),
+    ["train", "--dry-run", "--set", "epochs=1", "--arm", "simigrad"],
+    ["train", "linear-regression", "--dry-run", "--seeds", "2"],
+    ["train", "imagenet-resnet50", "--dry-run", "--data", "images"],
+    ["train", "--dry-run", "--resume", "study"],
+    ["train", "--dry-run", "--resume", "study/one"],
+    ["sweep", "digits", "--dry-run", "--runs-dir", "runs", "--jobs", "1", "--quiet"],
+    ["sweep", "digits", "--dry-run", "--run-dir", "new", "--seeds", "1"],
+    ["sweep", "imagenet-resnet50", "--dry-run", "--data", "images"],
+]
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """A folder of images and a study of two trainings, of which one is begun."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images" / "train" / "cat").mkdir(parents=True)
+    (tmp_path / "images" / "train" / "cat" / "1.jpg").touch()
+    settings = {"recipe": "digits", "epochs": 1}
+    trainings = {name: {**settings, "arm": name} for name in ("one", "two")}
+    write_log(tmp_path / "study" / "one", [row(1)], trainings["one"])
+    (tmp_path / "study" / "study.yaml").write_bytes(study_yaml(trainings_as_dict(trainings)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments", DRY_RUNS, ids=" ".join)
+def test_a_dry_run_goes_with_any_other_option_and_writes_nothing(bigbatch, places, arguments):
+    before = sorted(places.rglob("*"))
+    status, out, err = bigbatch(*arguments)
+    assert (0, "") == (status, err)
+    assert out
+    assert [] == [line for line in out.splitlines() if len(line) > 80]
+    assert before == sorted(places.rglob("*"))
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -54,7 +134,7 @@ def command(code, *arguments):
     ],
 )
 def test_an_interrupt_before_anything_has_begun_is_one_line(tmp_path, module):
-    ended = command(AT.format(module=module), "train", "--target=.5", "--run-dir", tmp_path / "run")
+    ended = command(AT.format(module=module), "train", "--target=.5", "--runs-dir", tmp_path / "a")
     assert (130, "bigbatch: interrupted\n", "") == (ended.returncode, ended.stderr, ended.stdout)
     assert [] == list(tmp_path.iterdir())
 

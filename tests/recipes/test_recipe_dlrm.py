@@ -20,7 +20,6 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch_recipes.ctr_metrics import click_scores
 from bigbatch_recipes.datasets.click_log import (
     CLICK,
-    CRITEO,
     Clicks,
     generate,
     read_clicks,
@@ -29,6 +28,7 @@ from bigbatch_recipes.datasets.click_log import (
     sort_days,
     split,
 )
+from bigbatch_recipes.datasets.locations import CRITEO
 from bigbatch_recipes.dlrm import DLRM_CRITEO
 from bigbatch_recipes.models.dlrm_network import DLRM
 from bigbatch_recipes.train_run import Training

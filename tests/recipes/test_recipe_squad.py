@@ -22,7 +22,8 @@ from bigbatch_recipes.datasets.squad_questions import (
     windows_of,
 )
 from bigbatch_recipes.models.hf_bert.wordpiece import SPECIAL, WordPieceTokenizer
-from bigbatch_recipes.squad import SQUAD, scores_of
+from bigbatch_recipes.squad import SQUAD
+from bigbatch_recipes.tasks.answer_spans import scores_of
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
 

@@ -11,6 +11,8 @@ from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch_recipes.train_run import Training
 from distributed_states import states_of
 
+EXACT = DIGITS.settings().with_changes({"double": True, "virtual_ranks": 4})  # on 1, 2, 4 ranks
+
 
 def refuse():
     raise RunError("the disk is full")
@@ -38,9 +40,7 @@ def start(rank, ranks, settings):
 
 
 def test_ranks_begin_with_the_same_weights_and_draw_other_numbers(ranks):
-    (weights, seed, own, virtual), (others, another, others_own, _) = ranks(2)(
-        start, DIGITS.settings()
-    )
+    (weights, seed, own, virtual), (others, another, others_own, _) = ranks(2)(start, EXACT)
     assert weights == others
     assert seed != another
     assert [0, 1] == own == others_own
@@ -56,7 +56,7 @@ def notes_of_two(rank, ranks, settings):
 
 
 def test_other_groups_of_samples_are_noted_once_a_process(ranks):
-    settings = DIGITS.settings().with_changes({"min_batch": 64, "batch_size": 64})
+    settings = EXACT.with_changes({"min_batch": 64, "batch_size": 64})
     for (note,) in ranks(3)(notes_of_two, settings):
         assert "virtual_ranks=4 is no multiple of the 3 ranks, so 12 are used" in note
 
@@ -79,7 +79,7 @@ def curve(rank, ranks, settings):
 @pytest.mark.parametrize("arm", ["noise-scale", "simigrad-vr"])
 def test_the_curve_of_25_epochs_is_that_of_one_process(ranks, arm):
     """float64 sums in another order: 2e-14 seen; in float32 the batch sizes of an arm part."""
-    settings = DIGITS.settings().with_changes(DIGITS.arms[arm])
+    settings = EXACT.with_changes(DIGITS.arms[arm])
     rows, accuracy = curve(0, 1, settings)
     assert (len(rows) + 1) // 2 == sum(len(row) == 4 for row in rows)  # every=2
     for others, test in ranks(2)(curve, settings):

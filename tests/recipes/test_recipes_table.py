@@ -9,6 +9,7 @@ import pytest
 
 import bigbatch_recipes
 from bigbatch_recipes import EXPERIMENTS, RECIPES
+from bigbatch_recipes.validate import count_parameters
 
 FOLDER = Path(bigbatch_recipes.__file__).parent
 FILES = [path for path in sorted(FOLDER.glob("*.py")) if " = Recipe(" in path.read_text()]
@@ -83,6 +84,12 @@ def test_a_recipe_with_variance_reduction_has_the_clips_of_the_paper(recipe):
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_virtual_ranks_of_the_paper_can_be_assigned_to_its_ranks(recipe):
     assert 0 == recipe.settings(paper_scale=True).virtual_ranks % recipe.paper_ranks
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_the_number_of_weights_is_that_of_the_network(recipe):
+    scales = [recipe.settings(paper_scale=scale) for scale in (False, True)]
+    assert tuple(count_parameters(recipe, settings) for settings in scales) == recipe.parameters
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

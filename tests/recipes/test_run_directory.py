@@ -14,15 +14,9 @@ from bigbatch.errors import RunError, StateError
 from bigbatch.log.history import history_of
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.earlier_runs import init_from
+from bigbatch_recipes.new_directory import create_directory_atomically, release, reserve
 from bigbatch_recipes.run_config import read_trainings, study_yaml, trainings_as_dict
-from bigbatch_recipes.run_directory import (
-    RunDirectory,
-    create_directory_atomically,
-    file_digest,
-    release,
-    require_digests,
-    reserve,
-)
+from bigbatch_recipes.run_directory import RunDirectory, file_digest, require_digests
 from bigbatch_recipes.study import start_study
 from made_records import made_record
 

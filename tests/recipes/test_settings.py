@@ -13,10 +13,9 @@ from bigbatch.policies.parse import POLICIES
 from bigbatch_recipes.build_loop import OPTIMIZERS, build_optimizer
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import OURS
-from bigbatch_recipes.settings import HELP, SETTING_TYPES, Settings, policy_settings
+from bigbatch_recipes.settings import HELP, SETTING_TYPES, Settings, policy_settings, unused_in
 from bigbatch_recipes.study import build_training
 from bigbatch_recipes.sweep import points_of, sweep_of
-from bigbatch_recipes.validate import unused_in
 
 DEFAULT = DIGITS.settings()
 
@@ -39,6 +38,7 @@ def test_settings_of_the_loop_reach_it(tmp_path):
 
 def test_a_fixed_micro_batch_is_that_of_every_step_in_one_training_and_on_a_grid(tmp_path):
     changes = {"fixed_micro_batch": True, "micro_batch": 8, "batch_size": 50, "policy": "fixed"}
+    changes["virtual_ranks"] = 4
     plan = build_training(tmp_path, DEFAULT.with_changes(changes)).train.plan
     assert (8, 0) == (plan.micro, plan.batch_size % 32)
     sweep = sweep_of(DIGITS, DEFAULT, ["fixed_micro_batch=no,yes"], ())
@@ -48,7 +48,7 @@ def test_a_fixed_micro_batch_is_that_of_every_step_in_one_training_and_on_a_grid
 
 def test_a_recipes_table_fills_the_fields_and_leaves_the_rest_to_the_recipe():
     assert (25, 0.02, 32) == (DEFAULT.epochs, DEFAULT.lr, DEFAULT.base_batch)
-    assert {"dropout": 0.0, "double": True} == DEFAULT.task
+    assert {"dropout": 0.0, "double": False} == DEFAULT.task
 
 
 def test_the_small_scale_changes_the_papers():

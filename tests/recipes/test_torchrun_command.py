@@ -10,7 +10,8 @@ from distributed_states import states_of
 from dropout_digits import NAME
 from torchrun import alone, said, torchrun
 
-DIGITS = ["-m", "bigbatch", "train", "digits", "--policy", "simigrad"]
+EXACT = ["--set", "double=true", "--virtual-ranks", "4"]  # the same run on 1, 2 and 4 ranks
+DIGITS = ["-m", "bigbatch", "train", "digits", "--policy", "simigrad", *EXACT]
 TESTED = [
     str(Path(__file__).parents[2] / "tests" / "helpers" / "dropout_digits.py"),
     "train",

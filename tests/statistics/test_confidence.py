@@ -12,14 +12,8 @@ from torch import nn
 
 from bigbatch import GradientMeter, GradientStatistics, NoiseAverage
 from bigbatch.errors import SettingError
-from bigbatch.statistics.confidence import (
-    Interval,
-    jackknife,
-    jackknife_excess,
-    leave_one_out,
-    student_t,
-)
-from bigbatch.statistics.random_projection import RandomProjections
+from bigbatch.statistics.confidence import Interval, jackknife, jackknife_excess, student_t
+from bigbatch.statistics.random_projection import RandomProjections, leave_one_out
 from oracles import interval as oracle
 from oracles import noise as noise_oracle
 

@@ -4,18 +4,13 @@ SimiGrad chooses the batches of the short phase. LAMB and VR-LAMB train at one b
 VRGD's table 1 does (vrgd_paper.py). A long arm begins from the short one. Task: J. Devlin et al.
 """
 
-from collections.abc import Iterable
-from functools import partial
-from pathlib import Path
-
 from bigbatch_recipes import vrgd_paper
-from bigbatch_recipes.datasets.sentence_pairs import Book, Masking, SentencePairs, spread
-from bigbatch_recipes.datasets.text import ORIGIN, corpus_of
-from bigbatch_recipes.models import bert
-from bigbatch_recipes.pretraining_loss import example, loss_of, scores_of
-from bigbatch_recipes.recipe import OURS, Arm, Data, Recipe, Result, Sweep, sourced
-from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.datasets import locations
+from bigbatch_recipes.recipe import OURS, Arm, Changes, Recipe, Result, Sweep, sourced, task
 
+SAVED_AS = {"vocab": locations.VOCAB}  # of each recipe with tokens
+TINY: Changes = {"size": "tiny", "vocabulary": 300}  # the small scale of both recipes
+PACKAGES = ("transformers", "tokenizers")  # of the extra `bert`
 _SIMIGRAD_LONG: Arm = {
     **vrgd_paper.ROWS,
     "batch_size": (32_768, vrgd_paper.LONG),
@@ -29,23 +24,6 @@ _LAMB = {**vrgd_paper.columns("lamb"), **vrgd_paper.columns("vr-lamb")}
 _SMALL_LONG: Arm = {"policy": "fixed", "length": 128, "predictions": 20, "samples": 6_000}
 _VR: Arm = {"optimizer": ("vr-lamb", vrgd_paper.VRGD)}
 _SHORTS = tuple(arm for arm in _LAMB if arm.endswith("short"))
-
-
-def _data(settings: Settings) -> Data:
-    corpus = corpus_of(Path(settings.data) if settings.data else None)
-    (tokenizer, frame), task = bert.load_tokenizer(settings, corpus.train), settings.task
-    masking = Masking(tokenizer.mask, tokenizer.ordinary, int(task["predictions"]))
-
-    def pairs(documents: Iterable[str], name: str, draws: int, seed: int) -> SentencePairs:
-        book = Book.of(tokenizer.encode(documents), name)
-        return SentencePairs(book, frame, masking, tokenizer.special, draws=draws, seed=seed)
-
-    train = pairs(corpus.train(), "the text to train on", int(task["draws"]), settings.seed)
-    held_out = pairs(corpus.held_out(), f"the text held out ({corpus.rule})", draws=1, seed=0)
-    evaluated = spread(held_out, int(task["judged"]))
-    suffix = f"(held out of {corpus.name})"
-    scores = partial(scores_of, held_out=evaluated, settings=settings, suffix=suffix)
-    return Data(train, scores, run_files=bert.vocabulary_file(tokenizer))
 
 
 BERT_PRETRAIN = Recipe(
@@ -86,7 +64,7 @@ BERT_PRETRAIN = Recipe(
         "lr": 0.01,
         "lr_schedule": "warm-up 0.1 epochs; polynomial 1",
         "samples": 30_000,
-        **bert.TINY,
+        **TINY,
         "dropout": 0.0,
         "length": 64,
         "predictions": 10,
@@ -94,8 +72,9 @@ BERT_PRETRAIN = Recipe(
     },
     paper_samples=461_000_000,  # of VRGD's 8,599 steps about 7,037 of 65,536, the rest longer rows
     paper_ranks=16,
+    parameters=(534_830, 336_226_108),
     minutes=1.5,
-    origin=ORIGIN,
+    origin=locations.PLAIN_TEXT,
     arms={
         "simigrad-short": {},
         "simigrad-long": {"init_from": "simigrad-short", **_SMALL_LONG},
@@ -122,11 +101,7 @@ BERT_PRETRAIN = Recipe(
     ),
     paper_seeds=vrgd_paper.MEDIAN,
     results={"table-1": Result(arms=tuple(_LAMB))},
-    model=lambda settings: bert.network(settings, "Pretraining"),
-    outline=lambda settings: bert.outline(settings, "Pretraining"),
-    packages=bert.PACKAGES,
-    loss=lambda _: loss_of,
-    data=_data,
-    example=example,
-    saved_as=bert.SAVED_AS,
+    packages=PACKAGES,
+    saved_as=SAVED_AS,
+    **task("masked_tokens", "outline"),
 )

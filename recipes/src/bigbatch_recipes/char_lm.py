@@ -7,82 +7,11 @@ not overlap. The last tenth of the text is held out.
 Source of the settings: A. Karpathy, nanoGPT, config/train_shakespeare_char.py and train.py.
 """
 
-import math
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import Dataset
-
-from bigbatch_recipes.datasets.characters import CHARACTERS, split_codes, windows_of
-from bigbatch_recipes.datasets.files import DatasetLocation, text_of
-from bigbatch_recipes.datasets.text import stdlib_text
-from bigbatch_recipes.distributed_eval import all_reduce_sum, device_of, local_batches
-from bigbatch_recipes.models.char_transformer import CharTransformer
-from bigbatch_recipes.recipe import OURS, Data, LossOf, Recipe, Sweep, sourced
-from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.datasets.files import DatasetLocation
+from bigbatch_recipes.recipe import OURS, Recipe, Sweep, sourced, task
 from bigbatch_recipes.vrgd_paper import CLIPS
 
 NANOGPT = "nanoGPT's shakespeare_char"
-_TRAIN_SHARE = 0.9  # of the characters
-
-
-def _model(settings: Settings) -> nn.Module:
-    names = ("length", "width", "depth", "heads")
-    length, width, depth, heads = (int(settings.task[name]) for name in names)
-    dropout = float(settings.task["dropout"])
-    return CharTransformer(
-        CHARACTERS, length, width=width, depth=depth, heads=heads, dropout=dropout
-    )
-
-
-def _cross_entropy(model: nn.Module, windows: Tensor, reduction: str) -> Tensor:
-    logits = model(windows[:, :-1].long())
-    return functional.cross_entropy(
-        logits.flatten(0, 1), windows[:, 1:].long().flatten(), reduction=reduction
-    )
-
-
-def _loss(settings: Settings) -> LossOf:
-    return lambda model, batch: _cross_entropy(model, batch[0], "mean")
-
-
-def _data(settings: Settings) -> Data:
-    documents = [text_of(Path(settings.data) / "input.txt")] if settings.data else stdlib_text()
-    length = int(settings.task["length"])
-    train, test = (windows_of(codes, length) for codes in split_codes(documents, _TRAIN_SHARE))
-    text = "Shakespeare" if settings.data else "Python's texts"
-    scores_on = partial(_scores_on, settings=settings)
-    return Data(
-        train,
-        scores_on(test, name=f"bits per character ({text})"),
-        partial(scores_on, name="held-out bits per character"),
-    )
-
-
-def _scores_on(
-    windows: Dataset[Any], *, name: str, settings: Settings
-) -> Callable[[nn.Module], dict[str, float]]:
-    return lambda model: {name: _bits(model, windows, settings)}
-
-
-def _bits(model: nn.Module, test: Dataset[Any], settings: Settings) -> float:
-    """Bits per character, each predicted from those before it in its window. Collective."""
-    total = torch.zeros(2, dtype=torch.float64)
-    for (windows,) in local_batches(test, settings):
-        nats = _cross_entropy(model, windows, "sum")
-        total += torch.tensor([nats.item(), windows[:, 1:].numel()], dtype=torch.float64)
-    nats_sum, characters = all_reduce_sum(total.to(device_of(settings))).tolist()
-    return float(nats_sum) / float(characters) / math.log(2)
-
-
-def _example(settings: Settings, samples: int) -> tuple[Tensor]:
-    return (torch.empty(samples, settings.count("length") + 1, dtype=torch.uint8, device="meta"),)
-
 
 CHAR_LM = Recipe(
     name="char-lm",
@@ -113,6 +42,7 @@ CHAR_LM = Recipe(
         "samples": 15_000,
     },
     paper_samples=3_921,
+    parameters=(120_704, 10_844_288),
     minutes=1.4,
     origin=DatasetLocation(
         "tiny Shakespeare",
@@ -132,8 +62,5 @@ CHAR_LM = Recipe(
         ({"arm": ("fixed", "simigrad", "simigrad-vr"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)
     ),
     higher_is_better=False,
-    model=_model,
-    loss=_loss,
-    data=_data,
-    example=_example,
+    **task("characters_ahead"),
 )

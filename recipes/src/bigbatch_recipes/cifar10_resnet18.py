@@ -3,37 +3,18 @@
 Source: Qin et al., SimiGrad, NeurIPS 2021, and its code, github.com/HeyangQin/SimiGrad.
 """
 
-from pathlib import Path
-
-from torch import nn
-
-from bigbatch_recipes import image_classification
-from bigbatch_recipes.datasets import cifar10
-from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
-from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep, sourced
-from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.datasets import locations
+from bigbatch_recipes.recipe import OURS, Grid, Recipe, Sweep, sourced, task
 from bigbatch_recipes.vrgd_paper import CLIPS
 
 _SIMIGRAD = "SimiGrad's code"
 _GRID = "SimiGrad's grid"
-_STD = (0.2023, 0.1994, 0.2010)  # SimiGrad's code; not the channels' own
 _STEPS = "x0.1 at 80 and 120 epochs"
 
 _TARGETS = tuple(hundredths / 100 for hundredths in range(21))
 _MIN_BATCHES = (32, 64, 128, 256, 512, 1024)
 _RATES = (0.025, 0.05, 0.1, 0.2, 0.4)
 _SIMIGRAD_GRID: Grid = {"policy": ("simigrad",)}
-
-
-def _model(settings: Settings) -> nn.Module:
-    depth, width = int(settings.task["depth"]), int(settings.task["width"])
-    return image_classification.OfBytes(
-        resnet_of_basic_blocks(depth, width, cifar10.CLASSES), cifar10.MEAN, _STD
-    )
-
-
-def _data(settings: Settings) -> Data:
-    return image_classification.data_of(*cifar10.read(Path(settings.data)), settings)
 
 
 CIFAR10_RESNET18 = Recipe(
@@ -62,8 +43,9 @@ CIFAR10_RESNET18 = Recipe(
     },
     paper_samples=50_000,
     paper_ranks=4,
+    parameters=(78_002, 11_173_962),
     minutes=1.5,
-    origin=cifar10.ORIGIN,
+    origin=locations.CIFAR10,
     arms={
         "fixed-128": {"policy": "fixed"},
         "fixed-1024-linear": {"policy": "fixed", "batch_size": 1024, "lr_scaling": "linear"},
@@ -107,10 +89,5 @@ CIFAR10_RESNET18 = Recipe(
         ),
         tuned=("lr",),
     ),
-    model=_model,
-    loss=lambda _: image_classification.class_loss(
-        augment=image_classification.random_shift_and_flip
-    ),
-    data=_data,
-    example=image_classification.examples(3, 32),
+    **task("cifar10_basic_blocks"),
 )

@@ -6,26 +6,21 @@ Source: Jiang et al., arXiv 2309.13681. Its table of rates, warm-ups and k is no
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 
-from torch import nn
-
-from bigbatch_recipes import image_classification
-from bigbatch_recipes.datasets import cifar10
-from bigbatch_recipes.models.resnet import resnet_of_three_stages
+from bigbatch_recipes.datasets import locations
 from bigbatch_recipes.recipe import (
     OURS,
     Arm,
     Arms,
-    Data,
     Grid,
     Recipe,
     Result,
     Rows,
     Sweep,
     sourced,
+    task,
 )
-from bigbatch_recipes.settings import Settings, Value
+from bigbatch_recipes.settings import Value
 from bigbatch_recipes.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
 
 _TABLE = f"{VRGD}, table 5"
@@ -73,16 +68,6 @@ def _grids(
     )
 
 
-def _model(settings: Settings) -> nn.Module:
-    depth, width = int(settings.task["depth"]), int(settings.task["width"])
-    network = resnet_of_three_stages(depth, width, cifar10.CLASSES)
-    return image_classification.OfBytes(network, cifar10.MEAN, cifar10.STD)
-
-
-def _data(settings: Settings) -> Data:
-    return image_classification.data_of(*cifar10.read(Path(settings.data)), settings, gap=True)
-
-
 CIFAR10_RESNET56 = Recipe(
     name="cifar10-resnet56",
     summary="ResNet-56 on CIFAR-10: four optimizers, with and without variance reduction",
@@ -126,15 +111,11 @@ CIFAR10_RESNET56 = Recipe(
     },
     paper_samples=50_000,
     paper_ranks=8,
+    parameters=(19_218, 853_018),
     minutes=1.6,
-    origin=cifar10.ORIGIN,
+    origin=locations.CIFAR10,
     arms={name: arm for base in _LR for name, arm in _arms(base).items()},
     sweep=Sweep(_grids(("momentum", "lamb"), _RATES[1:4:2], batch_size=(128, 1024)), ("lr",)),
     paper_sweep=Sweep(_grids(_LR, _RATES, batch_size=(256, 512, 1024, 2048, 4096, 8192)), ("lr",)),
-    model=_model,
-    loss=lambda settings: image_classification.class_loss(
-        float(settings.task["label_smoothing"]), image_classification.random_shift_and_flip
-    ),
-    data=_data,
-    example=image_classification.examples(3, 32),
+    **task("cifar10_three_stages"),
 )

@@ -6,9 +6,10 @@ It reads no data, and has no weights, no optimizer and no other ranks.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from textwrap import fill
 
-from bigbatch.log.history import Table
+from bigbatch.log.history import Table, history_of
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller, controller_of
 from bigbatch.policies.lr_scaling import resolve_scaling
@@ -19,7 +20,8 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch_recipes.build_loop import build_controller, lr_scaling_of
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.lr_schedule import LRSchedule
-from bigbatch_recipes.recipe import OURS, SEEDS, Recipe
+from bigbatch_recipes.recipe import OURS, Recipe
+from bigbatch_recipes.run_config import read_trainings
 from bigbatch_recipes.settings import Settings, Value
 from bigbatch_recipes.validate import count_parameters, require_trainable
 
@@ -142,7 +144,13 @@ def _values(settings: Settings) -> dict[str, Value]:
 
 
 def show_dry_run(
-    recipe: Recipe, settings: Settings, ranks: int | None, view: LiveView, *, paper_scale: bool
+    recipe: Recipe,
+    settings: Settings,
+    ranks: int | None,
+    view: LiveView,
+    *,
+    seeds: int,
+    paper_scale: bool,
 ) -> None:
     """Prints the settings of one scale with their sources, then sizes, plans and rates."""
     run = dry_run(recipe, settings, ranks or (recipe.paper_ranks if paper_scale else 1))
@@ -153,8 +161,26 @@ def show_dry_run(
     title = fill(f"{recipe.name}: {recipe.summary}", _WIDTH)
     view.table(Table(("setting", "value", "source"), rows), title)
     view.table(Table(("fact", "value"), list(_facts(run))), f"source: {recipe.paper}")
-    for line in _notes(recipe, run, paper_scale=paper_scale):
+    for line in _notes(recipe, run, seeds, paper_scale=paper_scale):
         view.print(fill(line, _WIDTH))
+
+
+def show_resumption(path: Path, view: LiveView) -> None:
+    """Prints how far each training of a run, a study or a sweep is, which resuming would finish."""
+    is_study = (path / "study.yaml").exists()
+    runs = {name: path / name for name in read_trainings(path)} if is_study else {path.name: path}
+    rows: list[tuple[str, ...]] = []
+    for name, run in runs.items():
+        history = history_of(run) if run.exists() else None
+        if history is None or not history.rows:
+            rows.append((name, "not begun", "0", "0"))
+            continue
+        state, last = "finished" if history.finished else "unfinished", history.rows[-1]
+        rows.append((name, state, f"{last['step']:,}", f"{last['samples']:,}"))
+    finished = sum(state == "finished" for _, state, *_ in rows)
+    title = f"{path.name}: {finished} of {len(rows)} trainings are finished"
+    view.table(Table(("training", "state", "steps", "samples"), rows), title)
+    view.print("An unfinished training continues from its last checkpoint.")
 
 
 def _facts(run: DryRun) -> Iterator[tuple[str, ...]]:
@@ -177,7 +203,7 @@ def _facts(run: DryRun) -> Iterator[tuple[str, ...]]:
             yield f"{name}: {rate}", f"{lr:.4g}{more}"
 
 
-def _notes(recipe: Recipe, run: DryRun, *, paper_scale: bool) -> Iterator[str]:
+def _notes(recipe: Recipe, run: DryRun, seeds: int, *, paper_scale: bool) -> Iterator[str]:
     settings = run.settings
     if settings.lr_control_from:
         yield (
@@ -192,10 +218,10 @@ def _notes(recipe: Recipe, run: DryRun, *, paper_scale: bool) -> Iterator[str]:
         yield NOT_TIMED
     else:
         minutes = recipe.minutes_of(settings)
-        study = about_minutes(minutes * len(recipe.arms) * SEEDS)
+        study = about_minutes(minutes * len(recipe.arms) * seeds)
         yield (
             f"A training takes {about_minutes(minutes)}, measured on two cores; the study of "
-            f"{len(recipe.arms)} arms and {SEEDS} seeds {study}."
+            f"{len(recipe.arms)} arms and {seeds} seeds {study}."
         )
     yield f"Arms of the study, each by --arm: {', '.join(recipe.arms_at(paper_scale=paper_scale))}"
 

@@ -7,62 +7,9 @@ A demonstration, of no paper.
 Source of the data: H. Xiao, K. Rasul and R. Vollgraf, Fashion-MNIST, arXiv 1708.07747.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-
-from torch import nn
-
-from bigbatch_recipes import image_classification
-from bigbatch_recipes.datasets.files import DatasetLocation
-from bigbatch_recipes.datasets.idx_files import read_images
-from bigbatch_recipes.models.resnet import resnet_of_three_stages
-from bigbatch_recipes.recipe import OURS, Data, Grid, Recipe, Sweep, sourced
-from bigbatch_recipes.settings import Settings, require_choice
+from bigbatch_recipes.datasets import locations
+from bigbatch_recipes.recipe import OURS, Grid, Recipe, Sweep, sourced, task
 from bigbatch_recipes.vrgd_paper import CLIPS
-
-_ORIGIN = DatasetLocation(
-    name="Fashion-MNIST",
-    folders=("fashion-mnist", "FashionMNIST/raw"),
-    files=("train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"),
-    other_files=(
-        "train-labels-idx1-ubyte.gz",
-        "t10k-images-idx3-ubyte.gz",
-        "t10k-labels-idx1-ubyte.gz",
-    ),
-    source="Zalando Research, github.com/zalandoresearch/fashion-mnist",
-    size="70,000 images of 28 x 28 in 10 classes, 29 MiB",
-)
-_SIZE, _CLASSES = 28, 10
-_MEAN, _STD = (0.2860,), (0.3530,)  # of the training images
-
-
-def _model(settings: Settings) -> nn.Module:
-    name = str(settings.task["network"])
-    require_choice("network", name, _NETWORKS)
-    return image_classification.OfBytes(_NETWORKS[name](settings), _MEAN, _STD)
-
-
-def _resnet(settings: Settings) -> nn.Module:
-    depth, width = int(settings.task["depth"]), int(settings.task["width"])
-    return resnet_of_three_stages(depth, width, classes=_CLASSES, channels=1)
-
-
-def _mlp(settings: Settings) -> nn.Module:
-    hidden = settings.count("hidden")
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(_SIZE**2, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, _CLASSES),
-    )
-
-
-def _data(settings: Settings) -> Data:
-    gap = bool(settings.task.get("gap"))  # earlier runs lack it
-    train, test = read_images(Path(settings.data), _ORIGIN)
-    return image_classification.data_of(train, test, settings, gap=gap)
 
 
 def _sweep(targets: tuple[float, ...], sizes: tuple[int, ...]) -> Sweep:
@@ -72,8 +19,6 @@ def _sweep(targets: tuple[float, ...], sizes: tuple[int, ...]) -> Sweep:
         (adaptive, {"policy": ("fixed",), "batch_size": sizes, "lr": rates}), tuned=("lr",)
     )
 
-
-_NETWORKS: dict[str, Callable[[Settings], nn.Module]] = {"resnet": _resnet, "mlp": _mlp}
 
 FASHION_MNIST = Recipe(
     name="fashion-mnist",
@@ -96,8 +41,9 @@ FASHION_MNIST = Recipe(
         "width": 8,
     },
     paper_samples=60_000,
+    parameters=(19_074, 269_434),
     minutes=0.7,
-    origin=_ORIGIN,
+    origin=locations.FASHION_MNIST,
     arms={
         "fixed-64": {"policy": "fixed"},
         "fixed-1024": {"policy": "fixed", "batch_size": 1024},
@@ -106,8 +52,5 @@ FASHION_MNIST = Recipe(
     },
     sweep=_sweep((0.1, 0.3), (64, 1024)),
     paper_sweep=_sweep((0.1, 0.2, 0.3, 0.5), (64, 256, 1024, 4096)),
-    model=_model,
-    loss=lambda _: image_classification.class_loss(),
-    data=_data,
-    example=image_classification.examples(1, _SIZE),
+    **task("fashion_images"),
 )

@@ -4,23 +4,11 @@ Source: Qin et al., SimiGrad, NeurIPS 2021, and its code, github.com/HeyangQin/S
 ResNet50 v1.5; Jiang et al., VRGD, arXiv 2309.13681, whose rates and warm-ups are not public.
 """
 
-from functools import partial
-from pathlib import Path
-
-from torch import nn
-
-from bigbatch.errors import SettingError
-from bigbatch_recipes import image_classification
-from bigbatch_recipes.datasets import image_files
-from bigbatch_recipes.datasets.files import DatasetLocation
-from bigbatch_recipes.datasets.in_memory import Subset, scored_indices
-from bigbatch_recipes.models.resnet import resnet_of_bottlenecks
-from bigbatch_recipes.recipe import OURS, Arm, Data, Grid, Recipe, Result, Sweep, sourced
-from bigbatch_recipes.settings import Settings
+from bigbatch_recipes.datasets import locations
+from bigbatch_recipes.recipe import OURS, Arm, Grid, Recipe, Result, Sweep, sourced, task
 from bigbatch_recipes.vrgd_paper import CLIPS, REPEATS, TO_TEN, VRGD
 
 _SIMIGRAD, _JABAS = "SimiGrad's code", "JABAS's example of SimiGrad"
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _SIMIGRAD_GRID: Grid = {"policy": ("simigrad",)}
 _FIXED_GRID: Grid = {"policy": ("fixed",)}
 _TABLE: Arm = {"policy": ("fixed", VRGD), "momentum": (0.9, VRGD)}
@@ -31,37 +19,6 @@ _GRIDS: list[Grid] = [
     {"arm": (arm,), "batch_size": _BATCHES, "lr": (lr / 2, lr, 2 * lr)}
     for arm, lr in _TABLE_2.items()
 ]
-
-
-def _model(settings: Settings) -> nn.Module:
-    depth, width, classes = (int(settings.task[name]) for name in ("depth", "width", "classes"))
-    return image_classification.OfBytes(resnet_of_bottlenecks(depth, width, classes), _MEAN, _STD)
-
-
-def _data(settings: Settings) -> Data:
-    size, resize, classes = (int(settings.task[name]) for name in ("size", "resize", "classes"))
-    train_crop = partial(
-        image_files.random_resized_crop, size=size, min_area=float(settings.task["smallest_part"])
-    )
-    test_crop = partial(image_files.resize_and_center_crop, resize=resize, size=size)
-    train, val = image_files.splits_of(Path(settings.data), classes)
-    scored = scored_indices(len(train.labels), settings.samples, len(val.labels))
-    scored_train = Subset(image_files.ImageFiles(train, test_crop), scored)
-    scores = image_classification.accuracies(
-        image_files.ImageFiles(val, test_crop), settings, scored_train
-    )
-
-    def named_scores(model: nn.Module) -> dict[str, float]:
-        return {f"{name} of {classes} classes": score for name, score in scores(model).items()}
-
-    return Data(image_files.ImageFiles(train, train_crop, settings.seed), named_scores)
-
-
-def _example(settings: Settings, samples: int) -> image_classification.ImageBatch:
-    size, resize = int(settings.task["size"]), int(settings.task["resize"])
-    if not 0 < size <= resize:
-        raise SettingError(f"size={size} must be above 0 and at most resize={resize}")
-    return image_classification.examples(3, size)(settings, samples)
 
 
 IMAGENET_RESNET50 = Recipe(
@@ -106,14 +63,9 @@ IMAGENET_RESNET50 = Recipe(
     results={"table-2": Result(arms=tuple(_TABLE_2))},
     paper_samples=1_281_167,
     paper_ranks=16,
+    parameters=(293_888, 25_557_032),
     minutes=1.3,
-    origin=DatasetLocation(
-        "ImageNet",
-        folders=("imagenet", "imagenet-1k", "ILSVRC2012", "tiny-imagenet-20"),
-        files=image_files.FILES,
-        source="ILSVRC 2012 (image-net.org), as folders or tars of train and val images",
-        size="1,281,167 and 50,000 images of 1,000 classes",
-    ),
+    origin=locations.IMAGENET,
     arms={
         "fixed": {"policy": "fixed"},
         "simigrad": {"policy": "simigrad"},
@@ -133,8 +85,5 @@ IMAGENET_RESNET50 = Recipe(
         ),
         tuned=("lr",),
     ),
-    model=_model,
-    loss=lambda settings: image_classification.class_loss(float(settings.task["label_smoothing"])),
-    data=_data,
-    example=_example,
+    **task("imagenet_images"),
 )

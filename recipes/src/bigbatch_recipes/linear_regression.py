@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.optim.functional import gsnr
-from bigbatch_recipes.run_directory import create_directory_atomically
+from bigbatch_recipes.new_directory import create_directory_atomically
 
 INPUTS = 10
 STEPS = 100

@@ -6,6 +6,7 @@ need the folder of the sweep. Finished runs are skipped, and unfinished ones con
 checkpoints.
 """
 
+import math
 import os
 import re
 import signal
@@ -28,8 +29,8 @@ from bigbatch.errors import BigbatchError, RunError
 from bigbatch.log.atomic_files import lock_folder
 from bigbatch.log.history import history_of
 from bigbatch.setting_types import Count, check_setting
-from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.run_config import PREREQUISITES, read_trainings
+from bigbatch_recipes.console import LiveView, score_text
+from bigbatch_recipes.run_config import PREREQUISITES, read_trainings, require_sweep
 from bigbatch_recipes.study import settings_from, train_directory
 from bigbatch_recipes.sweep_results import SweepResults, read_sweep_results
 
@@ -65,9 +66,9 @@ def train_sweep(path: Path, jobs: int | None, view: LiveView) -> dict[str, str]:
 
 
 def _results(path: Path) -> SweepResults:
+    require_sweep(path)
     results = read_sweep_results(path)
-    if results is None:
-        raise RunError(f"{path} holds no sweep; name a directory that `bigbatch sweep` made")
+    assert results is not None
     return results
 
 
@@ -174,7 +175,7 @@ def _exit_with_parent(parent: int) -> None:
 def _result_text(path: Path) -> str:
     history = history_of(path)
     scores = history.scored_rows[-1]["metrics"].items()
-    texts = [f"{name} {'nan' if score is None else f'{score:.4g}'}" for name, score in scores]
+    texts = [score_text(name, math.nan if score is None else score) for name, score in scores]
     texts.append(f"{history.rows[-1]['elapsed_seconds']:.1f} s")
     return "  ".join(texts + ["diverged"] * bool(history.divergence))
 

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.settings import Settings, Value, require_choice
 
+if TYPE_CHECKING:  # it takes seconds, and `bigbatch list` uses none
+    from torch import Tensor, nn
+    from torch.utils.data import Dataset
+
 Batch = Any
-LossOf = Callable[[nn.Module, Batch], Tensor]
+LossOf = Callable[["nn.Module", Batch], "Tensor"]
 Rows = Mapping[str, tuple[Value, str]]
 Grid = Mapping[str, tuple[Value, ...]]
 Changes = Mapping[str, Value]
@@ -28,17 +30,29 @@ def sourced(source: str, **values: Value) -> Rows:
     return {name: (value, source) for name, value in values.items()}
 
 
+def task(module: str, *more: str) -> dict[str, Any]:
+    """Functions of a module in `tasks` for a recipe, which is imported when one is called.
+
+    These are `model`, `loss`, `data`, `example` and the named ones.
+    """
+
+    def function(name: str) -> Callable[..., Any]:
+        return lambda *args: getattr(import_module(f"{__package__}.tasks.{module}"), name)(*args)
+
+    return {name: function(name) for name in ("model", "loss", "data", "example", *more)}
+
+
 @dataclass(frozen=True)
 class Data:
     """Training data and evaluation."""
 
-    train: Dataset[Any]  # map-style data set, whose `__getitems__` returns a whole batch
+    train: "Dataset[Any]"  # map-style data set, whose `__getitems__` returns a whole batch
     # evaluates the model; returns scores by name, each in the unit of its name, the main one first.
     # Draws no random numbers. Collective: all ranks call it and get the same
-    scores: Callable[[nn.Module], dict[str, float]]
+    scores: Callable[["nn.Module"], dict[str, float]]
     # makes `scores` of other samples of the same form, a subset of `train`; None where training
     # samples cannot be scored, as when they are augmented
-    scores_on: Callable[[Dataset[Any]], Callable[[nn.Module], dict[str, float]]] | None = None
+    scores_on: Callable[["Dataset[Any]"], Callable[["nn.Module"], dict[str, float]]] | None = None
     # texts that the run directory stores by file name, for a run that begins from it
     run_files: Mapping[str, str] = field(default_factory=dict)
 
@@ -77,6 +91,7 @@ class Recipe:
     small: Changes
     paper_samples: int  # samples of an epoch of the paper's training, for a dry run
     paper_ranks: int = 1  # ranks of that training
+    parameters: tuple[int, int]  # weights of the model at the small and the paper's scale
     minutes: float  # duration of one training at the small scale on two cores
     origin: DatasetLocation  # location of the data
     # changes of the settings for each arm of its study; a value has its source unless that is
@@ -92,9 +107,9 @@ class Recipe:
     paper_sweep: Sweep = Sweep(())
     higher_is_better: bool = True  # whether the main score is better when higher
     # builds the network; draws from torch's global generator
-    model: Callable[[Settings], nn.Module]
+    model: Callable[[Settings], "nn.Module"]
     # builds, on the meta device, layers with as many weights; None where `model` needs torch alone
-    outline: Callable[[Settings], nn.Module] | None = None
+    outline: Callable[[Settings], "nn.Module"] | None = None
     packages: tuple[str, ...] = ()  # of the extra `bert`, which trainings need
     # builds the mean loss over a micro-batch; it may augment in training mode
     loss: Callable[[Settings], LossOf]
@@ -102,7 +117,7 @@ class Recipe:
     data: Callable[[Settings], Data]
     example: Callable[[Settings, int], Batch]  # makes a batch of so many samples on the meta device
     # names the parameters that a VR optimizer steps as its base does
-    without_vr: Callable[[Settings, nn.Module], frozenset[str]] = lambda _, __: frozenset()
+    without_vr: Callable[[Settings, "nn.Module"], frozenset[str]] = lambda _, __: frozenset()
     # file in the run directory, by the setting that names the original file; a resumed run reads it
     saved_as: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,11 +1,11 @@
 """The recipes and the experiments by name."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bigbatch.errors import SettingError
-from bigbatch_recipes import linear_regression
 from bigbatch_recipes.bert_pretrain import BERT_PRETRAIN
 from bigbatch_recipes.char_lm import CHAR_LM
 from bigbatch_recipes.cifar10_resnet18 import CIFAR10_RESNET18
@@ -42,10 +42,16 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 
+
+def _module(name: str) -> Any:
+    """A module of an experiment, with torch."""
+    return import_module(f"{__package__}.{name}")
+
+
 EXPERIMENTS: dict[str, Experiment] = {
     "linear-regression": Experiment(
         "figures 1 and 3 of the VRGD paper, both upper clips, five input distributions",
-        linear_regression.run,
+        lambda path, seeds: _module("linear_regression").run(path, seeds),
     )
 }
 

@@ -116,3 +116,9 @@ def read_sweep(path: Path) -> dict[str, Any] | None:
         if settings["arm"] not in sweep["points"]:
             raise RunError(f"{place}: arm is {settings['arm']!r}, and must be a point of the sweep")
     return dict(sweep)
+
+
+def require_sweep(path: Path) -> None:
+    """Raises RunError where no sweep is at `path`."""
+    if read_sweep(path) is None:
+        raise RunError(f"{path} holds no sweep; name a directory that `bigbatch sweep` made")

@@ -6,10 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from bigbatch.data.micro_batches import Remainder
 from bigbatch.errors import SettingError
-from bigbatch.gradients.groups.grouping import Groups
-from bigbatch.optim.gsnr_options import Gamma, RMax
 from bigbatch.policies.amounts import AmountIn, Smoothing, WarmupLength
 from bigbatch.policies.dead_band import DeadBand
 from bigbatch.policies.lr_policies import RateShare
@@ -20,10 +17,14 @@ from bigbatch.setting_types import (
     Coefficient,
     Cosine,
     Count,
+    Gamma,
+    Groups,
     Growth,
     In,
     Number,
     Positive,
+    Remainder,
+    RMax,
     Share,
     Whole,
     check_setting,
@@ -315,3 +316,24 @@ def require_choice(kind: str, name: str, choices: Iterable[str]) -> None:
     """Raises SettingError if `name` is not one of the choices."""
     if name not in choices:
         raise SettingError(f"{kind} {name!r} is unknown; choose one of: {', '.join(choices)}")
+
+
+def unused_in(settings: Settings) -> set[str]:
+    """Settings without effect on the training, because of its policy and optimizer."""
+    policy, optimizer = settings.policy, settings.optimizer
+    unused = {name for each in POLICIES for name in policy_settings(each).values()}
+    unused -= {"batch_size", *policy_settings(policy).values()}
+    if policy == "schedule":  # decides without measurements
+        unused |= {"smoothing", "dead_band", "batch_size"}
+    else:
+        unused.add("replay_from")
+    if policy == "fixed":
+        unused |= {*CONTROLLER_SETTINGS}
+    if not optimizer.startswith("vr-"):
+        unused |= {"gamma", "r_max", "beta3"}
+    base = optimizer.removeprefix("vr-")
+    if base not in ("momentum", "lars"):
+        unused.add("momentum")
+    if base in ("lars", "lamb"):
+        unused.add("decay_all")
+    return unused

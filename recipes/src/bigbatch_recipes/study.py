@@ -4,8 +4,7 @@ All ranks call the same functions; rank 0 reads, writes and shows.
 """
 
 import gc
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,19 @@ from bigbatch.log.html_report import write_report
 from bigbatch.log.paired_differences import differences_of
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView
+from bigbatch_recipes.new_directory import LAUNCH, create_directory_atomically
 from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.run_config import read_trainings, study_yaml, trainings_as_dict
-from bigbatch_recipes.run_directory import LAUNCH, RunDirectory, create_directory_atomically
+from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings, Value
+from bigbatch_recipes.sweep import Point
 from bigbatch_recipes.sweep_page import write_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
 from bigbatch_recipes.train_run import Training, train_run
 from bigbatch_recipes.validate import require_packages, require_trainable
 
 FIRST_TUNING_SEED = 1000  # seeds that tune are not those that are shown
-
-
-@dataclass(frozen=True)
-class Point:
-    """One arm of a study, or one combination of a sweep's values."""
-
-    name: str  # the values as a file name
-    values: Mapping[str, Value]  # values of the settings that vary
-    settings: Settings  # settings of its training with seed 0
 
 
 def start_study(
@@ -129,6 +121,49 @@ def write_study(
         write_atomically(folder / "study.yaml", study_yaml(content))
         if launch:
             write_atomically(folder / LAUNCH, launch.encode())
+
+
+def start_sweep(
+    recipe: Recipe,
+    path: Path,
+    points: Sequence[Point],
+    tuned: Iterable[str],
+    seeds: int,
+    tune_seeds: int = 0,
+) -> None:
+    """Writes the trainings of a sweep to `path`, and how to show its results.
+
+    Args:
+        recipe: the recipe to train.
+        path: the directory to create.
+        points: the points of the grids.
+        tuned: settings of which each point shows only the best value.
+        seeds: trainings of each point that is shown.
+        tune_seeds: trainings of each point that choose the best values by held-out samples; 0 to
+            choose by the scores that are shown.
+    Raises:
+        SettingError: a point cannot be trained, an arm needs one that is not in the sweep, there
+            is nothing to tune, or no sample is held out.
+        RunError: something is at `path` already.
+    """
+    require_packages(recipe)
+    require_trainable(recipe, *(point.settings for point in points))
+    tuned = list(tuned)
+    if tune_seeds and not tuned:
+        raise SettingError("tune-seeds has no effect without --tune; name settings to tune")
+    if tune_seeds and not all(point.settings.held_out for point in points):
+        raise SettingError(
+            "tune-seeds needs held_out: how many training samples to choose by; give --held-out"
+        )
+    if seeds > FIRST_TUNING_SEED:
+        raise SettingError(f"seeds={seeds} must be at most {FIRST_TUNING_SEED}")
+    description = {
+        "tuned": tuned,
+        "tuning_seeds": tuning_seeds(tune_seeds),
+        "higher_is_better": recipe.higher_is_better,
+        "points": {point.name: dict(point.values) for point in points},
+    }
+    write_study(path, trainings_of(recipe, points, seeds, tune_seeds), sweep=description)
 
 
 def train_study(path: Path, view: LiveView) -> None:

@@ -1,20 +1,27 @@
-"""A sweep: the trainings of grids of settings."""
+"""The points of a sweep: every combination of the values in grids of settings."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
 from bigbatch.errors import SettingError
 from bigbatch_recipes.recipe import Grid, Recipe, Sweep
-from bigbatch_recipes.settings import Settings, Value, policy_name
-from bigbatch_recipes.study import FIRST_TUNING_SEED, Point, trainings_of, tuning_seeds, write_study
-from bigbatch_recipes.validate import require_packages, require_trainable, unused_in
+from bigbatch_recipes.settings import Settings, Value, policy_name, unused_in
 
 _NOT_SWEEPABLE = {"recipe": "it is the command's first argument", "seed": "give --seeds instead"}
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.+_]+")
 _MAX_LENGTH = 40  # of a value in a file name, which may have 255 bytes
 _MAX_NAME = 230  # of a point's, before its seed
+
+
+@dataclass(frozen=True)
+class Point:
+    """One arm of a study, or one combination of a sweep's values."""
+
+    name: str  # the values as a file name
+    values: Mapping[str, Value]  # values of the settings that vary
+    settings: Settings  # settings of its training with seed 0
 
 
 def sweep_of(
@@ -81,50 +88,7 @@ def points_of(
         raise SettingError(
             f"{', '.join(sorted(unused))} has no effect at any point of the grid; leave it out"
         )
-    require_trainable(recipe, *(point for _, point in combinations))
     return _name_points(combinations, sweep)
-
-
-def start_sweep(
-    recipe: Recipe,
-    path: Path,
-    points: Sequence[Point],
-    tuned: Iterable[str],
-    seeds: int,
-    tune_seeds: int = 0,
-) -> None:
-    """Writes the trainings of a sweep to `path`, and how to show its results.
-
-    Args:
-        recipe: the recipe to train.
-        path: the directory to create.
-        points: the points of the grids.
-        tuned: settings of which each point shows only the best value.
-        seeds: trainings of each point that is shown.
-        tune_seeds: trainings of each point that choose the best values by held-out samples; 0 to
-            choose by the scores that are shown.
-    Raises:
-        SettingError: an arm needs one that is not in the sweep, there is nothing to tune, or no
-            sample is held out.
-        RunError: something is at `path` already.
-    """
-    require_packages(recipe)
-    tuned = list(tuned)
-    if tune_seeds and not tuned:
-        raise SettingError("tune-seeds has no effect without --tune; name settings to tune")
-    if tune_seeds and not all(point.settings.held_out for point in points):
-        raise SettingError(
-            "tune-seeds needs held_out: how many training samples to choose by; give --held-out"
-        )
-    if seeds > FIRST_TUNING_SEED:
-        raise SettingError(f"seeds={seeds} must be at most {FIRST_TUNING_SEED}")
-    description = {
-        "tuned": tuned,
-        "tuning_seeds": tuning_seeds(tune_seeds),
-        "higher_is_better": recipe.higher_is_better,
-        "points": {point.name: dict(point.values) for point in points},
-    }
-    write_study(path, trainings_of(recipe, points, seeds, tune_seeds), sweep=description)
 
 
 def _require_sweepable(grid: Grid) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from bigbatch.log import html_report
 from bigbatch.log.chart import Panel, Series
 from bigbatch.log.chart_svg import svg
-from bigbatch.log.history import History, deviation, history_of, scores_text
+from bigbatch.log.history import History, deviation, history_of, score_unit, scores_text
 from bigbatch.log.row_schema import finite
 from bigbatch.log.series_style import NEUTRAL
 from bigbatch.log.web_page import html_table
@@ -31,7 +31,8 @@ def write_sweep(sweep: SweepResults, folder: Path) -> None:
     html_report.write_text(folder / "sweep.svg", figure)
     html_report.write_text(folder / "sweep.csv", as_csv(sweep))
     histories = [history_of(path) for path in sweep.drawn]
-    html_report.write_page(folder / "report.html", sweep.name, _sections(sweep, histories), _STYLE)
+    sections, report = _sections(sweep, histories), folder / "report.html"
+    html_report.write_page(report, sweep.name, sweep_summary(sweep), sections, _STYLE)
 
 
 def as_csv(sweep: SweepResults) -> str:
@@ -52,19 +53,30 @@ def as_csv(sweep: SweepResults) -> str:
 
 
 def sweep_summary(sweep: SweepResults) -> str:
-    """A sentence on the front of a sweep, from its best score to its largest average batch."""
+    """A sentence on the front of a sweep, from its best score to its largest average batch.
+
+    It has the results of the paired test as the table of differences has them.
+    """
     runs = [run for point in sweep.shown for run in point.runs]
     diverged = sum(run.diverged for run in runs)
     counts = f"; {diverged} of {len(runs)} runs diverged" * bool(diverged)
     if not sweep.front:
-        return f"no point has finished all of its runs with a score{counts}"
+        return f"No point has finished all of its runs with a score{counts}"
+
+    label, unit, _ = score_unit(sweep.score, [])
+    differences = sweep.differences()
 
     def text(point: SweepPoint) -> str:
-        score = scores_text(point.scores(sweep.score))
-        return f"{point.name}, {score} at an average batch of {point.average_batch:,.0f}"
+        score = scores_text(point.scores(sweep.score)) + unit * (", %" in sweep.score)
+        end = f"{point.name}, {score} at an average batch of {point.average_batch:,.0f}"
+        if differences is None or point.name not in differences.arms:
+            return end
+        result = differences.arms[point.name].result
+        joined = {"not distinguished": " from", "above": "", "below": ""}.get(result, " against")
+        return f"{end}, {result}{joined} {differences.reference}"
 
     first, last = sweep.front[0], sweep.front[-1]
-    best = f"best {sweep.score}: {text(first)}"
+    best = f"Best {label}: {text(first)}"
     if first is not last:
         best += f"; largest average batch on the front: {text(last)}"
     return best + counts
@@ -136,7 +148,6 @@ def _numeric_values(point: SweepPoint, sweep: SweepResults) -> dict[str, Any]:
 
 
 def _sections(sweep: SweepResults, histories: list[History]) -> Iterator[str]:
-    yield html_report.note(f"{sweep.name}: {sweep_summary(sweep)}.")
     edges = (f" {place}: the best value is at the edge of the grid." for place in sweep.at_edges)
     yield html_report.note(f"{sweep.title}.{''.join(edges)}")
     charts = {kind: sweep_panel(sweep, size) for kind, size in _SIZES.items()}

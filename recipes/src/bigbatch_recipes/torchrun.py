@@ -10,15 +10,11 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
-
 from bigbatch.cli.exit_status import line_of, one_line
 from bigbatch.errors import BigbatchError, RankError, RunError
-from bigbatch.gradients import is_of_network
 from bigbatch.interrupts import INTERRUPTED, ignore_interrupts
 from bigbatch_recipes import process_group
-from bigbatch_recipes.run_directory import has_begun, launch_of, release, require_free
+from bigbatch_recipes.new_directory import has_begun, launch_of, release, require_free
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # of torchrun's variables
 _NO_ID = "none"  # the id of a launch without --rdzv-id
@@ -39,6 +35,8 @@ class Launch:
         self._attempt: Any = None  # store of these workers, not of those before a restart
         self.id: str | None = None  # torchrun's id of all attempts, if it has one
         if store is not None:
+            import torch.distributed as dist
+
             # new nodes restart the workers with the same count, but with another port
             names = ("TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
             attempt = "/".join(os.environ.get(name, "0") for name in names)
@@ -59,6 +57,10 @@ class Launch:
             if not is_single_process() and os.environ.get("RANK", "0") != "0":
                 sys.exit(0)
             return cls()
+        import torch.distributed as dist  # seconds, which a single process takes when it trains
+
+        from bigbatch.gradients import is_of_network
+
         try:
             store, rank, count = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
             launch = cls(store)
@@ -94,6 +96,8 @@ class Launch:
         """
         if self._attempt is None:
             raise error
+        from bigbatch.gradients import is_of_network
+
         if not is_of_network(error):
             traceback.print_exception(error)
             message = (
@@ -182,6 +186,9 @@ def stdout_of_rank_zero() -> Iterator[None]:
 
 def backend() -> str:
     """The backend of the process group; with GPUs, each rank takes one of its machine."""
+    import torch
+    import torch.distributed as dist
+
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return "gloo"
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

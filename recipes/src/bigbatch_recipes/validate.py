@@ -1,17 +1,15 @@
-"""Checks of a recipe's settings, before data are read; and settings without effect."""
+"""Checks of a recipe's settings, its network and its packages, before data are read."""
 
 import torch
 from torch import nn
 
 from bigbatch.errors import BigbatchError, SettingError
 from bigbatch.optional_packages import import_optional
-from bigbatch.policies.parse import POLICIES
 from bigbatch_recipes.build_loop import OPTIMIZERS, build_controller
 from bigbatch_recipes.recipe import Recipe
-from bigbatch_recipes.settings import CONTROLLER_SETTINGS, Settings, policy_settings, require_choice
+from bigbatch_recipes.settings import Settings, require_choice
 
 CAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # precisions of autocast
-_VR_SETTINGS = {"gamma", "r_max", "beta3"}
 
 
 def build_on_meta_device(recipe: Recipe, settings: Settings) -> nn.Module:
@@ -62,24 +60,3 @@ def _build(recipe: Recipe, settings: Settings) -> nn.Module:
         raise SettingError(
             f"recipe {recipe.name!r} cannot be built with {values}: {error}"
         ) from error
-
-
-def unused_in(settings: Settings) -> set[str]:
-    """Settings without effect on the training, because of its policy and optimizer."""
-    policy, optimizer = settings.policy, settings.optimizer
-    unused = {name for each in POLICIES for name in policy_settings(each).values()}
-    unused -= {"batch_size", *policy_settings(policy).values()}
-    if policy == "schedule":  # decides without measurements
-        unused |= {"smoothing", "dead_band", "batch_size"}
-    else:
-        unused.add("replay_from")
-    if policy == "fixed":
-        unused |= {*CONTROLLER_SETTINGS}
-    if not optimizer.startswith("vr-"):
-        unused |= _VR_SETTINGS
-    base = optimizer.removeprefix("vr-")
-    if base not in ("momentum", "lars"):
-        unused.add("momentum")
-    if base in ("lars", "lamb"):
-        unused.add("decay_all")
-    return unused

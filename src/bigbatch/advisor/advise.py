@@ -18,8 +18,7 @@ from bigbatch.advisor.sample_count import parse_samples
 from bigbatch.advisor.text_page import text_page
 from bigbatch.advisor.training_observer import TrainingObserver
 from bigbatch.errors import SettingError
-from bigbatch.gradients.groups.grouping import Groups
-from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, checked
+from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Groups, checked
 
 _PAGES: dict[str, Callable[[BatchAdvice], str]] = {
     ".html": html_page,

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from bigbatch.log.html_report import require_ending, write_report, write_text
 from bigbatch.log.paired_differences import differences_of, require_reference
 from bigbatch.log.replay import chart_of_replays, table_of_replay, time_in_words
 from bigbatch.log.replay import replay as replay_policies
-from bigbatch.log.text_table import text_table
+from bigbatch.log.text_table import terminal_width, text_table, wrapped
 from bigbatch.log.time_to_score import ScoreTargets
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.parse import POLICIES, parse_policy
@@ -178,8 +177,8 @@ def _options(name: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _show(table: Table, title: str) -> None:
-    _print(text_table(table, title, shutil.get_terminal_size().columns))
+    sys.stdout.write(f"{printable(text_table(table, title, terminal_width()))}\n")
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(f"{printable(text)}\n")
+    sys.stdout.write(f"{wrapped(printable(text))}\n")

@@ -9,13 +9,13 @@ import torch
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.loader_state import ResumableLoader
-from bigbatch.data.micro_batches import Remainder, SamplePass, StepBatches
+from bigbatch.data.micro_batches import SamplePass, StepBatches
 from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
 from bigbatch.data.rng_state import random_state, restore_random_state, same_random_state
 from bigbatch.data.sample_buffer import SampleBuffer
 from bigbatch.errors import SettingError, StateError
 from bigbatch.policies.plan import BatchPlan
-from bigbatch.setting_types import Count, checked
+from bigbatch.setting_types import Count, Remainder, checked
 from bigbatch.state_checks import loads_state
 
 

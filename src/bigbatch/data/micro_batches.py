@@ -3,15 +3,14 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
 from bigbatch.data.sample_buffer import SampleBuffer
 from bigbatch.errors import BatchError
 from bigbatch.policies.plan import BatchPlan
-
-Remainder = Literal["share", "step", "drop"]
+from bigbatch.setting_types import Remainder
 
 
 class MicroBatch(NamedTuple):

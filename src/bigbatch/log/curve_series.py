@@ -6,18 +6,19 @@ progress, whichever the x axis.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from statistics import fmean
 from typing import NamedTuple
 
-from bigbatch.log.chart import Mark, Panel, Series
-from bigbatch.log.history import History, group_seeds, measured_rows
+from bigbatch.log.chart import Ends, Mark, Panel, Series
+from bigbatch.log.history import History, group_seeds, measured_rows, unit_of
 from bigbatch.log.row_schema import Row
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 AXES = {"samples": "samples", "step": "optimizer steps", "elapsed_seconds": "seconds of training"}
+LOSS = "training loss"  # a panel
 POINTS = 60  # most points of a curve
 NOISE_POINTS = 20  # most points of similarity and noise scale, which need several steps each
 _NOISE_STEPS, _FEW_NOISE_POINTS = 4, 5  # measured steps of a run a point; points of a short run
@@ -51,14 +52,16 @@ class _Quantity:
 
 
 def panels_of(histories: list[History], x: str) -> list[Panel]:
-    """The six panels of a report against one of `AXES`.
+    """The panels of a report against one of `AXES`, without those that no run has values for.
 
     Loss, main score, batch size, similarity, noise scale and learning rate. The style of a series
     is the number of its arm.
     """
     groups = group_seeds(histories)
     most = max(_FEW_POINTS, min(POINTS, _PAGE_POINTS // max(1, len(groups))))
-    scores = " or ".join(dict.fromkeys(history.score or "score" for history in histories))
+    names = dict.fromkeys(history.score for history in histories if history.score)
+    units = {name: unit_of(histories, name) for name in names}
+    scores = " or ".join(f"{label},{unit}" if unit else label for label, unit, _ in units.values())
     targets = sorted({one.target for one in histories if one.target is not None})
     panels = []
     for quantity in _QUANTITIES:
@@ -67,6 +70,14 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
             for arm, (name, runs) in enumerate(groups.items())
         )
         series = [one for one in of_arms if one is not None]
+        if not series:
+            continue
+        y_range = None
+        if not quantity.title:
+            *_, factor = next(iter(units.values()))
+            low, high = (factor * end for end in _last_range(series))
+            series = [_within(one, low, high, factor) for one in series]
+            y_range = low, high
         panels.append(
             Panel(
                 quantity.title or scores,
@@ -74,6 +85,7 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
                 series,
                 x_range=(0.0, max((end for one in series for end in one.x), default=0.0) or 1.0),
                 y_log=quantity.log_base,
+                y_range=y_range,
                 marks=[Mark(f"target {target:g}", y=target) for target in targets]
                 if quantity.title == _SIMILARITY
                 else [],
@@ -200,6 +212,32 @@ def _scored_rows(history: History) -> list[Row]:
     ]
 
 
+def _last_range(series: Sequence[Series]) -> Ends:
+    """Ends of an axis for the last quarters of lines and the last bands, with a margin.
+
+    They are at least a tenth of all values apart.
+    """
+    every = [y for one in series for y in one.y if math.isfinite(y)]
+    last = [y for one in series for y in one.y[-max(2, len(one.y) // 4) :] if math.isfinite(y)]
+    last += [band[-1] for one in series for band in (one.low, one.high) if band]
+    (low, high), (lowest, highest) = ((min(ys), max(ys)) for ys in (last, [*every, *last]))
+    if lowest == highest:
+        return low - (abs(low) / 100 or 1.0), high + (abs(high) / 100 or 1.0)
+    lacking = (highest - lowest) / 10 - (high - low)
+    room = max(0.0, lacking) / 2 + 0.06 * (high - low)
+    return max(low - room, lowest), min(high + room, highest)
+
+
+def _within(series: Series, low: float, high: float, factor: float) -> Series:
+    """The line in another unit, without the points outside these ends."""
+    factors = [factor if low <= factor * y <= high else math.nan for y in series.y]
+    y, low_ends, high_ends = (
+        [one * value for one, value in zip(factors, values, strict=False)]
+        for values in (series.y, series.low, series.high)
+    )
+    return replace(series, y=y, low=low_ends, high=high_ends)
+
+
 def _mean_of(value_of: Callable[[Row], float]) -> Callable[[Rows], float]:
     return lambda rows: fmean(_bounded(value_of(row)) for row in rows)
 
@@ -211,12 +249,7 @@ def _bounded(value: float) -> float:
 
 _SIMILARITY = "gradient similarity"
 _QUANTITIES = (
-    _Quantity(
-        "training loss",
-        lambda run: [row for row in run.rows if row["loss"] is not None],
-        _loss_of,
-        10,
-    ),
+    _Quantity(LOSS, lambda run: [row for row in run.rows if row["loss"] is not None], _loss_of, 10),
     _Quantity("", _scored_rows, _mean_of(itemgetter("score"))),
     _Quantity(
         "batch size, samples",

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shortened
@@ -23,6 +24,7 @@ from bigbatch.log.row_schema import (
 )
 
 SUMMARY = "mean ± standard deviation"  # in a cell, of several runs
+_ACCURACY = re.compile(r"(?i)(^|[^a-z])acc(uracy)?($|[^a-z])")
 _COLUMNS = ("steps", "average batch", "samples", "wall time")
 _MIN_LAST_STEPS = 3  # last steps of a short training
 _HARMLESS_LOSS = 0.5  # a final loss below it is no sign of divergence
@@ -123,6 +125,13 @@ class History:
             return math.nan
         skipped_samples = sum(row["batch_size"] for row in self.rows if row["skipped"])
         return float((self.rows[-1]["samples"] - skipped_samples) / self.steps)
+
+    @property
+    def final_loss(self) -> float | None:
+        """Mean loss of a sample over the last tenth of the steps; None where none is known."""
+        last = self.rows[-max(_MIN_LAST_STEPS, len(self.rows) // 10) :]
+        known = [(row["loss"], row["batch_size"]) for row in last if row["loss"] is not None]
+        return fmean(*zip(*known, strict=True)) if known else None
 
     @property
     def divergence(self) -> str:
@@ -255,15 +264,16 @@ def group_seeds(histories: list[History]) -> dict[str, list[History]]:
 def seeds_of(histories: list[History]) -> str:
     """The number of runs that a row of the table summarizes, in words."""
     groups = group_seeds(histories).values()
-    runs = _range_text([len(group) for group in groups])
+    runs = range_text([len(group) for group in groups])
     if runs == "1":
         return "one run a row"
-    seeds = _range_text([len({run.settings.get("seed") for run in group}) for group in groups])
+    seeds = range_text([len({run.settings.get("seed") for run in group}) for group in groups])
     plural = "s" * (seeds != "1")
     return f"{SUMMARY} over {f'{runs} runs of ' * (runs != seeds)}{seeds} seed{plural}"
 
 
-def _range_text(counts: list[int]) -> str:
+def range_text(counts: list[int]) -> str:
+    """One number, or the least and the largest: 2 to 3."""
     return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
 
 
@@ -276,6 +286,36 @@ def mean_text(values: Sequence[float], digits: int) -> str:
     """The mean, and the deviation if it is not rounded to 0, with this number of digits."""
     mean, spread = f"{fmean(values):,.{digits}f}", deviation(values)
     return f"{mean} ± {spread:,.{digits}f}" if round(spread, digits) else mean
+
+
+def score_unit(name: str, values: Iterable[float]) -> tuple[str, str, float]:
+    """How people write a score: its name, its unit and the factor of its values in this unit.
+
+    An accuracy is in percent. Another score keeps its name.
+
+    Example:
+        >>> score_unit("test_accuracy", [0.91, 0.982])
+        ('test accuracy', ' %', 100.0)
+        >>> score_unit("test accuracy, %", [98.2]), score_unit("BLEU", [0.3])
+        (('test accuracy', ' %', 1.0), ('BLEU', '', 1.0))
+    """
+    if ", %" in name:
+        return name.replace(", %", "", 1), " %", 1.0
+    if _ACCURACY.search(name) and all(0 <= value <= 1 for value in values):
+        return re.sub("[_/]", " ", name), " %", 100.0
+    return name, "", 1.0
+
+
+def main_score(histories: Sequence[History]) -> str | None:
+    """The first score of the runs; None where one of them has none yet."""
+    scores = [history.score for history in histories]
+    return scores[0] if scores and None not in scores else None
+
+
+def unit_of(histories: Iterable[History], score: str) -> tuple[str, str, float]:
+    """Name, unit and factor of a score, by its values in all these runs."""
+    rows = (row["metrics"] for history in histories for row in history.scored_rows)
+    return score_unit(score, [one[score] for one in rows if one.get(score) is not None])
 
 
 def scores_text(scores: Sequence[float | None]) -> str:
@@ -310,11 +350,14 @@ class Table(NamedTuple):
 
 
 def table_of(histories: list[History]) -> Table:
-    """One row per group of seeds: last scores, steps, average batch, samples and wall time."""
+    """One row per group of seeds: last scores, steps, average batch, samples and wall time.
+
+    Where no run has a score, the last training loss takes their place.
+    """
     all_scores = (row["metrics"] for run in histories for row in run.scored_rows)
     scores = tuple(dict.fromkeys(name for one in all_scores for name in one))
     rows = [_row(name, runs, scores) for name, runs in group_seeds(histories).items()]
-    return Table(("run", *(scores or ("score",)), *_COLUMNS), rows)
+    return Table(("run", *(scores or ("training loss",)), *_COLUMNS), rows)
 
 
 def _row(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str, ...]:
@@ -329,7 +372,10 @@ def _row(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str, ..
     last = [run.rows[-1] for run in runs]
     return (
         name + missing_text(runs),
-        *(scores_text([run.last(score) for run in runs]) for score in scores or ("",)),
+        *(
+            [scores_text([run.last(score) for run in runs]) for score in scores]
+            or [scores_text([run.final_loss for run in runs])]
+        ),
         steps_text([run.steps for run in runs], [run.skipped for run in runs]),
         mean_text([run.average_batch for run in runs], 0),
         f"{fmean(row['samples'] for row in last):,.0f}",

@@ -1,21 +1,36 @@
-"""The report of runs: one HTML file that needs no network, or its curves as one SVG."""
+"""The report of runs: one HTML file that needs no network, or its curves as one SVG.
 
+A page begins with one sentence, which says what the tables below it say, and a tile for each arm.
+"""
+
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
+from statistics import fmean
 
 from bigbatch.errors import RunError, SettingError, printable
 from bigbatch.log.atomic_files import write_atomically
 from bigbatch.log.chart_svg import svg, swatch
-from bigbatch.log.curve_series import AXES, NOISE_POINTS, POINTS, panels_of
-from bigbatch.log.history import History, group_seeds, seeds_of, table_of
-from bigbatch.log.paired_differences import Differences, differences_of
+from bigbatch.log.curve_series import AXES, LOSS, NOISE_POINTS, POINTS, panels_of
+from bigbatch.log.history import (
+    History,
+    group_seeds,
+    main_score,
+    mean_text,
+    seeds_of,
+    table_of,
+    unit_of,
+)
+from bigbatch.log.paired_differences import Differences, differences_of, listed
 from bigbatch.log.series_style import style_of
 from bigbatch.log.time_to_score import ScoreTargets
-from bigbatch.log.web_page import html_table, text_of, web_page
+from bigbatch.log.web_page import Tile, html_table, text_of, tiles, web_page
 from bigbatch.policies.controller import lower_bound_note
 
 _ENDINGS = (".html", ".svg")
+_MOST_TILES = 8
+_SMOOTHED = 5  # points of the training loss, to compare runs by it
 _EXPLANATION = (
     "Each line is the mean over the runs of an arm at the same number of samples, and its "
     "band runs from the least to the largest run. Point at a line or a name to see it alone; "
@@ -24,7 +39,8 @@ _EXPLANATION = (
     "samples. Batch size and learning rate leave out the last step of each epoch, which takes "
     "the samples that remain. The lines of similarity and noise scale are computed from signal "
     f"and noise averaged over all runs of an arm and at least 1/{NOISE_POINTS} of their "
-    "samples; an infinite estimate leaves a gap in its line or band."
+    "samples; an infinite estimate leaves a gap in its line or band. The axis of a score has room "
+    "for the last quarter of the curves; what is outside is left out."
 )
 
 
@@ -59,19 +75,101 @@ def write_report(
     if out.suffix == ".svg":
         write_text(out, svg(panels_of(started, "samples"), columns=2, key=True, standalone=True))
         return
-    parts = [*table_sections(histories, against, targets), *curve_sections(histories)]
-    write_page(out, title, parts)
+    sentence = headline(started, differences_of(histories, against))
+    parts = [_tiles(started), *table_sections(histories, against, targets)]
+    write_page(out, title, sentence, [*parts, *curve_sections(histories)])
 
 
-def write_page(out: Path, title: str, parts: Iterable[str], extra_style: str = "") -> None:
-    """Writes a page of these parts, as HTML, with the style and the script of reports.
+def write_page(
+    out: Path, title: str, sentence: str, parts: Iterable[str], extra_style: str = ""
+) -> None:
+    """Writes a page of a sentence and these parts, as HTML, with the style of reports.
 
     Raises:
         RunError: it cannot be written.
     """
-    body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
+    body = "\n".join([note(title), f"<h1>{escape(sentence)}.</h1>", *parts])
     style, script = text_of("html_report.css") + extra_style, text_of("html_report.js")
     write_text(out, web_page(title, body, style=style, script=script))
+
+
+def headline(histories: list[History], differences: Differences | None) -> str:
+    """What the runs show, in one sentence: how they end, and which differences are tested."""
+    groups = group_seeds(histories)
+    if differences is not None and differences.is_tested:
+        return differences.verdict + "; lower is better" * (not histories[0].higher_is_better)
+    label, ends = _ends(histories)
+    if len(groups) == 1:
+        (name, runs), *_ = groups.items()
+        seeds = f" in {len(runs)} runs" * (len(runs) > 1)
+        return f"{name} ends{seeds} at {label} {ends[name]}, after {_cost(runs)}"
+    untested = "one run each"
+    if len(groups) < len(histories):
+        arms = differences.arms.values() if differences else ()
+        untested = " and ".join(sorted({one.result for one in arms})) or "no score"
+    if main_score(histories) is None and (times := _times_to_loss(histories)):
+        return f"{times}; {untested}, so chance is not excluded"
+    listing = listed([f"{name} {end}" for name, end in ends.items()])
+    return f"{label[:1].upper()}{label[1:]}: {listing}; {untested}, so no difference is tested"
+
+
+def _ends(histories: list[History]) -> tuple[str, dict[str, str]]:
+    """The name of the main score, and the last one of each arm; of the loss without scores."""
+    score = main_score(histories)
+    label, unit, factor = unit_of(histories, score) if score else (LOSS, "", 1.0)
+    ends = {}
+    for name, runs in group_seeds(histories).items():
+        found = [run.last(score) if score else run.final_loss for run in runs]
+        values = [factor * value for value in found if value is not None]
+        scale = math.floor(math.log10(abs(fmean(values)) or 1)) if values else 0
+        text = mean_text(values, 1 if unit else max(0, 2 - scale)) + unit if values else "unknown"
+        text += " (unfinished)" * (not all(run.finished for run in runs))
+        ends[name] = text + " (diverged)" * any(run.divergence for run in runs)
+    return label, ends
+
+
+def _cost(runs: list[History]) -> str:
+    """Steps, mean batch size and seconds of an arm."""
+    steps, batch = fmean(run.steps for run in runs), fmean(run.average_batch for run in runs)
+    seconds = fmean(run.rows[-1]["elapsed_seconds"] for run in runs)
+    return f"{steps:,.0f} steps of {batch:,.0f} samples, {_seconds(seconds)}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds < 100 else f"{seconds / 60:,.1f} min"
+
+
+def _times_to_loss(histories: list[History]) -> str:
+    """Seconds and samples of each arm to the lowest loss that all reach; "" where one has none."""
+    by_samples, by_seconds = (panels_of(histories, x)[0] for x in ("samples", "elapsed_seconds"))
+    if by_samples.title != LOSS or len(by_samples.series) < len(group_seeds(histories)):
+        return ""
+    losses = [_smoothed(line.y) for line in by_samples.series]
+    target = max(map(min, losses))
+    texts = []
+    for line, samples, seconds in zip(losses, by_samples.series, by_seconds.series, strict=True):
+        place = next(number for number, loss in enumerate(line) if loss <= target)
+        time = _seconds(seconds.x[place])
+        texts.append(f"{time} and {samples.x[place]:,.0f} samples with {samples.name}")
+    return f"A training loss of {target:.3g}, which all reach, takes {', '.join(texts)}"
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value and those before it, of `_SMOOTHED` in all."""
+    parts = (values[max(0, end - _SMOOTHED) : end] for end in range(1, len(values) + 1))
+    return [fmean(part) for part in parts]
+
+
+def _tiles(histories: list[History]) -> str:
+    """A tile for each arm: how it ends, and what it takes; of one arm, each of its numbers."""
+    (columns, rows), (label, ends) = table_of(histories), _ends(histories)
+    if len(rows) == 1:
+        return tiles(map(Tile, columns[1:], rows[0][1:]))
+    groups = [*group_seeds(histories).items()][:_MOST_TILES]
+    return tiles(
+        Tile(name, ends[name], f"{label}, {_cost(runs)}", style_of(arm).color)
+        for arm, (name, runs) in enumerate(groups)
+    )
 
 
 def write_text(out: Path, text: str) -> None:

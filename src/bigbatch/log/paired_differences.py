@@ -1,18 +1,19 @@
 """Differences between the arms of a study or a sweep, paired by seed, with their t interval."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
 from bigbatch.errors import SettingError
-from bigbatch.log.history import History, Table, group_seeds
+from bigbatch.log.history import History, Table, group_seeds, range_text, score_unit
 from bigbatch.setting_types import Coverage, checked
 from bigbatch.statistics.confidence import student_t
 
 SeedScores = Mapping[int, float | None]  # by seed; None for a run without a valid score
 
 LEVEL = 0.95
+_MOST_NAMES = 6  # in a list of arms
 _ROUNDING = 1e-12  # of the largest score; differences that spread less are equal
 
 
@@ -130,10 +131,49 @@ class Differences:
         choice = f"; it leaves out the choice of {' and '.join(self.tuned)}"
         return title + choice * bool(self.tuned)
 
+    @property
+    def is_tested(self) -> bool:
+        """Whether an arm has two pairs or more, which a test needs."""
+        return any(len(difference.by_seed) > 1 for difference in self.arms.values())
+
+    @property
+    def verdict(self) -> str:
+        """The results of all arms in one sentence, as the table has them."""
+        label, unit, factor = score_unit(self.score, [one.scale for one in self.arms.values()])
+        arms_of: dict[str, list[str]] = {}
+        for name, difference in self.arms.items():
+            arms_of.setdefault(difference.result, []).append(name)
+        parts = []
+        for result, names in sorted(arms_of.items()):
+            one, verb = self.arms[names[0]], "is" if len(names) == 1 else "are"
+            amount = interval = ""
+            if one.interval is None or one.center is None:
+                parts.append(f"{listed(names)}: {result}")
+                continue
+            if one.result == "not distinguished":
+                verb, result = f"{verb} not distinguished", "from"
+            elif len(names) == 1:
+                digits = 2 if unit or one.scale >= 10 else 4
+                numbers = (one.center, *one.interval)
+                center, *ends = (f"{abs(factor * x):,.{digits}f}" for x in numbers)
+                amount = f" {center}{' points' * bool(unit)}"
+                low, high = ends if one.center > 0 else ends[::-1]
+                interval = f" ({100 * LEVEL:.0f} % interval {low} to {high})"
+            parts.append(f"{listed(names)} {verb}{amount} {result} {self.reference}{interval}")
+        pairs = range_text([n for one in self.arms.values() if (n := len(one.by_seed)) > 1])
+        return f"{label[:1].upper()}{label[1:]}: {'; '.join(parts)} (paired by seed, {pairs} seeds)"
+
     def table(self) -> Table:
         """One row per arm: mean difference, interval, number of pairs, result."""
         rows = [(name, *difference.cells()) for name, difference in self.arms.items()]
         return Table(("run", self.score, "interval", "pairs", "result"), rows)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them: a, b and c; of many the first."""
+    if len(names) > _MOST_NAMES:
+        names = [*names[: _MOST_NAMES - 1], f"{len(names) - _MOST_NAMES + 1} others"]
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def differences_between(
@@ -149,9 +189,9 @@ def differences_between(
 
 
 def differences_of(histories: list[History], against: str | None = None) -> Differences | None:
-    """Differences of the main score between groups of seeds; None for one group."""
+    """Differences of the main score between groups of seeds; None for one group, or no score."""
     groups = group_seeds(histories)
-    if len(groups) < 2:
+    if len(groups) < 2 or not any(history.score for history in histories):
         return None
     reference = against if against is not None and against in groups else next(iter(groups))
     runs = [*groups[reference], *(run for each in groups.values() for run in each)]

@@ -2,10 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from bigbatch.optim.apply_gsnr import LayerGsnr
 from bigbatch.policies.policy import Decision
 from bigbatch.statistics.noise_scale import GradientStatistics
+
+if TYPE_CHECKING:  # torch, which takes seconds
+    from bigbatch.optim.apply_gsnr import LayerGsnr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,7 @@ class StepRecord:
     decision: Decision
     elapsed_seconds: float
     every: int | None = 1
-    gsnr: LayerGsnr | None = None
+    gsnr: "LayerGsnr | None" = None
 
     @property
     def similarity(self) -> float:

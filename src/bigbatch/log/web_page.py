@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
+from typing import NamedTuple
 
 from bigbatch.log.atomic_files import GENERATOR
 from bigbatch.log.chart_svg import stylesheet
@@ -19,6 +20,25 @@ def web_page(title: str, body: str, *, style: str = "", script: str = "") -> str
         + f"<script>\n{script}</script>\n" * bool(script)
         + "</body>\n</html>\n"
     )
+
+
+class Tile(NamedTuple):
+    """A fact with its name, and what more is said of it."""
+
+    name: str
+    value: str
+    note: str = ""
+    color: str = ""  # CSS class, which sets `--own`
+
+
+def tiles(facts: Iterable[Tile]) -> str:
+    """Facts side by side."""
+    parts = (
+        f'<div class="tile {one.color}"><span>{escape(one.name)}</span><b>{escape(one.value)}</b>'
+        f"<span>{escape(one.note)}</span></div>"
+        for one in facts
+    )
+    return f'<div class="tiles">{"".join(parts)}</div>'
 
 
 def html_table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,17 +1,15 @@
 """The options of variance-reduced optimizers, and the values and base optimizers they refuse."""
 
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import SettingError, StateError
-from bigbatch.setting_types import In, Share, argument_kinds, check_setting
+from bigbatch.setting_types import Gamma, RMax, Share, argument_kinds, check_setting
 
-Gamma = Annotated[float, In("(0, 1]", "the least factor of a step")]
-RMax = Annotated[float, In("[1, inf)", "1.0 or 1 / gamma are usual")]
 Betas = tuple[Share, Share]
 
 

@@ -16,13 +16,13 @@ from bigbatch.optim.apply_gsnr import AppliedGsnr, LayerGsnr
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable, warn_of_nodes
 from bigbatch.optim.fused_step import BaseStep
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
-from bigbatch.optim.gsnr_options import Gamma, RMax, load_into, require_base, require_valid
+from bigbatch.optim.gsnr_options import load_into, require_base, require_valid
 from bigbatch.optim.gsnr_state import GradientScaling, GsnrState
 from bigbatch.optim.learning_rates import rates_of
 from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
-from bigbatch.setting_types import Share, checked
+from bigbatch.setting_types import Gamma, RMax, Share, checked
 from bigbatch.state_checks import loads_state
 
 

@@ -10,11 +10,9 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
-_MIN_RATIO = 0.05  # of 1 + N signal / noise; x of smaller ratios is noise
-_MAX_RATIO = 1e12
+MIN_RATIO = 0.05  # of 1 + N signal / noise; x of smaller ratios is noise
+MAX_RATIO = 1e12
 _MIN_NOISE = 1e-150  # the square of a smaller noise underflows
 _DIFFERENCE_FREEDOM = 2 / 3  # degrees of freedom of a squared difference of successive values
 
@@ -46,8 +44,8 @@ def _noise_scale(x: float, samples: float) -> float:
 
 def log_ratio(signal: float, noise: float, samples: float) -> float:
     """x = ln(1 + N signal / noise), with the ratio clamped to [0.05, 1e12]."""
-    ratio = 1 + samples * signal / noise if noise > 0 else _MAX_RATIO
-    return math.log(min(max(ratio, _MIN_RATIO), _MAX_RATIO))
+    ratio = 1 + samples * signal / noise if noise > 0 else MAX_RATIO
+    return math.log(min(max(ratio, MIN_RATIO), MAX_RATIO))
 
 
 @lru_cache(maxsize=1024)
@@ -66,40 +64,6 @@ def student_t(level: float, freedom: float) -> float:
     density = np.cos(angle) ** (freedom - 1)
     below = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
     return math.sqrt(freedom) * math.tan(np.interp(level, below / below[-1], angle))
-
-
-def leave_one_out(
-    means: Tensor,
-    sizes: Tensor,
-    total_projection: Tensor,
-    spread: Tensor,
-    count: Tensor,
-    samples: Tensor,
-) -> Tensor:
-    """x without each micro-batch in turn, from sketches of the gradients.
-
-    With t_d the sketch of g_d, a_d = |t_d|^2, t = sum n_d t_d / N, c_d = t_d . t, A = sum n_d a_d:
-
-        N_d = N - n_d,   G2_d = (N^2 |t|^2 - 2 N n_d c_d + n_d^2 a_d) / N_d^2
-        noise_d = (A - n_d a_d - N_d G2_d) / (k - 2),   signal_d = G2_d - noise_d / N_d
-        x_d = ln(1 + N signal_d / noise_d)
-
-    x_d has N and not N_d, since it estimates the x of the whole step. `means` are t_d of this
-    rank, (k_r, m), and `sizes` n_d; N t, A (`spread`), k and N are over all ranks.
-
-    Source:
-        The delete-one jackknife (Quenouille 1949, Tukey 1958); docs/theory.md (9).
-    """
-    mean = total_projection / samples
-    squares, dots = means.square().sum(1), means @ mean
-    rest = samples - sizes
-    rest_sqnorm = (
-        samples**2 * mean.square().sum() - 2 * samples * sizes * dots + sizes**2 * squares
-    ) / rest**2
-    noise = (spread - sizes * squares - rest * rest_sqnorm) / (count - 2)
-    tiny = torch.finfo(noise.dtype).tiny
-    ratio = 1 + samples * (rest_sqnorm - noise / rest) / noise.clamp_min(tiny)
-    return ratio.clamp(_MIN_RATIO, _MAX_RATIO).log()
 
 
 def jackknife(x: float, sums: tuple[float, float], count: int, level: float) -> Interval:
@@ -182,7 +146,7 @@ class Scatter:
             return Interval(x, x, level, "window")
         if not difference_squares or freedom < 1 or noise < _MIN_NOISE:
             return Interval(-math.inf, math.inf, level, "window")
-        total = noise + samples * max(signal, (_MIN_RATIO - 1) * noise / samples)
+        total = noise + samples * max(signal, (MIN_RATIO - 1) * noise / samples)
         dx_ds, dx_dn = samples / total, -samples * signal / (noise * total)
         variance = dx_ds**2 * ss + 2 * dx_ds * dx_dn * sn + dx_dn**2 * nn
         variance *= squares / difference_squares / weight**2

@@ -17,9 +17,9 @@ from bigbatch.gradients import GradientSource, find_source
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.forward_hook import PrepareAfterForward
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
-from bigbatch.gradients.groups.grouping import Grouping, Groups
+from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck, has_gradient
-from bigbatch.setting_types import Count, Coverage, checked
+from bigbatch.setting_types import Count, Coverage, Groups, checked
 from bigbatch.statistics.confidence import Interval, jackknife, log_ratio
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.noise_scale import (

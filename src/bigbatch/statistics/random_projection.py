@@ -6,6 +6,7 @@ from torch import Tensor
 from bigbatch.gradients import GradientSource, GroupGradients, Subscriber
 from bigbatch.gradients.dtypes import FULL_PRECISION, to_device, widest_float, without_autocast
 from bigbatch.gradients.rank_reducer import ShardIndices
+from bigbatch.statistics.confidence import MAX_RATIO, MIN_RATIO
 from bigbatch.statistics.norms import flattened
 
 _SIZE = 1021  # prime, so that rows do not align with those of a weight matrix
@@ -205,3 +206,37 @@ def random_signs(shape: tuple[int, ...], seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(2, shape, generator=generator, dtype=torch.float32, device="cpu")
     return bits.mul_(2).sub_(1)
+
+
+def leave_one_out(
+    means: Tensor,
+    sizes: Tensor,
+    total_projection: Tensor,
+    spread: Tensor,
+    count: Tensor,
+    samples: Tensor,
+) -> Tensor:
+    """x without each micro-batch in turn, from sketches of the gradients.
+
+    With t_d the sketch of g_d, a_d = |t_d|^2, t = sum n_d t_d / N, c_d = t_d . t, A = sum n_d a_d:
+
+        N_d = N - n_d,   G2_d = (N^2 |t|^2 - 2 N n_d c_d + n_d^2 a_d) / N_d^2
+        noise_d = (A - n_d a_d - N_d G2_d) / (k - 2),   signal_d = G2_d - noise_d / N_d
+        x_d = ln(1 + N signal_d / noise_d)
+
+    x_d has N and not N_d, since it estimates the x of the whole step. `means` are t_d of this
+    rank, (k_r, m), and `sizes` n_d; N t, A (`spread`), k and N are over all ranks.
+
+    Source:
+        The delete-one jackknife (Quenouille 1949, Tukey 1958); docs/theory.md (9).
+    """
+    mean = total_projection / samples
+    squares, dots = means.square().sum(1), means @ mean
+    rest = samples - sizes
+    rest_sqnorm = (
+        samples**2 * mean.square().sum() - 2 * samples * sizes * dots + sizes**2 * squares
+    ) / rest**2
+    noise = (spread - sizes * squares - rest * rest_sqnorm) / (count - 2)
+    tiny = torch.finfo(noise.dtype).tiny
+    ratio = 1 + samples * (rest_sqnorm - noise / rest) / noise.clamp_min(tiny)
+    return ratio.clamp(MIN_RATIO, MAX_RATIO).log()

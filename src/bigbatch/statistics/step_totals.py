@@ -17,10 +17,9 @@ from torch.nn import functional
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
-from bigbatch.statistics.confidence import leave_one_out
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
-from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections
+from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections, leave_one_out
 
 Vector = TypeVar("Vector", Tensor, list[float])
 

@@ -16,8 +16,8 @@ from bigbatch.errors import SettingError
 from bigbatch.gradients import GroupTap
 from bigbatch.gradients.auto import is_sharded
 from bigbatch.gradients.dtypes import widest_float
-from bigbatch.gradients.groups.grouping import Grouping, Groups
-from bigbatch.setting_types import Positive, checked
+from bigbatch.gradients.groups.grouping import Grouping
+from bigbatch.setting_types import Groups, Positive, checked
 from bigbatch.statistics.noise_scale import GradientStatistics, from_weighted_losses
 from bigbatch.training.loss_check import one_number
 from bigbatch.training.loss_weights import label_weights

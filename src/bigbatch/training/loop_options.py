@@ -4,12 +4,11 @@ import copy
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from bigbatch.gradients.groups.grouping import Groups
 from bigbatch.log.run_log import RunLog
 from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import has_state
-from bigbatch.setting_types import Count, Whole, checked
+from bigbatch.setting_types import Count, Groups, Whole, checked
 
 
 class LoopOptions(TypedDict, total=False):

@@ -10,7 +10,7 @@ from bigbatch.errors import RunError
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.build_loop import build_controller
 from bigbatch_recipes.run_config import read_trainings
-from bigbatch_recipes.sweep import start_sweep
+from bigbatch_recipes.study import start_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
 from log_rows import add_rows, row, write_log
 from made_runs import COST, SCORE

@@ -6,8 +6,8 @@ import pytest
 
 from bigbatch.errors import RunError
 from bigbatch_recipes.digits import DIGITS
-from bigbatch_recipes.study import Point, trainings_of
-from bigbatch_recipes.sweep import start_sweep
+from bigbatch_recipes.study import start_sweep, trainings_of
+from bigbatch_recipes.sweep import Point
 from bigbatch_recipes.sweep_results import read_sweep_results
 from log_rows import add_rows, row, write_log
 from made_runs import SCORE, fresh, log_of, tuning

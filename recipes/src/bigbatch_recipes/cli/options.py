@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import expanded_path
+from bigbatch.log.history import read_settings
 from bigbatch_recipes import get_recipe
-from bigbatch_recipes.process_group import is_rank_zero
+from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import HELP, SECTIONS, SETTING_TYPES, Settings, Value
 
@@ -154,6 +155,16 @@ def warn_of_arm_values(
     for name in sorted(names):
         if own := [arm for arm, changes in arms.items() if name in changes]:
             warnings.warn(f"{', '.join(own)}: {name} stays the arm's own; {remedy}", stacklevel=2)
+
+
+def require_resumable(path: Path) -> None:
+    """Raises RunError where no run or study is at `path`."""
+
+    def require() -> None:
+        if not (path / "study.yaml").exists():
+            read_settings(path)
+
+    run_on_rank_zero(require)
 
 
 def find_data(recipe: Recipe, folder: Path | None) -> str:

@@ -11,7 +11,6 @@ from bigbatch_recipes.datasets.files import DEFAULT_FOLDER, DatasetLocation
 from bigbatch_recipes.recipe import Changes, Recipe
 from bigbatch_recipes.sweep import points_of
 from bigbatch_recipes.torchrun import Launch
-from bigbatch_recipes.validate import count_parameters
 
 _INDENT = " " * 13
 
@@ -51,10 +50,7 @@ def _lines(recipe: Recipe, data: Path | None) -> str:
 
 
 def _facts(recipe: Recipe, data: Path | None) -> dict[str, str]:
-    small, paper = (
-        _rounded(count_parameters(recipe, recipe.settings(paper_scale=scale)))
-        for scale in (False, True)
-    )
+    small, paper = map(_rounded, recipe.parameters)
     return {
         "paper": recipe.paper,
         "data": f"{recipe.origin.name}, {recipe.origin.size}",

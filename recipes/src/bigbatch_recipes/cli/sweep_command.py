@@ -9,12 +9,10 @@ from bigbatch.errors import SettingError
 from bigbatch_recipes.cli import options
 from bigbatch_recipes.cli.options import CommandParser, refuse_options
 from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.dry_run import NOT_TIMED, about_minutes
-from bigbatch_recipes.parallel_runs import default_jobs, train_sweep
+from bigbatch_recipes.new_directory import require_free, reserve
 from bigbatch_recipes.recipe import Recipe, Sweep
-from bigbatch_recipes.run_directory import reserve
-from bigbatch_recipes.study import Point, report_study
-from bigbatch_recipes.sweep import points_of, start_sweep, sweep_of
+from bigbatch_recipes.run_config import require_sweep
+from bigbatch_recipes.sweep import Point, points_of, sweep_of
 from bigbatch_recipes.sweep_results import SweepPoint, combinations_of
 from bigbatch_recipes.torchrun import Launch, is_single_process
 
@@ -53,13 +51,21 @@ def sweep(arguments: list[str], launch: Launch) -> int:
     """Runs `bigbatch sweep`; returns 1 where a run failed."""
     given = sweep_parser().given(arguments)
     view, jobs = LiveView(quiet=given.pop("quiet", False)), given.get("jobs")
+    is_dry = given.pop("dry_run", False)
     if not is_single_process():
         raise SettingError("a sweep starts processes of its own; run it without torchrun")
     if "resume" in given:
         refuse_options("--resume", given.keys() - {"resume", "jobs"})
-        return _train(given["resume"], jobs, launch, view)
+        require_sweep(given["resume"])
+        if not is_dry:
+            return _train(given["resume"], jobs, launch, view)
+        from bigbatch_recipes.dry_run import show_resumption
+
+        show_resumption(given["resume"], view)
+        return 0
     if "run_dir" in given:
         refuse_options("--run-dir", given.keys() & {"runs_dir"})
+        require_free(given["run_dir"])
     scale = given.get("paper_scale", False)
     recipe = options.select_recipe(given.get("recipe"), given.get("result"), paper_scale=scale)
     seeds = given.get("seeds") or recipe.seeds_at(paper_scale=scale)
@@ -67,7 +73,7 @@ def sweep(arguments: list[str], launch: Launch) -> int:
     settings, names = options.apply_set_options(settings, given.get("set", []))
     changes = options.parse_settings(given, *_NO_SETTINGS)
     settings, names = settings.with_changes(changes), names | changes.keys()
-    if "dry_run" not in given:  # which needs no data
+    if "data" in given or not is_dry:
         settings = settings.with_changes({"data": options.find_data(recipe, given.get("data"))})
     grid, tune_seeds = given.get("grid", []), given.get("tune_seeds", 0)
     grids = sweep_of(recipe, settings, grid, given.get("tune", []), paper_scale=scale)
@@ -78,10 +84,16 @@ def sweep(arguments: list[str], launch: Launch) -> int:
     points = points_of(recipe, grids, settings, paper_scale=scale)
     if any("arm" in one for one in grids.grids):
         options.warn_of_arm_values(recipe, names, "--grid changes it", paper_scale=scale)
-    if "dry_run" in given:
+    if is_dry:
+        from bigbatch_recipes.dry_run import NOT_TIMED
+        from bigbatch_recipes.validate import require_trainable
+
+        require_trainable(recipe, *(point.settings for point in points))
         trainings = _list_points(points, grids, seeds, tune_seeds, view)
         view.print(NOT_TIMED if scale else _duration(recipe, points, trainings, jobs))
         return 0
+    from bigbatch_recipes.study import start_sweep
+
     folder = given.get("runs_dir", Path("runs"))
     path = given.get("run_dir") or reserve(folder, f"{recipe.name}-sweep")
     with launch.resumable(path, "sweep"):
@@ -110,6 +122,9 @@ def _list_points(
 
 def _duration(recipe: Recipe, points: Sequence[Point], trainings: int, jobs: int | None) -> str:
     """How long the trainings take, each as long as the mean over the points."""
+    from bigbatch_recipes.dry_run import about_minutes
+    from bigbatch_recipes.parallel_runs import default_jobs
+
     each = fmean(recipe.minutes_of(point.settings) for point in points)
     most = default_jobs([point.settings.as_dict() for point in points])
     jobs = jobs or most
@@ -122,6 +137,9 @@ def _duration(recipe: Recipe, points: Sequence[Point], trainings: int, jobs: int
 
 def _train(path: Path, jobs: int | None, launch: Launch, view: LiveView) -> int:
     """Trains the sweep and reports its results; returns 1 where a run failed."""
+    from bigbatch_recipes.parallel_runs import train_sweep
+    from bigbatch_recipes.study import report_study
+
     with launch.resumable(path, "sweep"):
         failures = train_sweep(path, jobs, view)
     for name, reason in failures.items():

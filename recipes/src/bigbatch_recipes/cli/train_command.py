@@ -10,15 +10,11 @@ from bigbatch_recipes import EXPERIMENTS
 from bigbatch_recipes.cli import options
 from bigbatch_recipes.cli.options import CommandParser, refuse_options
 from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.dry_run import show_dry_run
+from bigbatch_recipes.new_directory import release, require_free, reserve
 from bigbatch_recipes.process_group import run_on_rank_zero, world_size
 from bigbatch_recipes.recipe import SEEDS, Recipe
-from bigbatch_recipes.run_directory import release, reserve
-from bigbatch_recipes.settings import Settings, policy_name
-from bigbatch_recipes.study import build_training, create_run, start_study, train_one, train_study
-from bigbatch_recipes.study import resume as resume_at
-from bigbatch_recipes.torchrun import Launch
-from bigbatch_recipes.validate import unused_in
+from bigbatch_recipes.settings import Settings, policy_name, unused_in
+from bigbatch_recipes.torchrun import Launch, is_single_process
 
 _EXAMPLES = """\
   bigbatch train                             the digits study, 3 seeds
@@ -41,65 +37,84 @@ def train_parser() -> CommandParser:
     parser = CommandParser("train", text, _EXAMPLES)
     parser.add_argument("--arm", help="train one arm of the study alone")
     parser.add_path("--resume", "directory of a run, study or sweep to resume")
-    parser.add_flag("--dry-run", "show settings, sizes and batches; needs no data")
+    parser.add_flag("--dry-run", "show settings, sizes, batches; train nothing")
     parser.add_count("--dry-run-ranks", "ranks of a dry run [1; with --paper-scale, the paper's]")
     parser.add_training(*_NO_SETTINGS)
     return parser
 
 
 def train(arguments: list[str], launch: Launch) -> None:
-    """Runs `bigbatch train`."""
+    """Runs `bigbatch train`; torch is imported after what can be refused without it."""
     given = train_parser().given(arguments)
-    view = LiveView(quiet=given.pop("quiet", False))
+    view, is_dry = LiveView(quiet=given.pop("quiet", False)), given.pop("dry_run", False)
+    if is_dry:
+        _require_one_rank("a dry run")
+    elif "dry_run_ranks" in given:
+        raise SettingError(
+            "--dry-run-ranks is for dry runs; add --dry-run, or train by torchrun --nproc_per_node"
+        )
     if "resume" in given:
-        refuse_options("--resume", given.keys() - {"resume"})
+        refuse_options("--resume", given.keys() - {"resume", "dry_run_ranks"})
+        options.require_resumable(given["resume"])
+        if is_dry:
+            from bigbatch_recipes.dry_run import show_resumption
+
+            show_resumption(given["resume"], view)
+            return
+        from bigbatch_recipes import study
+
         with launch.resumable(given["resume"]):
-            resume_at(given["resume"], view)
+            study.resume(given["resume"], view)
         return
     run_dir, folder = given.get("run_dir"), given.get("runs_dir", Path("runs"))
     if run_dir is not None:
         refuse_options("--run-dir", given.keys() & {"runs_dir"})
+        if is_single_process():  # else a launch may continue it
+            require_free(run_dir)
     name, scale = given.get("recipe"), given.get("paper_scale", False)
     if name in EXPERIMENTS:
-        allowed = {"recipe", "seeds", "runs_dir", "run_dir"}
+        allowed = {"recipe", "seeds", "runs_dir", "run_dir", "dry_run_ranks"}
         refuse_options(f"recipe {name}, which is one fixed experiment,", given.keys() - allowed)
-        _run_experiment(name, run_dir or reserve(folder, name), given.get("seeds", SEEDS), view)
+        if is_dry:
+            view.print(f"{name}: {EXPERIMENTS[name].summary}; {given.get('seeds', SEEDS)} seeds")
+        else:
+            _run_experiment(name, run_dir or reserve(folder, name), given.get("seeds", SEEDS), view)
         return
     recipe = options.select_recipe(name, given.get("result"), paper_scale=scale)
     settings, own, names = _settings(recipe, given, paper_scale=scale)
-    if "dry_run" in given:
-        unused = given.keys() & {"seeds", "data", "runs_dir", "run_dir"}
-        refuse_options("--dry-run, which trains nothing,", unused)
-        _require_one_rank("a dry run")
-        show_dry_run(recipe, settings, given.get("dry_run_ranks"), view, paper_scale=scale)
-        return
-    if "dry_run_ranks" in given:
-        raise SettingError(
-            "--dry-run-ranks is for dry runs; add --dry-run, or train by torchrun --nproc_per_node"
-        )
+    seeds = given.get("seeds") or recipe.seeds_at(paper_scale=scale)
     if own:
         single = f"{options.format_options(own)}, of a single training,"
         refuse_options(single, given.keys() & {"seeds"})
+    if own and not is_dry:
         _require_runs(recipe, settings)
-    settings = settings.with_changes({"data": options.find_data(recipe, given.get("data"))})
+    if "data" in given or not is_dry:
+        settings = settings.with_changes({"data": options.find_data(recipe, given.get("data"))})
+    if is_dry:
+        from bigbatch_recipes.dry_run import show_dry_run
+
+        ranks = given.get("dry_run_ranks")
+        show_dry_run(recipe, settings, ranks, view, seeds=seeds, paper_scale=scale)
+        return
+    from bigbatch_recipes import study
+
     name = _run_name(settings) if own else recipe.name
     path, has_begun = run_on_rank_zero(
         lambda: launch.choose_directory(lambda: run_dir or reserve(folder, name, launch.id))
     )
     with launch.resumable(path):
         if has_begun:
-            resume_at(path, view)
+            study.resume(path, view)
         elif own:
-            training = build_training(path, settings)  # before anything is written
-            run = run_on_rank_zero(lambda: create_run(path, settings.as_dict(), launch.id))
-            train_one(training, run, view)
+            training = study.build_training(path, settings)  # before anything is written
+            run = run_on_rank_zero(lambda: study.create_run(path, settings.as_dict(), launch.id))
+            study.train_one(training, run, view)
         else:
-            seeds = given.get("seeds") or recipe.seeds_at(paper_scale=scale)
-            start = partial(start_study, recipe, path, settings, seeds, launch.id)
+            start = partial(study.start_study, recipe, path, settings, seeds, launch.id)
             run_on_rank_zero(partial(start, paper_scale=scale))
             remedy = "--arm trains one alone with it"
             options.warn_of_arm_values(recipe, names, remedy, paper_scale=scale)
-            train_study(path, view)
+            study.train_study(path, view)
 
 
 def _run_experiment(name: str, path: Path, seeds: int, view: LiveView) -> None:

@@ -9,17 +9,9 @@ import numpy as np
 import torch
 
 from bigbatch.errors import RunError
-from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
+from bigbatch_recipes.datasets.locations import CIFAR10
 
-ORIGIN = DatasetLocation(
-    name="CIFAR-10",
-    folders=("cifar10", "cifar-10-batches-py"),
-    files=("data_batch_1",),
-    other_files=("data_batch_2 to data_batch_5", "test_batch"),
-    source="the version for Python of CIFAR-10, cs.toronto.edu/~kriz/cifar.html",
-    size="60,000 images of 32 x 32 in 10 classes, 178 MiB",
-)
 CLASSES = 10
 # of the training images' channels, red, green, blue
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -50,11 +42,11 @@ def _batch(file: Path) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
         if labels.min(initial=0) < 0 or labels.max(initial=0) >= CLASSES:
             raise ValueError(f"labels from {labels.min()} to {labels.max()}")
     except FileNotFoundError:
-        raise ORIGIN.missing_file(file) from None
+        raise CIFAR10.missing_file(file) from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise RunError(
             f"{file} is no batch of CIFAR-10 ({type(error).__name__}: {error}); unpack it again "
-            f"from {ORIGIN.source}"
+            f"from {CIFAR10.source}"
         ) from None
     return images, labels
 

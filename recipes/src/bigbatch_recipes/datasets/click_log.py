@@ -20,29 +20,20 @@ from torch import Tensor
 
 from bigbatch.errors import RunError
 from bigbatch.log.atomic_files import open_atomically
-from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.in_memory import BatchDataset
+from bigbatch_recipes.datasets.locations import CRITEO, CRITEO_FILES
 
 NUMBERS, CATEGORIES = 13, 26
 CLICK = numpy.dtype(
     [("label", "u1"), ("numbers", "<f4", (NUMBERS,)), ("codes", "<u4", (CATEGORIES,))]
 )  # 157 bytes, contiguous, so that one read gives a row
 
-_ONE_FILE = ("train.txt", "train.txt.gz", "criteo_kaggle_rows.tsv.gz")  # Kaggle's, or rows of it
 _TEST_SHARE, _SPLIT_SEED = 0.1, 0
 _READ_ERRORS = (ValueError, EOFError, gzip.BadGzipFile, zlib.error)
 _CODE = re.compile(r"[0-9a-fA-F]{1,8}")
 _COLUMNS = 1 + NUMBERS + CATEGORIES
 _CHUNK_ROWS = 200_000  # 26 columns of words take about 400 MB in pandas
 
-CRITEO = DatasetLocation(
-    "Criteo's click log",
-    folders=("criteo", "dac"),
-    files=(*_ONE_FILE, "day_[0-9]*"),
-    source="Criteo's Kaggle challenge (train.txt) or its terabyte log (day_0 to day_23)",
-    size="45,840,617 rows, or 4,373,472,329",
-    otherwise="a generated click log",
-)
 
 Packed = NDArray[numpy.void]
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -91,7 +82,7 @@ def read_criteo(folder: Path, table_rows: int) -> tuple[Clicks, Clicks]:
     """
     plain = {file for file in folder.glob("day_*") if not file.suffix}
     days = sort_days(plain | {f for f in folder.glob("day_*.gz") if f.with_suffix("") not in plain})
-    files = days or [folder / name for name in _ONE_FILE if (folder / name).exists()][:1]
+    files = days or [folder / name for name in CRITEO_FILES if (folder / name).exists()][:1]
     if not files:
         raise RunError(f"{folder} has no {' or '.join(CRITEO.files)} itself; put it there again")
     parts = [read_packed(file) for file in files]

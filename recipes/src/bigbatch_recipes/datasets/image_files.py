@@ -30,7 +30,6 @@ from bigbatch_recipes.datasets.in_memory import BatchDataset
 
 Crop = Callable[[Image.Image, Generator], Image.Image]
 
-FILES = ("train/*/*", "train.tar")
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _BLOCK = 512  # bytes of a tar's header, and of the zeros at its end
 _ATTEMPTS = 10  # draws of a crop that lies inside the image

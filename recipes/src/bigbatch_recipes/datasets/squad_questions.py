@@ -16,24 +16,15 @@ from torch import Tensor
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch.setting_types import Count, check_setting
-from bigbatch_recipes.datasets.files import DatasetLocation, text_of
+from bigbatch_recipes.datasets.files import text_of
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset
+from bigbatch_recipes.datasets.locations import SQUAD, SQUAD_DEV, SQUAD_TRAIN
 from bigbatch_recipes.datasets.sequence_pair import Numbers, SequencePair
 
 if TYPE_CHECKING:
     from bigbatch_recipes.models.hf_bert.wordpiece import WordPieceTokenizer
 
-_TRAIN = "train-v1.1.json"
 _SUBSET = "train-subset-tokenized.json"  # 5 % of the questions, tokenised
-_DEV = "dev-v1.1.json"
-ORIGIN = DatasetLocation(
-    "SQuAD 1.1",
-    folders=("squad-v1.1", "squad"),
-    files=(_DEV, f"{_DEV}.gz"),
-    other_files=(f"{_TRAIN} or {_TRAIN}.gz",),
-    source="rajpurkar.github.io/SQuAD-explorer",
-    size="87,599 and 10,570 questions",
-)
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -51,14 +42,14 @@ class Question:
 
 def train_file(folder: Path) -> tuple[Path, str]:
     """The official training questions, or the subset of them; and a note for the scores' names."""
-    if any(folder.glob(f"{_SUBSET}*")) and not any(folder.glob(f"{_TRAIN}*")):
-        return ORIGIN.file_in(folder, _SUBSET), "; trained on a tokenised 5 % of the questions"
-    return ORIGIN.file_in(folder, _TRAIN), ""
+    if any(folder.glob(f"{_SUBSET}*")) and not any(folder.glob(f"{SQUAD_TRAIN}*")):
+        return SQUAD.file_in(folder, _SUBSET), "; trained on a tokenised 5 % of the questions"
+    return SQUAD.file_in(folder, SQUAD_TRAIN), ""
 
 
 def dev_file(folder: Path) -> Path:
     """The official development questions."""
-    return ORIGIN.file_in(folder, _DEV)
+    return SQUAD.file_in(folder, SQUAD_DEV)
 
 
 def read_questions(file: Path) -> list[Question]:

@@ -13,7 +13,8 @@ from itertools import groupby
 from pathlib import Path
 
 from bigbatch.errors import RunError
-from bigbatch_recipes.datasets.files import DatasetLocation, open_text
+from bigbatch_recipes.datasets.files import open_text
+from bigbatch_recipes.datasets.locations import PLAIN_TEXT, VOCAB
 
 _TOPICS = "pydoc_data/topics.py"  # a dict of chapters of the language reference
 _WITHOUT_PROSE = {"ensurepip", "idlelib", "lib2to3", "test", "tests", "turtledemo"}
@@ -74,17 +75,7 @@ def _topics(tree: ast.Module) -> list[str]:
 _TITLE = re.compile(r" = [^=].* = ")  # of an article; its sections have " = = ... = = "
 _JOINT = re.compile(r" @([-,.])@ ")  # as in WikiText's "1 @,@ 000"
 _HELD_OUT_EVERY = 50  # documents of a corpus that has no split of its own
-VOCAB = "vocab.txt"  # may lie in the folder of the text
 _WIKITEXT = ("train", "valid")
-
-ORIGIN = DatasetLocation(
-    "plain text",
-    folders=("wikitext-2", "wikitext-103", "text"),
-    files=("*.txt", "*.txt.gz", "wiki.train.tokens"),
-    source="any corpus, blank lines between documents; or of WikiText, with its valid file",
-    size="any amount",
-    otherwise="the documentation of Python's standard library",
-)
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,7 @@ def corpus_of(folder: Path | None) -> Corpus:
     by_name = {path.name.removesuffix(".gz"): path for path in paths}  # plain files before .gz
     files = [path for name, path in sorted(by_name.items()) if name != VOCAB]
     if not files:
-        raise RunError(f"there is no {ORIGIN.needed} in {folder}; put it there")
+        raise RunError(f"there is no {PLAIN_TEXT.needed} in {folder}; put it there")
     return _split(folder.name, lambda: (text for file in files for text in _blocks(file)))
 
 

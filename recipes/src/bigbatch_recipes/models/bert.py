@@ -12,18 +12,14 @@ from torch import Tensor, nn
 
 from bigbatch.errors import RunError, SettingError
 from bigbatch_recipes.datasets.files import text_of
+from bigbatch_recipes.datasets.locations import VOCAB
 from bigbatch_recipes.datasets.sequence_pair import SequencePair
-from bigbatch_recipes.datasets.text import VOCAB
 from bigbatch_recipes.process_group import run_on_rank_zero
-from bigbatch_recipes.recipe import Changes
 from bigbatch_recipes.settings import Settings, require_choice
 
 if TYPE_CHECKING:
     from bigbatch_recipes.models.hf_bert.wordpiece import WordPieceTokenizer
 
-SAVED_AS = {"vocab": VOCAB}  # of each recipe with tokens
-TINY: Changes = {"size": "tiny", "vocabulary": 300}  # the small scale of both recipes
-PACKAGES = ("transformers", "tokenizers")  # of the extra `bert`
 POSITIONS = 512  # of every published BERT, so that weights fit at any length
 HEAD_WIDTH = 64
 FEED_FORWARD = 4  # widths

@@ -3,14 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-
-from bigbatch.setting_types import In
-
-Groups = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]
 
 RowOrder = Literal["sample-major", "sample-minor"]
 """The order of flattened rows: all of one sample first, or one of every sample first."""
