@@ -30,9 +30,9 @@ def test_the_gain_of_a_known_curve(factor):
 
 def test_the_gain_is_one_over_that_of_the_other_direction():
     one, other = curve(16, 0.001, noise=0.3), curve(32, 0.0015, 1.2, noise=0.3)
-    there, back = gain(one, other), gain(other, one)
-    assert 1 == pytest.approx(there.time * back.time)
-    assert 1 == pytest.approx(there.samples * back.samples)
+    forth, back = gain(one, other), gain(other, one)
+    assert 1 == pytest.approx(forth.time * back.time)
+    assert 1 == pytest.approx(forth.samples * back.samples)
 
 
 def test_noise_has_no_bias_on_average():

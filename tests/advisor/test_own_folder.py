@@ -30,7 +30,7 @@ for users, code in json.load(open(sys.argv[1])):
 """
 WRITES = {  # what a program does, and the text of `out/old.txt` that it sees afterwards
     "appends": "open('out/old.txt', 'a').write(' more')",
-    "writes anew": "open('out/old.txt', 'w').write('new')",
+    "writes": "open('out/old.txt', 'w').write('new')",
     "updates": "open('out/old.txt', 'r+').write('New')",
     "by a descriptor": "os.write(os.open('out/old.txt', os.O_WRONLY), b'new')",
     "by pathlib": "Path('out/old.txt').write_text('new')",

@@ -115,6 +115,7 @@ def runs(tmp_path_factory):
             "seed": 0,
             "seconds": 60.0,
             "steps": 6,
+            "lr_factors": {"SGD": 2.0},
         }
         trials.append(Trial(**(defaults | OVERRIDES.get(name, {}))))
     variables = {"BIGBATCH_BATCH_FACTOR": "4", "BIGBATCH_LR_FACTOR": "2"}

@@ -21,7 +21,7 @@ from bigbatch.advisor.trial_result import TrialResult, sentences
 from bigbatch.log.chart import Mark, Panel, Series
 from bigbatch.log.chart_svg import svg
 from bigbatch.log.series_style import NEUTRAL
-from bigbatch.log.web_page import html_table, text_of, web_page
+from bigbatch.log.web_page import Tile, html_table, text_of, tiles, web_page
 
 _CURVE = 64  # batch sizes of the curve of times
 _SIZE = 420, 250  # of a chart
@@ -64,16 +64,16 @@ def _tiles(advice: BatchAdvice) -> str:
     if row is None:
         return ""
     batch = row.batch_size
-    tiles = [
-        (f"{batch:,}", "batch, as it is" if batch == present else f"batch, now {present:,}"),
-        (f"x {row.time:.2f}", "time to the same progress"),
-        (f"x {row.samples:.2f}", "samples to the same progress"),
+    same = "to the same progress"
+    facts = [
+        Tile("batch", f"{batch:,}", "as it is" if batch == present else f"now {present:,}"),
+        Tile("time", f"x {row.time:.2f}", same),
+        Tile("samples", f"x {row.samples:.2f}", same),
     ]
     for name in advice.found.optimizers:
-        of = f" of {name}" * (len(advice.found.optimizers) > 1)
-        tiles.append((f"x {advice.lr_factor(batch, name):.3g}", f"learning rate{of}"))
-    items = "".join(f"<div><strong>{value}</strong>{escape(name)}</div>" for value, name in tiles)
-    return f'<div class="tiles">{items}</div>'
+        factor = advice.lr_factor(batch, name)
+        facts.append(Tile("learning rate", f"x {factor:.3g}", f"of {name}"))
+    return tiles(facts)
 
 
 def _noise_chart(advice: BatchAdvice) -> str:

@@ -43,8 +43,8 @@ def conclusion(advice: BatchAdvice) -> str:
         return f"Leave it: no batch trains more than 5% faster than the present one, {present}."
     if advice.leaves_batch:
         return (
-            f"Leave it: the batch of {present} is within a factor of 2 of the fastest one, "
-            f"{fastest.batch_size} ({saved})."
+            f"Leave it at {present}: the fastest batch, {fastest.batch_size}, takes {saved}, and "
+            "less than 10% is within the errors."
         )
     if advice.is_undecided:
         return (

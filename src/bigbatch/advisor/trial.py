@@ -85,12 +85,13 @@ def try_advice(
     Returns:
         The result, or why there is nothing to try.
     """
-    found, target = advice.found, advice.batch_size or advice.bound
-    if target is None:
+    found, fastest = advice.found, advice.fastest_row
+    if fastest is None:
         return "there is no batch size to try"
+    target = advice.bound or fastest.batch_size  # also if little is gained
     micro = _micro_batch(advice, target)
     if micro == found.micro_batch:
-        return f"the advised batch is the present one, {found.batch_size}"
+        return f"the fastest batch is the present one, {found.batch_size}"
     tried = found.batch_size * micro // found.micro_batch
     result = TrialResult(
         found.batch_size,
@@ -182,9 +183,9 @@ class _Runs:
             seed=seed,
             seconds=limits.seconds,
             steps=-(-self._samples // batch),
+            lr_factors={name: self._advice.lr_factor(batch, name) for name in found.optimizers},
         )
-        rate = self._advice.lr_factor(batch)
-        self._start(trial, folder, micro / found.micro_batch, rate)
+        self._start(trial, folder, micro / found.micro_batch)
         steps = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
         (folder / "losses.jsonl").unlink()
         shutil.rmtree(folder / "work")
@@ -192,11 +193,11 @@ class _Runs:
             raise SettingError(f"it ended after a few steps; {_output(folder)}")
         return self._curve(batch, seed, steps, folder)
 
-    def _start(self, trial: Trial, folder: Path, batch_factor: float, lr_factor: float) -> None:
+    def _start(self, trial: Trial, folder: Path, batch_factor: float) -> None:
         """Runs the process."""
         variables = {
             BATCH_FACTOR: repr(batch_factor),
-            LR_FACTOR: repr(lr_factor),
+            LR_FACTOR: repr(next(iter(trial.lr_factors.values()))),
             "WANDB_MODE": "offline",
         }
         expected = trial.steps * self._advice.observations.step_seconds * max(1, batch_factor)

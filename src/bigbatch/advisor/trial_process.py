@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from bigbatch.advisor.advised_settings import LR_BY_HAND, LR_FACTOR, factor
+from bigbatch.advisor.advised_settings import LR_BY_HAND
 from bigbatch.advisor.forward_watch import ForwardHook, ForwardWatch
 from bigbatch.advisor.found_training import Caller, FoundTraining, candidates
 from bigbatch.advisor.own_folder import OwnFolder
@@ -39,7 +39,7 @@ _KEPT = 64  # losses that are kept on the device
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a program; with `sizes` and LR_FACTOR of the environment."""
+    """One run of a program."""
 
     target: str  # the script or module
     arguments: tuple[str, ...]
@@ -53,6 +53,7 @@ class Trial:
     seed: int
     seconds: float  # of training, after which it ends
     steps: int  # likewise
+    lr_factors: dict[str, float]  # by the optimizer's class
 
     def of_other_rank(self) -> "Trial":
         """That of a rank that rank 0 ends, and which writes no losses."""
@@ -176,7 +177,8 @@ class TrialSteps:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._leave(optimizer)  # its last step has failed
         self._stepping.append(optimizer)
-        scale = 1.0 if LR_BY_HAND in os.environ else factor(LR_FACTOR)
+        name = type(optimizer).__name__
+        scale = 1.0 if LR_BY_HAND in os.environ else self._trial.lr_factors.get(name, 1.0)
         for group in optimizer.param_groups:
             if id(group) not in self._rates and "lr" in group:
                 self._rates[id(group)] = group["lr"]

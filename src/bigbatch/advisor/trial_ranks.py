@@ -70,7 +70,7 @@ class TrialRanks:
             self._runs += 1
 
     def end(self) -> None:
-        """Lets the other ranks go on."""
+        """Lets the other ranks know that no run follows."""
         if self._store is not None:
             self._store.set(f"{_KEY}/{self._runs}", "null")
 
