@@ -1,6 +1,5 @@
 """Reads the gradient noise of a step from micro-batches that its backwards are cut into."""
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,20 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall
+from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall, tensors_in
 from bigbatch.advisor.found_training import FoundTraining
-from bigbatch.advisor.loss_tape import LossTape, tensors_in
+from bigbatch.advisor.loss_tape import LossTape
 from bigbatch.advisor.observations import Limits, Way
 from bigbatch.advisor.step_reader import StepReader, usable
-from bigbatch.advisor.time_probe import resized
+from bigbatch.advisor.time_probe import repeatable, resized
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import full_precision, sum_dtype, widest_float
 from bigbatch.gradients.groups.coupling import running_roots
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.statistics.noise_scale import GradientStatistics, from_weighted_losses
-from bigbatch.training.snapshot import ForwardSnapshot
 
 _LEAST = 16  # samples of a micro-batch, over which BatchNorm normalizes
 
@@ -80,8 +77,7 @@ class CutBatchReader(StepReader):
         # samples, micro-batches, and sum |h_d|^2 / n_d of each layer
         count = 2 + len(self._layer_names)
         self._sums = torch.zeros(count, dtype=widest_float(device), device=device)
-        self._totals: list[Tensor] = []  # sum h_d
-        self._is_complete = False
+        self._totals: list[Tensor] = []  # sum h_d; empty until all backwards were cut
 
     def _zeros(self) -> list[Tensor]:
         return [torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for p in self.source.parameters]
@@ -103,12 +99,12 @@ class CutBatchReader(StepReader):
     def _take(self) -> None:
         if len(self._tapes) != len(self._sizes):
             raise GradientError("the program calls its modules several times before a backward")
-        self._totals = self._zeros()
+        totals = self._zeros()
         for call, tape in self._tapes:
-            self._cut(call, tape)
-        self._is_complete = True
+            self._cut(call, tape, totals)
+        self._totals = totals
 
-    def _cut(self, call: ModuleCall, tape: LossTape) -> None:
+    def _cut(self, call: ModuleCall, tape: LossTape, totals: list[Tensor]) -> None:
         """Adds the micro-batches of one backward."""
         scaler = self._training.caller.scaler
         scale = self.ranks * (1.0 if scaler is None else scaler.get_scale())
@@ -121,28 +117,23 @@ class CutBatchReader(StepReader):
                     part = full_precision(gradient) * (size / call.samples / scale)
                     square = part.to(self._sums).square().sum()
                     self._sums[2 + self._layers[number]] += square / size
-                    self._totals[number] += part
+                    totals[number] += part
 
     def _gradients(
         self, call: ModuleCall, tape: LossTape, sizes: Sequence[int]
     ) -> Iterator[Sequence[Tensor | None]]:
         """Of the loss of each micro-batch."""
-        module = call.module
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        again = copy.deepcopy(module)
-        copies = dict[Tensor, Tensor](zip(module.parameters(), again.parameters(), strict=True))
-        if call.dim or self.samples_per_row != 1 or not copies.keys() >= {*self.source.parameters}:
-            raise GradientError("one call of the model has to have the samples in dimension 0")
-        parameters = [copies[p] for p in self.source.parameters]
-        with ForwardSnapshot(again), torch.enable_grad(), call.autocast(parameters[0].device.type):
+        with repeatable(call, copies=True) as (again, own):
+            if call.dim or self.samples_per_row != 1 or not own.keys() >= {*self.source.parameters}:
+                raise GradientError("one call of the model has to have the samples in dimension 0")
+            parameters = [own[p] for p in self.source.parameters]
             for size, end in zip(sizes, accumulate(sizes), strict=True):
                 args, kwargs = resized(call, size, end - size)
                 loss = tape.loss(tensors_in(again(*args, **kwargs)), end - size)
                 yield torch.autograd.grad(loss, parameters, allow_unused=True)
 
     def _read(self, failure: str) -> tuple[GradientStatistics | None, str, Sequence[float]]:
-        own = self._sums.new_tensor([*self._shared, float(self._is_complete)])
+        own = self._sums.new_tensor([*self._shared, float(bool(self._totals))])
         values = torch.cat([own, self._sums])
         totals = self._totals or self._zeros()
         for one in (values, *totals):

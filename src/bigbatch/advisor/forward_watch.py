@@ -18,6 +18,11 @@ from bigbatch.gradients.groups.backward_graph import Node
 from bigbatch.gradients.groups.coupling import coupling_function, running_roots
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of nested containers."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 @dataclass(frozen=True)
 class ModuleCall:
     """A call of a module, without graphs."""
@@ -165,8 +170,8 @@ class ForwardWatch:
         They are those of the same samples in any order.
         """
         call = self.last
-        leaves = [] if call is None else tree_leaves((call.args, call.kwargs))
-        tensors = [x.double() for x in leaves if isinstance(x, Tensor) and x.numel()]
+        leaves = [] if call is None else tensors_in((call.args, call.kwargs))
+        tensors = [x.double() for x in leaves if x.numel()]
         moments = [moment.item() for x in tensors for moment in (x.mean(), x.square().mean())]
         return tuple(float(f"{moment:.6g}") for moment in moments)
 
@@ -188,12 +193,12 @@ class ForwardWatch:
             self._on_error(error)
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        roots = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        roots = [x for x in tensors_in(output) if x.requires_grad]
         if not roots:
             return
         self.called[module] = None
         self._outputs += [x.grad_fn for x in roots if x.grad_fn is not None]
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+        tensors = [x for x in tensors_in((args, kwargs)) if x.dim()]
         first = tensors[0] if tensors else None
         dim = self.dim if first is not None and self.dim < first.dim() else 0
         self._samples.append(None if first is None else first.shape[dim])

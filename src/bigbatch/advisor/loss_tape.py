@@ -13,15 +13,11 @@ from torch._C import (
     _push_on_torch_function_stack,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from bigbatch.advisor.forward_watch import tensors_in
 from bigbatch.errors import GradientError
 from bigbatch.gradients.groups.backward_graph import Node
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of nested containers."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)

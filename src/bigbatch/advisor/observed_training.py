@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from bigbatch.advisor.cut_batch_reader import CutBatchReader
 from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall
 from bigbatch.advisor.found_training import LATER, FoundTraining, candidates
-from bigbatch.advisor.observations import Found, Limits, MachineTime, Measurement, Observations, Way
+from bigbatch.advisor.observations import Found, Limits, MachineTime, Observations, Way
 from bigbatch.advisor.rank_agreement import sign_in
 from bigbatch.advisor.sample_count import LoaderWatch, SampleCount, count_samples
 from bigbatch.advisor.sampled_steps import SampledSteps
-from bigbatch.advisor.step_reader import ConsecutiveStepsReader, StepReader, StepReading
+from bigbatch.advisor.step_reader import ConsecutiveStepsReader, StepReader, StepReading, reason_of
 from bigbatch.advisor.time_probe import probe
 from bigbatch.errors import SettingError
 from bigbatch.policies.step_time import StepTime
@@ -240,8 +240,10 @@ class ObservedTraining:
             raise SettingError(_COUPLED.format(coupling or "the loss of another rank"))
         if failure:
             self._failures.append(failure)
-        if reading is not None and reading.statistics is not None:
-            self._note(reading)
+        if reading is not None and reading.measurement is not None:
+            self._observations.measurements.append(reading.measurement)
+            self._backward_samples.append(reading.samples)
+            self._waits.append(self._forwards.waited)
         if samples.timed_out or self._steps >= (self._limits.steps or math.inf):
             self._observations.ended_by = "budget" if samples.timed_out else "steps"
             return True
@@ -253,14 +255,6 @@ class ObservedTraining:
             self._read_without_groups(failure, self._reader.backwards)
         self._start_step()
         return False
-
-    def _note(self, reading: StepReading) -> None:
-        assert reading.statistics is not None
-        self._observations.measurements.append(
-            Measurement(self._steps - 1, reading.statistics, reading.features, reading.products)
-        )
-        self._backward_samples.append(round(reading.sizes[0]))
-        self._waits.append(self._forwards.waited)
 
     # the end
 
@@ -361,9 +355,7 @@ class ObservedTraining:
         try:
             times, largest, sample_bytes = self._probe(call)
         except Exception as error:
-            known = isinstance(error, SettingError)
-            reason = str(error) if known else f"{type(error).__name__}: {error}"
-            self._observations.unseen.append(f"the time of other batch sizes: {reason}")
+            self._observations.unseen.append(f"the time of other batch sizes: {reason_of(error)}")
             return
         optimizer = median(self._optimizer_seconds or [0.0])
         backwards = times.seconds([found.micro_batch] * found.accumulation)
@@ -387,15 +379,7 @@ class ObservedTraining:
             raise SettingError(
                 "it is measured where one call of the model has a backward's samples"
             )
-        times, largest, row_bytes = probe(call, training.parameters, copies=not is_last)
-        rows = count.rows / count.samples
-        return (
-            StepTime(
-                times.fixed, times.per_sample * rows, times.smallest / rows, times.largest / rows
-            ),
-            None if largest is None else int(largest / rows),
-            row_bytes * rows,
-        )
+        return probe(call, count.samples / count.rows, copies=not is_last)
 
 
 def _rate(group: dict[str, Any]) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bigbatch.advisor.forward_watch import ForwardWatch
 from bigbatch.advisor.found_training import LATER, FoundTraining
-from bigbatch.advisor.observations import Limits, Way
+from bigbatch.advisor.observations import Limits, Measurement, Way
 from bigbatch.advisor.sample_count import require_one_size
 from bigbatch.errors import BigbatchError, GradientError
 from bigbatch.gradients import GradientSource, Subscriber
@@ -35,13 +35,11 @@ _UNSEEN = "the last backward of the step was not seen"
 class StepReading:
     """What a step showed."""
 
-    statistics: GradientStatistics | None  # its signal and noise; None if they could not be read
+    measurement: Measurement | None  # None if it could not be read
     failure: str  # why; empty if there is no reason
     backwards: int  # how many it had on this rank
-    sizes: Sequence[float]  # samples of these
-    features: Sequence[Sequence[float]]  # |h_d|^2 and 8 projections of each of these
+    samples: int  # of the first of these
     shared: Sequence[float]  # sums over the ranks of the values that each has passed
-    products: Sequence[Sequence[float]]  # see `Measurement`
     coupling: str  # the function in which samples influence others; empty if none is known
 
 
@@ -75,7 +73,7 @@ class StepReader(Subscriber):
             tap.on_error = self._note_error_of_groups
             tap.with_products = True
             forwards.after_forward = PrepareAfterForward(self.source, forwards.dim)
-        self._due = False
+        self._due, self._number = False, 0
         self._failure = self._coupling = ""
         self._sizes: list[float] = []
         self._values: Tensor | None = None  # of the meter, on the device
@@ -91,7 +89,7 @@ class StepReader(Subscriber):
     def start(self, number: int, shared: Sequence[float], *, due: bool) -> None:
         """A step starts."""
         self._failure, self._values, self._shared, self._due = "", None, shared, due
-        self._coupling, self._products = "", []
+        self._coupling, self._products, self._number = "", [], number
         self._version, self._is_begun = None, False
         if due:
             if not self._training.has_all_parameters:
@@ -112,22 +110,17 @@ class StepReader(Subscriber):
                 "has must not change from step to step"
             )
         statistics, failure, shared = self._read(failure) if expected else (None, failure, ())
-        features = [] if self._features is None else self._features.tolist()
+        measurement = None
+        if statistics is not None:
+            features = [] if self._features is None else self._features.tolist()
+            products = torch.stack(self._products).mean(0).tolist() if self._products else ()
+            measurement = Measurement(self._number, statistics, features, products)
         self._forwards.stop()
         self.source.restart()
         self.source.unsubscribe(self)
         self._meter.at_step(0, due=False)
-        products = torch.stack(self._products).mean(0).tolist() if self._products else ()
-        return StepReading(
-            statistics,
-            failure,
-            backwards,
-            [*self._sizes],
-            features,
-            shared,
-            products,
-            self._coupling,
-        )
+        samples = round(self._sizes[0]) if self._sizes else 0
+        return StepReading(measurement, failure, backwards, samples, shared, self._coupling)
 
     def close(self) -> None:
         """Removes every hook."""
@@ -137,7 +130,7 @@ class StepReader(Subscriber):
 
     def note_error(self, error: Exception) -> None:
         """The step cannot be read."""
-        self._failure = self._failure or _reason(error)
+        self._failure = self._failure or reason_of(error)
 
     def _note_error_of_groups(self, error: Exception) -> None:
         self.source.failed = True
@@ -222,7 +215,7 @@ class StepReader(Subscriber):
             with warnings.catch_warnings(action="ignore"):  # which are for loops with a meter
                 statistics = self._meter.statistics(self._meter.totals(values))
         except GradientError as error:
-            return None, _reason(error), shared
+            return None, reason_of(error), shared
         return *usable(statistics), shared
 
 
@@ -292,7 +285,7 @@ class ConsecutiveStepsReader(StepReader):
         return *usable(self._pair), self._shared
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """What an error says, without what a user of `GradientMeter` would do."""
     if not isinstance(error, BigbatchError):
         return f"{type(error).__name__}: {error}"

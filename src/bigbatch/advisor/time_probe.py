@@ -2,8 +2,8 @@
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from bigbatch.advisor.forward_watch import ModuleCall
+from bigbatch.advisor.forward_watch import ModuleCall, tensors_in
 from bigbatch.policies.step_time import StepTime, TimedSize
 from bigbatch.training.snapshot import ForwardSnapshot
 
@@ -26,7 +26,7 @@ _MARGIN = 0.1  # of memory that is left free
 
 
 def probe(
-    call: ModuleCall, parameters: Sequence[Tensor], *, copies: bool
+    call: ModuleCall, samples_per_row: float, *, copies: bool
 ) -> tuple[StepTime, int | None, float]:
     """Times forwards and backwards of a quarter, one and four times the samples of a call.
 
@@ -35,31 +35,44 @@ def probe(
 
     Args:
         call: the call, without graphs.
-        parameters: what is trained.
+        samples_per_row: samples of an entry of its tensors.
         copies: whether to run a copy of the module, which may keep more than buffers.
     Returns:
         Seconds of a forward and backward by samples; the samples for which there is memory beyond
         what is used, an estimate; the bytes that a backward keeps for a sample.
     """
-    module = call.module
-    if isinstance(module, DistributedDataParallel):
-        module = module.module  # nothing is reduced
-    if copies:
-        module = copy.deepcopy(module)
-        parameters = [p for p in module.parameters() if p.requires_grad]
-    device = parameters[0].device.type
-    with ForwardSnapshot(module), torch.enable_grad(), call.autocast(device):
-        one = _Backward(module, call, parameters)
-        sample_bytes = _bytes_kept(one)
-        free = _free_bytes(parameters[0].device)
+    with repeatable(call, copies=copies) as (module, own):
+        one = _Backward(module, call, [p for p in own.values() if p.requires_grad])
+        row_bytes = _bytes_kept(one)
+        free = _free_bytes(one.device)
         largest = None
-        if free is not None and sample_bytes:
-            largest = call.samples + int((1 - _MARGIN) * free / sample_bytes)
-        is_slow = _timed(lambda: one.run(resized(call, call.samples)), parameters[0].device) > _SLOW
+        if free is not None and row_bytes:
+            largest = call.samples + int((1 - _MARGIN) * free / row_bytes)
+        is_slow = _timed(lambda: one.run(resized(call, call.samples)), one.device) > _SLOW
         factors = _SLOW_FACTORS if is_slow else _FACTORS
         sizes = sorted({max(1, round(factor * call.samples)) for factor in factors})
         fitting = [n for n in sizes if n <= call.samples or n * 2 <= (largest or 0)]
-        return _fit(one, fitting), largest, sample_bytes
+        time = _fit(one, fitting, samples_per_row)
+    most = None if largest is None else int(largest * samples_per_row)
+    return time, most, row_bytes / samples_per_row
+
+
+@contextmanager
+def repeatable(
+    call: ModuleCall, *, copies: bool
+) -> Iterator[tuple[nn.Module, dict[Tensor, Tensor]]]:
+    """What makes a call again: its module, or a copy, whose parameters are given by the module's.
+
+    Nothing is reduced over ranks. Buffers and random states are restored at the end.
+    """
+    module = call.module
+    if isinstance(module, DistributedDataParallel):
+        module = module.module
+    again = copy.deepcopy(module) if copies else module
+    own = dict[Tensor, Tensor](zip(module.parameters(), again.parameters(), strict=True))
+    device = next(iter(own)).device.type
+    with ForwardSnapshot(again), torch.enable_grad(), call.autocast(device):
+        yield again, own
 
 
 def resized(call: ModuleCall, samples: int, first: int = 0) -> tuple[Any, Any]:
@@ -81,11 +94,12 @@ class _Backward:
 
     def __init__(self, module: nn.Module, call: ModuleCall, parameters: Sequence[Tensor]) -> None:
         self.module, self.call, self.parameters = module, call, parameters
+        self.device = parameters[0].device
 
     def forward(self, inputs: tuple[Any, Any]) -> Tensor:
         """The loss."""
         output = self.module(*inputs[0], **inputs[1])
-        floats = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        floats = [x for x in tensors_in(output) if x.requires_grad]
         losses = [x for x in floats if not x.dim()]
         return losses[0] if losses else torch.stack([x.float().mean() for x in floats]).sum()
 
@@ -94,22 +108,21 @@ class _Backward:
         torch.autograd.grad(self.forward(inputs), self.parameters, allow_unused=True)
 
 
-def _fit(one: _Backward, sizes: Sequence[int]) -> StepTime:
-    device = one.parameters[0].device
+def _fit(one: _Backward, sizes: Sequence[int], samples_per_row: float) -> StepTime:
     inputs = {n: resized(one.call, n) for n in sizes}
     seconds: dict[int, list[float]] = {n: [] for n in sizes}
     began = time.perf_counter()
     for repeat in range(_REPEATS + 1):
         for n in sizes:
-            elapsed = _timed(lambda n=n: one.run(inputs[n]), device)  # type: ignore[misc]
+            elapsed = _timed(lambda n=n: one.run(inputs[n]), one.device)  # type: ignore[misc]
             if repeat:  # the first fills caches
                 seconds[n].append(elapsed)
         if repeat and time.perf_counter() - began > _SECONDS:
             break
     # the least of some repeats: other processes only add to it
-    timed = [TimedSize(n, min(times), _REPEATS) for n, times in seconds.items()]
-    n = sizes[0]
-    return StepTime.fit(timed) or StepTime(0.0, timed[0].seconds / n, n, n)
+    timed = [TimedSize(n * samples_per_row, min(t), _REPEATS) for n, t in seconds.items()]
+    least = timed[0].batch_size
+    return StepTime.fit(timed) or StepTime(0.0, timed[0].seconds / least, least, least)
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> float:

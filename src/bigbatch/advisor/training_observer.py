@@ -18,7 +18,8 @@ from bigbatch.advisor.found_training import Caller, FoundTraining
 from bigbatch.advisor.observations import Limits, Observations
 from bigbatch.advisor.observed_training import ObservedTraining, too_short
 from bigbatch.advisor.rank_agreement import sign_in
-from bigbatch.errors import BigbatchError, SettingError
+from bigbatch.advisor.step_reader import reason_of
+from bigbatch.errors import SettingError
 
 
 class EndOfProgram(BaseException):
@@ -62,23 +63,19 @@ class TrainingObserver:
         self._guarded(self._time)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._leave(optimizer)  # its last step has failed
+        end_steps(self._stepping, optimizer)  # its last one has failed
         self._stepping.append(optimizer)
-        if len(self._stepping) == 1:
-            self._step_began = time.perf_counter()
-        if len(self._stepping) == 1 and self._caller is None and self._is_observed(optimizer):
+        if len(self._stepping) > 1:
+            return
+        self._step_began = time.perf_counter()
+        if self._caller is None and self._is_observed(optimizer):
             self._guarded(self._find_caller)
 
     def _find_caller(self) -> None:
         self._caller = Caller.find(sys._getframe())
 
-    def _leave(self, optimizer: Optimizer) -> None:
-        """Ends the step of an optimizer, and those inside it."""
-        places = [i for i, other in enumerate(self._stepping) if other is optimizer]
-        del self._stepping[places[0] if places else len(self._stepping) :]
-
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._leave(optimizer)
+        end_steps(self._stepping, optimizer)
         if self._stepping or not self._is_observed(optimizer):
             return
         if not self.ended:
@@ -135,11 +132,19 @@ class TrainingObserver:
         try:
             call()
         except Exception as error:
-            known = isinstance(error, BigbatchError)
-            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            reason = reason_of(error)
             self.ended, self.observations.refusal = True, reason
             if self._training is not None:
                 self._training.close()
             if self._training is None or not self._training.signed_in:
                 with suppress(Exception):  # the store may be gone
                     sign_in(reason)
+
+
+def end_steps(stepping: list[Optimizer], optimizer: Optimizer) -> list[Optimizer]:
+    """Ends the step of an optimizer that may have begun, and those inside it; returns whose."""
+    places = [i for i, other in enumerate(stepping) if other is optimizer]
+    first = places[0] if places else len(stepping)
+    ended = stepping[first:]
+    del stepping[first:]
+    return ended

@@ -23,15 +23,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from bigbatch.advisor.advised_settings import LR_BY_HAND
-from bigbatch.advisor.forward_watch import ForwardHook, ForwardWatch
+from bigbatch.advisor.forward_watch import ForwardHook, ForwardWatch, tensors_in
 from bigbatch.advisor.found_training import Caller, FoundTraining, candidates
 from bigbatch.advisor.own_folder import OwnFolder
 from bigbatch.advisor.run_program import run_program
-from bigbatch.advisor.training_observer import EndOfProgram
+from bigbatch.advisor.training_observer import EndOfProgram, end_steps
 
 _FIRST = 2  # steps that find the model and fill caches; time begins after them
 _KEPT = 64  # losses that are kept on the device
@@ -185,14 +184,10 @@ class TrialSteps:
                 group["lr"] = group["lr"] * scale
 
     def _leave(self, optimizer: Optimizer) -> None:
-        places = [i for i, other in enumerate(self._stepping) if other is optimizer]
-        if not places:
-            return
-        for inner in self._stepping[places[0] :]:
+        for inner in end_steps(self._stepping, optimizer):
             for group in inner.param_groups:
                 if id(group) in self._rates:
                     group["lr"] = self._rates.pop(id(group))
-        del self._stepping[places[0] :]
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         rate = optimizer.param_groups[0].get("lr", math.nan)
@@ -238,8 +233,7 @@ class TrialSteps:
     def count_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The loop calls a module."""
         if torch.is_grad_enabled():
-            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim())
-            first = next(tensors, None)
+            first = next((x for x in tensors_in((args, kwargs)) if x.dim()), None)
             if first is not None and self._trial.dim < first.dim():
                 self._rows += first.shape[self._trial.dim]
 
