@@ -14,7 +14,7 @@ from bigbatch.log.chart_svg import svg
 from bigbatch.log.history import History, deviation, history_of, score_unit, scores_text
 from bigbatch.log.row_schema import finite
 from bigbatch.log.series_style import NEUTRAL
-from bigbatch.log.web_page import html_table
+from bigbatch.log.web_page import html_table, note
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults, value_text
 
 _RUN_COLUMNS = ("average_batch", "steps", "skipped", "elapsed_seconds", "diverged")
@@ -149,7 +149,7 @@ def _numeric_values(point: SweepPoint, sweep: SweepResults) -> dict[str, Any]:
 
 def _sections(sweep: SweepResults, histories: list[History]) -> Iterator[str]:
     edges = (f" {place}: the best value is at the edge of the grid." for place in sweep.at_edges)
-    yield html_report.note(f"{sweep.title}.{''.join(edges)}")
+    yield note(f"{sweep.title}.{''.join(edges)}")
     charts = {kind: sweep_panel(sweep, size) for kind, size in _SIZES.items()}
     for kind, chart in charts.items():
         caption = f"<figcaption>{escape(sweep.score)}</figcaption>"

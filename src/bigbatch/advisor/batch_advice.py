@@ -13,6 +13,7 @@ from bigbatch.advisor.paired_groups import Pairing
 from bigbatch.advisor.position_test import differs_by_position
 from bigbatch.advisor.trial_result import TrialResult
 from bigbatch.errors import LoopError
+from bigbatch.log.row_schema import finite
 from bigbatch.training.transport import RANGE, ema_decay
 
 DEVICES = (1, 8, 64, 512)
@@ -294,7 +295,7 @@ class BatchAdvice:
             result[name] = getattr(observations, name)
         if not self.refusal:
             result |= self._advised()
-        return {key: _finite(value) for key, value in result.items()}
+        return dict(finite(result))
 
     def _advised(self) -> dict[str, Any]:
         trend, time = self.trend, self.observations.time
@@ -325,12 +326,3 @@ class BatchAdvice:
             "doubts": self.doubts,
             "trial": None if self.trial is None else self.trial.as_dict(),
         }
-
-
-def _finite(value: Any) -> Any:
-    """A value for JSON: None in place of numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,18 +1,15 @@
 """Reads the gradient noise of a step from micro-batches that its backwards are cut into."""
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall, tensors_in
+from bigbatch.advisor.forward_watch import ModuleCall, tensors_in
 from bigbatch.advisor.found_training import FoundTraining
 from bigbatch.advisor.loss_tape import LossTape
-from bigbatch.advisor.observations import Limits, Way
 from bigbatch.advisor.step_reader import StepReader, usable
 from bigbatch.advisor.time_probe import repeatable, resized
 from bigbatch.errors import GradientError
@@ -32,16 +29,9 @@ class CutBatchReader(StepReader):
     draws other numbers. Gradients come from `autograd.grad`; random states are restored.
     """
 
-    def __init__(
-        self, training: FoundTraining, forwards: ForwardWatch, way: Way, limits: Limits
-    ) -> None:
-        super().__init__(training, forwards, way, limits)
-        forwards.after_forward = self._record
-        self._groups = limits.groups
+    def _prepare(self) -> None:
+        self._forwards.after_forward = self._record
         self._tapes: list[tuple[ModuleCall, LossTape]] = []  # of the backwards of the step
-        names = [self._meter.layers.get(p, "") for p in self.source.parameters]
-        self._layer_names = list(dict.fromkeys(names))
-        self._layers = [self._layer_names.index(name) for name in names]
         self._clear()
 
     @staticmethod
@@ -74,8 +64,8 @@ class CutBatchReader(StepReader):
             tape.leave()
         self._tapes.clear()
         device = self.source.parameters[0].device
-        # samples, micro-batches, and sum |h_d|^2 / n_d of each layer
-        count = 2 + len(self._layer_names)
+        # samples, micro-batches, and sum |h_d|^2 / n_d of each parameter
+        count = 2 + len(self.source.parameters)
         self._sums = torch.zeros(count, dtype=widest_float(device), device=device)
         self._totals: list[Tensor] = []  # sum h_d; empty until all backwards were cut
 
@@ -108,7 +98,7 @@ class CutBatchReader(StepReader):
         """Adds the micro-batches of one backward."""
         scaler = self._training.caller.scaler
         scale = self.ranks * (1.0 if scaler is None else scaler.get_scale())
-        sizes = self.sizes(call.samples, self._groups)
+        sizes = self.sizes(call.samples, self._limits.groups)
         for size, gradients in zip(sizes, self._gradients(call, tape, sizes), strict=True):
             self._sums[0] += size
             self._sums[1] += 1
@@ -116,7 +106,7 @@ class CutBatchReader(StepReader):
                 if gradient is not None:
                     part = full_precision(gradient) * (size / call.samples / scale)
                     square = part.to(self._sums).square().sum()
-                    self._sums[2 + self._layers[number]] += square / size
+                    self._sums[2 + number] += square / size
                     totals[number] += part
 
     def _gradients(
@@ -142,11 +132,11 @@ class CutBatchReader(StepReader):
         shared, (complete, samples, k, *spreads) = numbers[:count], numbers[count:]
         if failure or complete < self.ranks:
             return None, failure or "the last backward of the step was not seen", shared
-        sqnorms = [0.0] * len(spreads)
-        for layer, total in zip(self._layers, totals, strict=True):
-            sqnorms[layer] += float(total.to(self._sums).square().sum())
+        sqnorms = (float(total.to(self._sums).square().sum()) for total in totals)
+        pairs = zip(spreads, sqnorms, strict=True)
         eps = torch.finfo(self.source.parameters[0].dtype).eps
-        sums = [(math.fsum(spreads), math.fsum(sqnorms)), *zip(spreads, sqnorms, strict=True)]
-        whole, *layers = (from_weighted_losses(*pair, round(k), samples, eps) for pair in sums)
-        by_name = dict(zip(self._layer_names, layers, strict=True))
-        return *usable(replace(whole, layers=by_name)), shared
+        statistics = self._by_layer(
+            dict(zip(self.source.parameters, pairs, strict=True)),
+            lambda spread, sqnorm: from_weighted_losses(spread, sqnorm, round(k), samples, eps),
+        )
+        return *usable(statistics), shared

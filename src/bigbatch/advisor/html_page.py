@@ -21,7 +21,7 @@ from bigbatch.advisor.trial_result import TrialResult, sentences
 from bigbatch.log.chart import Mark, Panel, Series
 from bigbatch.log.chart_svg import svg
 from bigbatch.log.series_style import NEUTRAL
-from bigbatch.log.web_page import Tile, html_table, text_of, tiles, web_page
+from bigbatch.log.web_page import Tile, details, html_table, note, text_of, tiles, web_page
 
 _CURVE = 64  # batch sizes of the curve of times
 _SIZE = 420, 250  # of a chart
@@ -48,9 +48,14 @@ def _body(advice: BatchAdvice) -> Iterator[str]:
         yield f"<h2>How the noise scale moved</h2>\n{chart}"
     if advice.this_machine is not None:
         yield f"<h2>Time to the same progress, by batch size</h2>\n{_time_chart(advice)}"
-        yield f"<h2>On more devices</h2>\n{_devices_table(advice)}"
+        yield "<h2>On more devices</h2>"
+        yield html_table(DEVICE_COLUMNS, map(device_cells, advice.devices))
+        yield from map(note, device_notes(advice))
     yield from itertools.starmap(_section, sections(advice))
-    yield from _lines(advice)
+    if lines := lines_to_add(advice):
+        yield "<h2>Lines to add</h2>"
+    for number, (trainer, text) in enumerate(lines.items()):
+        yield details(trainer, text, is_open=number == 0)  # the observed one
 
 
 def _section(title: str, lines: Iterable[str]) -> str:
@@ -153,19 +158,3 @@ def _time_chart(advice: BatchAdvice) -> str:
 
 def _panel(y: str, x: str, series: Sequence[Series], marks: Sequence[Mark]) -> Panel:
     return Panel(y, x, series, y_label=y, y_log=10, marks=marks, size=_SIZE)
-
-
-def _devices_table(advice: BatchAdvice) -> str:
-    table = html_table(DEVICE_COLUMNS, map(device_cells, advice.devices))
-    notes = (f'<p class="note">{escape(note)}</p>' for note in device_notes(advice))
-    return "\n".join((table, *notes))
-
-
-def _lines(advice: BatchAdvice) -> Iterator[str]:
-    found = lines_to_add(advice)
-    if found:
-        yield "<h2>Lines to add</h2>"
-    for trainer, lines in found.items():
-        state = " open" if trainer == next(iter(found)) else ""  # the observed one
-        yield f"<details{state}><summary>{escape(trainer)}</summary>"
-        yield f"<pre>{escape(lines)}</pre></details>"

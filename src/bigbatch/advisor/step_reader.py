@@ -3,8 +3,8 @@
 import math
 import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class StepReader(Subscriber):
         self.way: Way = way
         self.backwards = 0  # that a step has on this rank; 0 where steps are watched, not read
         self._forwards = forwards
-        self._training, self._stated = training, limits.micro_batch
+        self._training, self._limits = training, limits
         self.samples_per_row = 1.0  # samples of an entry in the model's first tensor
         self._meter = meter = GradientMeter(
             training.model, per_layer=True, scaler=training.caller.scaler
@@ -85,6 +85,10 @@ class StepReader(Subscriber):
         self._is_begun = False  # whether the step has had one
         self._checks_weights = training.wrapper != "FSDP2"  # which writes to them in a forward
         meter.at_step(0, due=False)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Makes the state of a way to read."""
 
     def start(self, number: int, shared: Sequence[float], *, due: bool) -> None:
         """A step starts."""
@@ -159,10 +163,11 @@ class StepReader(Subscriber):
                 "of another loss of the same samples (actor and critic, a penalty, several tasks), "
                 "or of reentrant checkpointing (use_reentrant=False avoids it), and no micro-batch"
             )
-        if self._stated is None and self.backwards:
+        stated = self._limits.micro_batch
+        if stated is None and self.backwards:
             require_one_size(samples)
-        stated = None if self._stated is None else self._stated[0]
-        self._sizes.append(float(stated or self.samples_per_row * (samples[0] or 0)))
+        size = self.samples_per_row * (samples[0] or 0) if stated is None else stated[0]
+        self._sizes.append(float(size))
 
     def end(self) -> None:
         """A backward is complete."""
@@ -218,6 +223,22 @@ class StepReader(Subscriber):
             return None, reason_of(error), shared
         return *usable(statistics), shared
 
+    def _by_layer(
+        self,
+        sums: Mapping[Tensor, Sequence[float]],
+        statistics_of: Callable[..., GradientStatistics],
+    ) -> GradientStatistics:
+        """The statistics, with those of each layer, from sums over each parameter's elements."""
+        layers: dict[str, list[Sequence[float]]] = {}
+        for parameter, one in sums.items():
+            layers.setdefault(self._meter.layers.get(parameter, "others"), []).append(one)
+        by_name = {
+            name: statistics_of(*map(math.fsum, zip(*rows, strict=True)))
+            for name, rows in layers.items()
+        }
+        whole = statistics_of(*map(math.fsum, zip(*sums.values(), strict=True)))
+        return replace(whole, layers=by_name)
+
 
 class ConsecutiveStepsReader(StepReader):
     """Compares the gradients of two consecutive steps, where no step shows any noise.
@@ -231,10 +252,7 @@ class ConsecutiveStepsReader(StepReader):
         The estimate of AdaptDL on one replica (Qiao et al., OSDI 2021).
     """
 
-    def __init__(
-        self, training: FoundTraining, forwards: ForwardWatch, way: Way, limits: Limits
-    ) -> None:
-        super().__init__(training, forwards, way, limits)
+    def _prepare(self) -> None:
         self._first: dict[Tensor, Tensor] = {}  # gradients of the first step of a pair
         self._first_samples = 0.0
         self._first_moments: tuple[float, ...] = ()  # of the first step's input
@@ -261,20 +279,13 @@ class ConsecutiveStepsReader(StepReader):
     def _compare(
         self, first: dict[Tensor, Tensor], second: dict[Tensor, Tensor]
     ) -> GradientStatistics:
-        sums: dict[str, list[Tensor]] = {}
-        layers = self._meter.layers
+        n, sums = self._first_samples, {}
         for parameter, gradient in second.items():
             one, two = first[parameter].flatten().double(), gradient.flatten().double()
-            products = torch.stack([one @ two, (one - two).square().sum()])
-            sums.setdefault(layers.get(parameter, "others"), []).append(products)
-        n = self._first_samples
-        by_layer = {name: torch.stack(parts).sum(0).tolist() for name, parts in sums.items()}
-        layer_statistics = {
-            name: GradientStatistics(dot, n * difference / 2, 2 * n, 2)
-            for name, (dot, difference) in by_layer.items()
-        }
-        dot, difference = map(math.fsum, zip(*by_layer.values(), strict=True))
-        return GradientStatistics(dot, n * difference / 2, 2 * n, 2, layers=layer_statistics)
+            sums[parameter] = torch.stack([one @ two, (one - two).square().sum()]).tolist()
+        return self._by_layer(
+            sums, lambda dot, difference: GradientStatistics(dot, n * difference / 2, 2 * n, 2)
+        )
 
     def _read(self, failure: str) -> tuple[GradientStatistics | None, str, Sequence[float]]:
         if failure:

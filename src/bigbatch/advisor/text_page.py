@@ -63,14 +63,13 @@ def unknown(advice: BatchAdvice) -> str:
     trend, present, bound = advice.trend, advice.found.batch_size, advice.bound
     if bound is not None:
         if math.isinf(trend.high):
+            which = (
+                f"At least {bound}, where the present batch is {present}; no size is advised"
+                if bound > present
+                else f"No batch size: the fastest one may be any from {bound} on"
+            )
             reason = "since the noise scale's interval has no upper end"
-            which = f"No batch size: the fastest one may be any from {bound} on, {reason}"
-            if bound > present:
-                which = (
-                    f"At least {bound}, where the present batch is {present}; no size is advised, "
-                )
-                which += reason
-            return f"{which}. {more_steps(advice)}"
+            return f"{which}, {reason}. {more_steps(advice)}"
         side = "At least" if bound > present else "At most"
         return (
             f"{side} {bound}; no size is advised, since the fastest one is more than a factor of "

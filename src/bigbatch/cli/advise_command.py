@@ -51,8 +51,11 @@ def advise(arguments: Sequence[str]) -> NoReturn:
         for path in options.out:
             require_ending(path)
         paths = [Path(path).absolute() for path in options.out]  # programs change the folder
-        trial = _trial_limits(options) if options.trial else None
-        ranks = TrialRanks(os.environ) if options.trial else None
+        trial = ranks = None
+        if options.trial:
+            folder = new_folder(options.try_in)
+            trial = TrialLimits(*parse_limit(options.try_for), options.seeds, folder)
+            ranks = TrialRanks(os.environ)
         program = Program(options.target, tuple(options.arguments), options.module, Path.cwd())
     except SettingError as error:
         argument_parser().error(str(error))
@@ -80,11 +83,6 @@ def advise(arguments: Sequence[str]) -> NoReturn:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
-
-
-def _trial_limits(options: argparse.Namespace) -> TrialLimits:
-    """The limits of a trial; raises SettingError if one is out of range."""
-    return TrialLimits(*parse_limit(options.try_for), options.seeds, new_folder(options.try_in))
 
 
 def _try(

@@ -335,6 +335,12 @@ def steps_text(steps: Sequence[int], skipped: Sequence[int]) -> str:
     return mean_text(steps, 0) + f" ({fmean(skipped):,.0f} skipped)" * any(skipped)
 
 
+def unfinished_text(runs: Sequence[History]) -> str:
+    """How many of the runs are not finished, in words; "" where all are."""
+    unfinished = sum(not run.finished for run in runs)
+    return f" ({unfinished} of {len(runs)} unfinished)" * bool(unfinished)
+
+
 def missing_text(runs: Sequence[History]) -> str:
     """Of how many steps the logs have rows, in words; "" where of all."""
     logged = sum(len(run.rows) for run in runs)
@@ -361,11 +367,10 @@ def table_of(histories: list[History]) -> Table:
 
 
 def _row(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str, ...]:
-    unfinished = sum(not run.finished for run in runs)
     started = [run for run in runs if run.rows]
     if not started:
         return (name, *["nothing yet"] * (max(1, len(scores)) + len(_COLUMNS)))
-    name += f" ({unfinished} of {len(runs)} unfinished)" * bool(unfinished)
+    name += unfinished_text(runs)
     runs = started
     diverged = sum(bool(run.divergence) for run in runs)
     name += f" ({f'{diverged} of {len(runs)} ' * (len(runs) > 1)}diverged)" * bool(diverged)

@@ -25,7 +25,7 @@ from bigbatch.log.history import (
 from bigbatch.log.paired_differences import Differences, differences_of, listed
 from bigbatch.log.series_style import style_of
 from bigbatch.log.time_to_score import ScoreTargets
-from bigbatch.log.web_page import Tile, html_table, text_of, tiles, web_page
+from bigbatch.log.web_page import Tile, details, html_table, note, text_of, tiles, web_page
 from bigbatch.policies.controller import lower_bound_note
 
 _ENDINGS = (".html", ".svg")
@@ -184,11 +184,6 @@ def write_text(out: Path, text: str) -> None:
         raise RunError(f"{out} cannot be written: {error.strerror}") from None
 
 
-def note(text: str) -> str:
-    """A paragraph of small text."""
-    return f'<p class="note">{escape(text)}</p>'
-
-
 def difference_section(differences: Differences | None) -> Iterator[str]:
     """The table of differences; nothing where there is no other arm."""
     if differences is not None:
@@ -239,8 +234,5 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
     yield note(_EXPLANATION)
     yield "<h2>Settings</h2>"
     for history in histories:
-        lines = "\n".join(f"{name}: {value}" for name, value in history.settings.items())
-        yield (
-            f"<details><summary>{escape(history.path.name)}</summary><pre>{escape(lines)}</pre>"
-            "</details>"
-        )
+        lines = (f"{name}: {value}" for name, value in history.settings.items())
+        yield details(history.path.name, "\n".join(lines))

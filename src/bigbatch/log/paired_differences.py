@@ -7,7 +7,6 @@ from statistics import mean, stdev
 
 from bigbatch.errors import SettingError
 from bigbatch.log.history import History, Table, group_seeds, range_text, score_unit
-from bigbatch.setting_types import Coverage, checked
 from bigbatch.statistics.confidence import student_t
 
 SeedScores = Mapping[int, float | None]  # by seed; None for a run without a valid score
@@ -17,23 +16,19 @@ _MOST_NAMES = 6  # in a list of arms
 _ROUNDING = 1e-12  # of the largest score; differences that spread less are equal
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
     """Mean difference between the scores of two arms, over the seeds that both have.
 
         d_s = score_s - reference_s,   mean(d) -+ t sd(d) / sqrt(n)
 
-    with t of n - 1 degrees of freedom. The interval holds for differences that are about normal. A
-    pair that lacks a score is counted and not averaged.
+    with the t of 95 % and n - 1 degrees of freedom. The interval holds for differences that are
+    about normal. A pair that lacks a score is counted and not averaged.
 
     Args:
         by_seed: d_s of the n pairs with both scores.
         pairs: number of common seeds.
         scale: largest absolute score of these pairs.
-        level: coverage of the interval.
-    Raises:
-        SettingError: `level` is not in (0, 1).
     Source:
         Student 1908, the paired t interval.
     """
@@ -41,7 +36,6 @@ class PairedDifference:
     by_seed: Mapping[int, float]
     pairs: int
     scale: float
-    level: Coverage = LEVEL
 
     @property
     def missing(self) -> int:
@@ -63,7 +57,7 @@ class PairedDifference:
         if max(values) - min(values) <= _ROUNDING * self.scale:
             return None
         deviation = stdev(values)
-        half_width = student_t(self.level, count - 1) * deviation / math.sqrt(count)
+        half_width = student_t(LEVEL, count - 1) * deviation / math.sqrt(count)
         return center - half_width, center + half_width
 
     @property
@@ -92,13 +86,9 @@ class PairedDifference:
         )
 
 
-def paired_difference(
-    scores: SeedScores, reference: SeedScores, level: float = LEVEL
-) -> PairedDifference:
+def paired_difference(scores: SeedScores, reference: SeedScores) -> PairedDifference:
     """The difference of an arm's scores from those of a reference.
 
-    Raises:
-        SettingError: `level` is not in (0, 1).
     Example:
         >>> difference = paired_difference({0: 3.0, 1: 5.0, 2: 7.0}, {0: 2.0, 1: 3.0, 2: 4.0})
         >>> difference.center, [round(end, 3) for end in difference.interval]
@@ -112,7 +102,7 @@ def paired_difference(
         if score is not None and other is not None and math.isfinite(score - other):
             by_seed[seed] = score - other
             scale = max(scale, abs(score), abs(other))
-    return PairedDifference(by_seed=by_seed, pairs=len(seeds), scale=scale, level=level)
+    return PairedDifference(by_seed=by_seed, pairs=len(seeds), scale=scale)
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,10 @@ def line_of(row: Row) -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """The value, or each of a list; None for nan and infinity, which JSON lacks."""
-    if isinstance(value, list):
+    """The value, or all of a container; None for nan and infinity, which JSON lacks."""
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
         return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

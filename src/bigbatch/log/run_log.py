@@ -214,7 +214,7 @@ class RunLog:
                 f"step {row['step']} comes after step {self._step} in {self.path}: a log has one "
                 "training; make another RunLog, or load the checkpoint to continue this one"
             )
-        self._add({name: finite(value) for name, value in row.items()})
+        self._add(finite(row))
         self._step, self._samples = row["step"], row["samples"]
 
     def _add(self, row: Row) -> None:

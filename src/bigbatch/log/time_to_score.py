@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bigbatch.log.history import History, Table, group_seeds
+from bigbatch.log.history import History, Table, group_seeds, unfinished_text
 from bigbatch.setting_types import Number, checked
 
 _NEVER = "never"
@@ -82,8 +82,7 @@ class ScoreTargets:
         """
         rows = []
         for name, runs in group_seeds(histories).items():
-            unfinished = sum(not run.finished for run in runs)
-            name += f" ({unfinished} of {len(runs)} unfinished)" * bool(unfinished)
+            name += unfinished_text(runs)
             rows += [(name, *_cells(runs, target)) for target in self.targets]
         return Table(("run", "target", "reached", "steps", "samples", "seconds"), rows)
 

@@ -41,6 +41,17 @@ def tiles(facts: Iterable[Tile]) -> str:
     return f'<div class="tiles">{"".join(parts)}</div>'
 
 
+def note(text: str) -> str:
+    """A paragraph of small text."""
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def details(title: str, text: str, *, is_open: bool = False) -> str:
+    """Lines of text that a click on their title shows, or hides."""
+    summary = f"<summary>{escape(title)}</summary>"
+    return f"<details{' open' * is_open}>{summary}<pre>{escape(text)}</pre></details>"
+
+
 def html_table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     """A table, which scrolls sideways where it is too wide."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in columns)
