@@ -100,17 +100,21 @@ class ForwardWatch:
         self.dim = 0  # of the first tensor in which the samples are
         self.sizes: list[int | None] = []  # samples of the forwards before the last backward
         self.is_sum = False  # whether the forwards of a backward are of different samples
-        self.waited = 0.0  # seconds from `start` to the first forward of the step
         self.after_forward: Callable[[nn.Module, Any, Any, Any], None] | None = None
         self._modules = list(modules)
         self._on_error = on_error
+        self._handles: list[RemovableHandle] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        """Has seen nothing of this step yet."""
+        self.waited = 0.0  # seconds until the first forward of the step
+        self._started = time.perf_counter()
         self._depth = 0
-        self._started = 0.0
         self._samples: list[int | None] = []  # of the forwards since the last backward
         self._inputs: list[Input] = []  # likewise
         self._outputs: list[Node] = []  # likewise, what computed their outputs
         self._earlier_inputs: list[Input] = []  # of earlier backwards of the step
-        self._handles: list[RemovableHandle] = []
 
     def keep_called(self) -> None:
         """Leaves alone the modules that were not called."""
@@ -118,12 +122,7 @@ class ForwardWatch:
 
     def start(self) -> None:
         """A step starts."""
-        self._depth = 0
-        self._samples.clear()
-        self._inputs.clear()
-        self._outputs.clear()
-        self._earlier_inputs.clear()
-        self.waited, self._started = 0.0, time.perf_counter()
+        self._reset()
         for module in self._modules:
             before, after = ForwardHook(self, "before"), ForwardHook(self, "after")
             self._handles += [

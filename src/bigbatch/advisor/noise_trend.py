@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bigbatch.advisor.observations import Measurement
-from bigbatch.statistics.confidence import log_ratio, student_t
+from bigbatch.statistics.confidence import Interval, log_ratio, student_t
 
 LEVEL = 0.9
 _SEGMENT = 8  # measured steps of a segment, at least
@@ -103,8 +103,7 @@ def _interval(
     center = math.fsum(without) / blocks
     variance = (blocks - 1) / blocks * math.fsum((value - center) ** 2 for value in without)
     width = student_t(LEVEL, blocks - 1) * math.sqrt(variance)
-    high = batch_size / math.expm1(x - width) if x > width else math.inf
-    return batch_size / math.expm1(x + width) if x + width > 0 else math.inf, high
+    return Interval(x - width, x + width, LEVEL, "window").noise_scale(batch_size)
 
 
 def _x(noise_scale: float, batch_size: int) -> float:

@@ -73,28 +73,29 @@ class StepReader(Subscriber):
             tap.on_error = self._note_error_of_groups
             tap.with_products = True
             forwards.after_forward = PrepareAfterForward(self.source, forwards.dim)
-        self._due, self._number = False, 0
-        self._failure = self._coupling = ""
-        self._sizes: list[float] = []
-        self._values: Tensor | None = None  # of the meter, on the device
-        self._features: Tensor | None = None  # of each micro-batch
-        self._products: list[Tensor] = []  # of the groups of each backward
-        self._shared: Sequence[float] = ()
         self._probes = (training.parameters[0], training.parameters[-1])
-        self._version: int | None = None  # of these, at the first backward
-        self._is_begun = False  # whether the step has had one
         self._checks_weights = training.wrapper != "FSDP2"  # which writes to them in a forward
+        self._reset(0, (), due=False)
         meter.at_step(0, due=False)
         self._prepare()
 
     def _prepare(self) -> None:
         """Makes the state of a way to read."""
 
+    def _reset(self, number: int, shared: Sequence[float], *, due: bool) -> None:
+        """Has seen nothing of this step yet."""
+        self._number, self._shared, self._due = number, shared, due
+        self._failure = self._coupling = ""
+        self._is_begun = False  # whether the step has had a backward
+        self._version: int | None = None  # of `_probes`, at the first backward
+        self._sizes: list[float] = []
+        self._values: Tensor | None = None  # of the meter, on the device
+        self._features: Tensor | None = None  # of each micro-batch
+        self._products: list[Tensor] = []  # of the groups of each backward
+
     def start(self, number: int, shared: Sequence[float], *, due: bool) -> None:
         """A step starts."""
-        self._failure, self._values, self._shared, self._due = "", None, shared, due
-        self._coupling, self._products, self._number = "", [], number
-        self._version, self._is_begun = None, False
+        self._reset(number, shared, due=due)
         if due:
             if not self._training.has_all_parameters:
                 self._failure = LATER
@@ -147,9 +148,6 @@ class StepReader(Subscriber):
         if self._is_begun:
             raise GradientError(_ZEROED)
         self._is_begun = True
-        self._sizes.clear()
-        self._features = None
-        self._values = None
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A backward starts."""

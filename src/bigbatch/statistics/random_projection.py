@@ -95,8 +95,8 @@ class ProjectionProbe(Subscriber):
     def __init__(self, source: GradientSource) -> None:
         self._source = source
         self._views: dict[Tensor, Tensor] = {}  # probed parameter -> its part of `_elements`
-        self._indices: dict[Tensor, ShardIndices | None] = {}  # parameter -> `_indices_of`
-        self._layout = source.reducer.shards.layout  # layout that `_indices` belong to
+        # layout of the shards, parameter -> `_indices_of`
+        self._indices: dict[tuple[int, Tensor], ShardIndices | None] = {}
         self._elements = torch.zeros(0, dtype=torch.int8)  # assigned by `_choose_parameters`
         self._projected: list[Tensor] = []  # the projections of each micro-batch, (8,)
         self.begin()
@@ -149,15 +149,13 @@ class ProjectionProbe(Subscriber):
     def grad_projections(self) -> Tensor:
         """The projections of this rank's shards of `.grad`, (8,)."""
         self._elements.zero_()
-        if self._layout != self._source.reducer.shards.layout:
-            self._layout = self._source.reducer.shards.layout
-            self._indices.clear()
         for parameter, elements in self._views.items():
             grad = self._source.local_grad(parameter)
             if grad is not None:
-                if parameter not in self._indices:
-                    self._indices[parameter] = self._indices_of(parameter, grad.device)
-                indices = self._indices[parameter]
+                key = self._source.reducer.shards.layout, parameter
+                if key not in self._indices:
+                    self._indices[key] = self._indices_of(parameter, grad.device)
+                indices = self._indices[key]
                 head = _head(grad, self._source.reducer.shape(parameter))
                 if indices is None:
                     _write_head(elements, head)
