@@ -1,14 +1,17 @@
 """A training that diverged is called so, and an honest one never."""
 
+from pathlib import Path
+
 import pytest
 
-from bigbatch.log.history import divergence_of
+from bigbatch.log.history import History
 
 START = 2.3  # of ten classes
 
 
-def rows_of(losses, skipped=()):
-    return [{"loss": loss, "skipped": number in skipped} for number, loss in enumerate(losses)]
+def divergence_of(losses, skipped=()):
+    rows = [{"loss": loss, "skipped": number in skipped} for number, loss in enumerate(losses)]
+    return History(Path(), {}, rows).divergence
 
 
 def going(start, end, steps=100):
@@ -33,11 +36,11 @@ def going(start, end, steps=100):
     ids=range(11),
 )
 def test_an_honest_training_is_not_called_diverged(losses):
-    assert "" == divergence_of(rows_of(losses))
+    assert "" == divergence_of(losses)
 
 
 def test_first_steps_that_are_skipped_are_a_loss_scale_that_settles():
-    assert "" == divergence_of(rows_of(going(START, 0.1), skipped=range(10)))
+    assert "" == divergence_of(going(START, 0.1), skipped=range(10))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,7 @@ def test_first_steps_that_are_skipped_are_a_loss_scale_that_settles():
     ids=["far", "blown", "dead", "nan", "all nan", "skipped"],
 )
 def test_a_training_that_diverged_is_called_so_with_its_losses(losses, skipped, reason):
-    assert reason in divergence_of(rows_of(losses, skipped))
+    assert reason in divergence_of(losses, skipped)
 
 
 @pytest.mark.thorough

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bigbatch.advisor.forward_watch import ModuleCall, tensors_in
 from bigbatch.advisor.found_training import FoundTraining
 from bigbatch.advisor.loss_tape import LossTape
-from bigbatch.advisor.step_reader import StepReader, usable
+from bigbatch.advisor.step_reader import UNSEEN, StepReader, usable
 from bigbatch.advisor.time_probe import repeatable, resized
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import full_precision, sum_dtype, widest_float
@@ -122,16 +122,16 @@ class CutBatchReader(StepReader):
                 loss = tape.loss(tensors_in(again(*args, **kwargs)), end - size)
                 yield torch.autograd.grad(loss, parameters, allow_unused=True)
 
-    def _read(self, failure: str) -> tuple[GradientStatistics | None, str, Sequence[float]]:
+    def _read(self, failure: str) -> tuple[GradientStatistics | None, str]:
         own = self._sums.new_tensor([*self._shared, float(bool(self._totals))])
         values = torch.cat([own, self._sums])
         totals = self._totals or self._zeros()
         for one in (values, *totals):
             self.source.reducer.all_reduce(one)
         numbers, count = values.tolist(), len(self._shared)
-        shared, (complete, samples, k, *spreads) = numbers[:count], numbers[count:]
+        self._shared, (complete, samples, k, *spreads) = numbers[:count], numbers[count:]
         if failure or complete < self.ranks:
-            return None, failure or "the last backward of the step was not seen", shared
+            return None, failure or UNSEEN
         sqnorms = (float(total.to(self._sums).square().sum()) for total in totals)
         pairs = zip(spreads, sqnorms, strict=True)
         eps = torch.finfo(self.source.parameters[0].dtype).eps
@@ -139,4 +139,4 @@ class CutBatchReader(StepReader):
             dict(zip(self.source.parameters, pairs, strict=True)),
             lambda spread, sqnorm: from_weighted_losses(spread, sqnorm, round(k), samples, eps),
         )
-        return *usable(statistics), shared
+        return usable(statistics)

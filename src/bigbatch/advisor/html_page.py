@@ -6,17 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from html import escape
 
+from bigbatch.advisor import text_page
 from bigbatch.advisor.batch_advice import BatchAdvice
 from bigbatch.advisor.lines_to_add import lines_to_add
 from bigbatch.advisor.loss_curve import window_of
-from bigbatch.advisor.text_page import (
-    DEVICE_COLUMNS,
-    conclusion,
-    device_cells,
-    device_notes,
-    noise,
-    sections,
-)
 from bigbatch.advisor.trial_result import TrialResult, sentences
 from bigbatch.log.chart import Mark, Panel, Series
 from bigbatch.log.chart_svg import svg
@@ -38,20 +31,20 @@ def html_page(advice: BatchAdvice) -> str:
 
 
 def _body(advice: BatchAdvice) -> Iterator[str]:
-    yield f"<h1>{escape(conclusion(advice))}</h1>"
+    yield f"<h1>{escape(text_page.conclusion(advice))}</h1>"
     yield _tiles(advice)
     if advice.trial is not None:
         yield _section("Tried", sentences(advice.trial))
         yield _trial_chart(advice.trial)
-    yield _section("Noise", noise(advice))
+    yield _section("Noise", text_page.noise(advice))
     if chart := _noise_chart(advice):
         yield f"<h2>How the noise scale moved</h2>\n{chart}"
     if advice.this_machine is not None:
         yield f"<h2>Time to the same progress, by batch size</h2>\n{_time_chart(advice)}"
         yield "<h2>On more devices</h2>"
-        yield html_table(DEVICE_COLUMNS, map(device_cells, advice.devices))
-        yield from map(note, device_notes(advice))
-    yield from itertools.starmap(_section, sections(advice))
+        yield html_table(text_page.DEVICE_COLUMNS, map(text_page.device_cells, advice.devices))
+        yield from map(note, text_page.device_notes(advice))
+    yield from itertools.starmap(_section, text_page.sections(advice))
     if lines := lines_to_add(advice):
         yield "<h2>Lines to add</h2>"
     for number, (trainer, text) in enumerate(lines.items()):

@@ -5,13 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._C import (
-    _get_function_stack_at,
-    _len_torch_function_stack,
-    _pop_torch_function_stack,
-    _push_on_torch_function_stack,
-)
+from torch import _C, Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -45,7 +39,7 @@ class LossTape(TorchFunctionMode):
 
     def __init__(self, outputs: Sequence[Tensor], rows: int) -> None:
         super().__init__()
-        if _len_torch_function_stack():
+        if _C._len_torch_function_stack():
             raise GradientError("the program runs under a TorchFunctionMode (torch.device?)")
         self.is_recording = True
         self.roots: list[Node] = []  # of the backward that has begun
@@ -54,17 +48,18 @@ class LossTape(TorchFunctionMode):
         self._calls: list[RecordedCall] = []
         self._versions = {id(x): x._version for x in outputs}  # of outputs and results
         self._is_stale = False  # whether one of them was written to by what is not recorded
-        _push_on_torch_function_stack(self)
+        _C._push_on_torch_function_stack(self)
 
     def leave(self) -> None:
         """Leaves the stack of modes, wherever it is there."""
-        stack = [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
+        depth = _C._len_torch_function_stack()
+        stack = [_C._get_function_stack_at(i) for i in range(depth)]
         if self in stack:
             above = stack[stack.index(self) + 1 :]
             for _ in (self, *above):
-                _pop_torch_function_stack()
+                _C._pop_torch_function_stack()
             for mode in above:
-                _push_on_torch_function_stack(mode)
+                _C._push_on_torch_function_stack(mode)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

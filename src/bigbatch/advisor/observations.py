@@ -23,8 +23,6 @@ class Limits:
     micro_batch: tuple[int, int | None] | None = None
 
 
-NOT_ENDED = "the observation has not ended"
-
 Way = Literal["micro-batches", "groups", "cut micro-batches", "consecutive steps"]
 
 
@@ -92,7 +90,7 @@ class Observations:
     """Everything that was observed."""
 
     # why there is no advice; empty at the end of an observation that shows some
-    refusal: str = NOT_ENDED
+    refusal: str = "the observation has not ended"
     # the limit that ended the observation, "steps" or "budget"; empty if the program ended before
     ended_by: str = ""
     found: Found | None = None  # the training; None if none was found

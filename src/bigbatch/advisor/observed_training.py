@@ -91,13 +91,12 @@ class ObservedTraining:
         if not self._ends_step(optimizer):
             return False
         reading, data_seconds = self._reader.finish(), self._loaders.take_seconds()
-        if reading is None:  # a measured step finds nothing in the caches
+        if reading.shared is None:  # a measured step finds nothing in the caches
             self._optimizer_seconds.append(self._optimizers_took)
             self._data_seconds.append(data_seconds)
         self._optimizers_took = 0.0
         self._steps += 1
         if self._samples is None:
-            assert reading is not None
             self._learn(reading)
             return False
         return self._measure(self._samples, reading)
@@ -228,19 +227,17 @@ class ObservedTraining:
 
     # measuring
 
-    def _measure(self, samples: SampledSteps, reading: StepReading | None) -> bool:
+    def _measure(self, samples: SampledSteps, reading: StepReading) -> bool:
         """Takes the measurement of a step, if it has one."""
-        failure = "" if reading is None else reading.failure
-        shared = None if reading is None else reading.shared
         seconds = time.perf_counter() - self._last_end  # with those of reading it
-        coupling = self._observations.coupling or ("" if reading is None else reading.coupling)
+        failure, coupling = reading.failure, self._observations.coupling or reading.coupling
         self._observations.coupling = coupling
-        samples.end_step(seconds, shared, failed=bool(failure), is_coupled=bool(coupling))
+        samples.end_step(seconds, reading.shared, failed=bool(failure), is_coupled=bool(coupling))
         if samples.is_coupled and self._reader.way != "micro-batches":
             raise SettingError(_COUPLED.format(coupling or "the loss of another rank"))
         if failure:
             self._failures.append(failure)
-        if reading is not None and reading.measurement is not None:
+        if reading.measurement is not None:
             self._observations.measurements.append(reading.measurement)
             self._backward_samples.append(reading.samples)
             self._waits.append(self._forwards.waited)

@@ -28,19 +28,20 @@ _ZEROED = (
     "the gradients were zeroed between two backwards of one optimizer step, so it is not the step "
     "of one gradient (sharpness-aware minimization, gradient surgery, or a GradScaler that skipped)"
 )
-_UNSEEN = "the last backward of the step was not seen"
+UNSEEN = "the last backward of the step was not seen"
 
 
 @dataclass(frozen=True)
 class StepReading:
     """What a step showed."""
 
-    measurement: Measurement | None  # None if it could not be read
-    failure: str  # why; empty if there is no reason
-    backwards: int  # how many it had on this rank
-    samples: int  # of the first of these
-    shared: Sequence[float]  # sums over the ranks of the values that each has passed
-    coupling: str  # the function in which samples influence others; empty if none is known
+    measurement: Measurement | None = None  # None if it could not be read
+    failure: str = ""  # why; empty if there is no reason
+    backwards: int = 0  # how many it had on this rank
+    samples: int = 0  # of the first of these
+    # sums over the ranks of the values that each has passed; None if it was not to be read
+    shared: Sequence[float] | None = None
+    coupling: str = ""  # the function in which samples influence others; empty if none is known
 
 
 class StepReader(Subscriber):
@@ -103,10 +104,10 @@ class StepReader(Subscriber):
             self._meter.at_step(number)
             self.source.subscribe(self)
 
-    def finish(self) -> StepReading | None:
-        """Ends the step; None if it was not to be read."""
+    def finish(self) -> StepReading:
+        """Ends the step."""
         if not self._due:
-            return None
+            return StepReading()
         backwards, expected = self.source.micro_batches, self.backwards
         failure = self._failure
         if expected and backwards != expected:
@@ -114,7 +115,7 @@ class StepReader(Subscriber):
                 f"a step had {backwards} backwards, and the one before {expected}: how many a step "
                 "has must not change from step to step"
             )
-        statistics, failure, shared = self._read(failure) if expected else (None, failure, ())
+        statistics, failure = self._read(failure) if expected else (None, failure)
         measurement = None
         if statistics is not None:
             features = [] if self._features is None else self._features.tolist()
@@ -125,7 +126,7 @@ class StepReader(Subscriber):
         self.source.unsubscribe(self)
         self._meter.at_step(0, due=False)
         samples = round(self._sizes[0]) if self._sizes else 0
-        return StepReading(measurement, failure, backwards, samples, shared, self._coupling)
+        return StepReading(measurement, failure, backwards, samples, self._shared, self._coupling)
 
     def close(self) -> None:
         """Removes every hook."""
@@ -204,22 +205,22 @@ class StepReader(Subscriber):
         shared = torch.tensor(self._shared, dtype=widest_float(device), device=device)
         return self._meter.measure(sizes, shared)
 
-    def _read(self, failure: str) -> tuple[GradientStatistics | None, str, Sequence[float]]:
-        """The statistics, the reason if there are none, and the shared sums."""
+    def _read(self, failure: str) -> tuple[GradientStatistics | None, str]:
+        """The statistics, and the reason if there are none; sums what is shared."""
         if self._values is None and self.ranks > 1:
             self._values = self._measure(None)  # for the other ranks, which wait
         if self._values is None:
-            return None, failure or _UNSEEN, self._shared
+            return None, failure or UNSEEN
         values = self._values.tolist()
-        shared = values[: len(self._shared)]
+        self._shared = values[: len(self._shared)]
         if failure:
-            return None, failure, shared
+            return None, failure
         try:
             with warnings.catch_warnings(action="ignore"):  # which are for loops with a meter
                 statistics = self._meter.statistics(self._meter.totals(values))
         except GradientError as error:
-            return None, reason_of(error), shared
-        return *usable(statistics), shared
+            return None, reason_of(error)
+        return usable(statistics)
 
     def _by_layer(
         self,
@@ -285,13 +286,12 @@ class ConsecutiveStepsReader(StepReader):
             sums, lambda dot, difference: GradientStatistics(dot, n * difference / 2, 2 * n, 2)
         )
 
-    def _read(self, failure: str) -> tuple[GradientStatistics | None, str, Sequence[float]]:
+    def _read(self, failure: str) -> tuple[GradientStatistics | None, str]:
         if failure:
             self._first = {}
-            return None, failure, self._shared
-        if self._pair is None:
-            return None, "", self._shared  # the first step of a pair
-        return *usable(self._pair), self._shared
+        if failure or self._pair is None:  # the first step of a pair
+            return None, failure
+        return usable(self._pair)
 
 
 def reason_of(error: Exception) -> str:

@@ -38,36 +38,6 @@ def measured_rows(rows: list[Row]) -> list[Row]:
     ]
 
 
-def divergence_of(rows: Sequence[Row]) -> str:
-    """How a training diverged, in words; "" where it did not.
-
-    `first` is the loss of the initial weights, `end` the median loss of the last tenth of all
-    steps. A training has diverged where
-
-        half of the last tenth was skipped or has no finite loss, or
-        end > 2 first + 1, or
-        any loss > 3 first + 1, and end >= first: it blew up and did not recover
-
-    A training that learns nothing, or forgets a little of its initial weights, has not diverged:
-    its loss stays near the first, or small.
-    """
-    if not rows:
-        return ""
-    last_rows = rows[-max(_MIN_LAST_STEPS, len(rows) // 10) :]
-    finite = [row["loss"] for row in last_rows if row["loss"] is not None and not row["skipped"]]
-    if 2 * len(finite) <= len(last_rows):
-        not_finite, steps = len(last_rows) - len(finite), len(last_rows)
-        return f"{not_finite} of its last {steps} steps had no finite gradient"
-    first, end = rows[0]["loss"], median(finite)
-    if first is None:
-        return ""
-    peak = max(row["loss"] for row in rows if row["loss"] is not None)
-    blew_up = peak > _PEAK_FACTOR * first + _OFFSET and end >= max(first, _HARMLESS_LOSS)
-    if first > 0 and (end > _END_FACTOR * first + _OFFSET or blew_up):
-        return f"its loss began at {first:.3g}, rose to {peak:.3g} and ended at {end:.3g}"
-    return ""
-
-
 @dataclass(frozen=True)
 class History:
     """The log and the settings of one run."""
@@ -127,16 +97,43 @@ class History:
         return float((self.rows[-1]["samples"] - skipped_samples) / self.steps)
 
     @property
+    def _last_tenth(self) -> list[Row]:
+        return self.rows[-max(_MIN_LAST_STEPS, len(self.rows) // 10) :]
+
+    @property
     def final_loss(self) -> float | None:
         """Mean loss of a sample over the last tenth of the steps; None where none is known."""
-        last = self.rows[-max(_MIN_LAST_STEPS, len(self.rows) // 10) :]
-        known = [(row["loss"], row["batch_size"]) for row in last if row["loss"] is not None]
+        losses = [(row["loss"], row["batch_size"]) for row in self._last_tenth]
+        known = [pair for pair in losses if pair[0] is not None]
         return fmean(*zip(*known, strict=True)) if known else None
 
     @property
     def divergence(self) -> str:
-        """How the run diverged, in words; "" where it did not."""
-        return divergence_of(self.rows)
+        """How the run diverged, in words; "" where it did not.
+
+        `first` is the loss of the initial weights, `end` the median loss of the last tenth of all
+        steps. A training has diverged where
+
+            half of the last tenth was skipped or has no finite loss, or
+            end > 2 first + 1, or
+            any loss > 3 first + 1, and end >= first: it blew up and did not recover
+
+        A training that learns nothing, or forgets a little of its initial weights, has not
+        diverged: its loss stays near the first, or small.
+        """
+        last = self._last_tenth
+        finite = [row["loss"] for row in last if row["loss"] is not None and not row["skipped"]]
+        if last and 2 * len(finite) <= len(last):
+            missing = len(last) - len(finite)
+            return f"{missing} of its last {len(last)} steps had no finite gradient"
+        if not last or self.rows[0]["loss"] is None:
+            return ""
+        first, end = self.rows[0]["loss"], median(finite)
+        peak = max(row["loss"] for row in self.rows if row["loss"] is not None)
+        blew_up = peak > _PEAK_FACTOR * first + _OFFSET and end >= max(first, _HARMLESS_LOSS)
+        if first > 0 and (end > _END_FACTOR * first + _OFFSET or blew_up):
+            return f"its loss began at {first:.3g}, rose to {peak:.3g} and ended at {end:.3g}"
+        return ""
 
     @property
     def scored_rows(self) -> list[Row]:

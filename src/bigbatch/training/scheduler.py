@@ -5,17 +5,8 @@ import warnings
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    CosineAnnealingLR,
-    LambdaLR,
-    LRScheduler,
-    OneCycleLR,
-    PolynomialLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
 
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.optim.learning_rates import rates_of
@@ -241,7 +232,7 @@ class RateFunction(LambdaLR):
 
 
 def _require_advanceable(scheduler: object, optimizer: Optimizer) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         raise SettingError(
             "ReduceLROnPlateau needs a metric at every step; call its step(metric) in your own "
             "loop and leave scheduler=None"
@@ -259,11 +250,11 @@ def _require_advanceable(scheduler: object, optimizer: Optimizer) -> None:
 
 def _has_ended(scheduler: LRScheduler) -> bool:
     """Whether the next tick would move it beyond its end; False if it stays there by itself."""
-    if isinstance(scheduler, OneCycleLR):
+    if isinstance(scheduler, lr_scheduler.OneCycleLR):
         return bool(scheduler.last_epoch >= scheduler.total_steps - 1)
-    if isinstance(scheduler, CosineAnnealingLR):
+    if isinstance(scheduler, lr_scheduler.CosineAnnealingLR):
         return bool(scheduler.last_epoch >= scheduler.T_max)
-    if isinstance(scheduler, SequentialLR):
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
         return _has_ended(scheduler._schedulers[-1])
     if isinstance(scheduler, ChainedScheduler):
         return any(map(_has_ended, scheduler._schedulers))
@@ -276,22 +267,22 @@ def total_ticks(scheduler: LRScheduler) -> int | None:
     Example:
         >>> from torch import nn, optim
         >>> optimizer = optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-        >>> total_ticks(OneCycleLR(optimizer, 0.1, total_steps=40))
+        >>> total_ticks(lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40))
         40
     """
     if isinstance(scheduler, ChainedScheduler):
         return min(filter(None, map(total_ticks, scheduler._schedulers)), default=None)
-    if isinstance(scheduler, SequentialLR):
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
         last = total_ticks(scheduler._schedulers[-1])
         return None if last is None else scheduler._milestones[-1] + last
     if isinstance(scheduler, LambdaLR):  # Hugging Face's are partials
         keywords = getattr(scheduler.lr_lambdas[0], "keywords", {})
         return keywords.get("num_training_steps")
-    if isinstance(scheduler, OneCycleLR):
+    if isinstance(scheduler, lr_scheduler.OneCycleLR):
         return scheduler.total_steps
-    if isinstance(scheduler, CosineAnnealingLR):
+    if isinstance(scheduler, lr_scheduler.CosineAnnealingLR):
         return scheduler.T_max
-    return scheduler.total_iters if isinstance(scheduler, PolynomialLR) else None
+    return scheduler.total_iters if isinstance(scheduler, lr_scheduler.PolynomialLR) else None
 
 
 def _count(scheduler: LRScheduler) -> int:
