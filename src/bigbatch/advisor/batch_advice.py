@@ -264,7 +264,7 @@ class BatchAdvice:
         present = observed if is_own else -(-observed // devices) * devices  # as many on each
         one, cluster = self._cluster(1), self._cluster(devices)
         best, low, high = (self.fastest(value, devices) for value in (scale, trend.low, trend.high))
-        if leaves or cluster.is_fast(present, scale, self._most):
+        if leaves or present in cluster.fast_sizes(scale, self._most, present):
             best, low, high = present, min(low, present), max(high, present)
         seconds = cluster.relative_seconds(best, scale)
         return DeviceAdvice(

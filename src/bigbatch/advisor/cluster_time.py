@@ -78,13 +78,10 @@ class ClusterTime:
 
         Of 2^i and 3 2^i samples a device, at most `most`.
         """
-        return min(self._fast_sizes(noise_scale, most))
+        return min(self.fast_sizes(noise_scale, most))
 
-    def is_fast(self, batch_size: int, noise_scale: float, most: float) -> bool:
-        """Whether the time of this batch size is at most 5 % above the least of those."""
-        return batch_size in self._fast_sizes(noise_scale, most, batch_size)
-
-    def _fast_sizes(self, noise_scale: float, most: float, *more: int) -> list[int]:
+    def fast_sizes(self, noise_scale: float, most: float, *more: int) -> list[int]:
+        """Those of these sizes, and of some more, whose time is at most 5 % above the least."""
         sizes = [self.devices * (base << i) for i in range(40) for base in (1, 3)]
         fitting = [*more, *(n for n in sizes if n <= max(most, self.devices))]
         seconds = {size: self.relative_seconds(size, noise_scale) for size in fitting}

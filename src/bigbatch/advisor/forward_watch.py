@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
@@ -205,13 +205,9 @@ class ForwardWatch:
             kind = first.device.type
             enabled = torch.is_autocast_enabled(kind)
             dtype = torch.get_autocast_dtype(kind) if enabled else None
-            own_args, own_kwargs = tree_map(_detached, (args, kwargs))
+            own_args, own_kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             self._inputs.append(Input(first, first._version))
             lengths = tuple(dict.fromkeys(map(len, tensors)))
             self.last = ModuleCall(module, own_args, own_kwargs, first.shape, dim, lengths, dtype)
         if self.after_forward is not None:
             self.after_forward(module, args, kwargs, output)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

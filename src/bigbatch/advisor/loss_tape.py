@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import _C, Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from bigbatch.advisor.forward_watch import tensors_in
 from bigbatch.errors import GradientError
@@ -118,9 +118,7 @@ class LossTape(TorchFunctionMode):
         pairs = [(x, values[id(x)]) for x in tensors_in(call.arguments) if id(x) in values]
         lengths = {len(old): len(new) for old, new in pairs if old.dim() and len(old) != len(new)}
 
-        def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def cut(leaf: Tensor) -> Tensor:
             if id(leaf) in values:
                 return values[id(leaf)]
             if leaf.requires_grad or leaf._version != call.versions[id(leaf)]:
@@ -133,4 +131,4 @@ class LossTape(TorchFunctionMode):
                 return leaf
             return leaf.narrow(0, first * len(leaf) // self.rows, length)
 
-        return tree_map(cut, call.arguments)
+        return tree_map_only(Tensor, cut, call.arguments)

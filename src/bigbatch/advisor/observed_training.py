@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from statistics import median, mode
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -325,8 +325,8 @@ class ObservedTraining:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             autocast="" if call.autocast_dtype is None else str(call.autocast_dtype)[6:],
             scaler=training.caller.scaler is not None,
-            lr={
-                name: _each_once(_rate(g) for g in groups if "lr" in g)
+            lr={  # which a schedule multiplies
+                name: _each_once(float(g.get("initial_lr", g["lr"])) for g in groups if "lr" in g)
                 for name, groups in training.groups.items()
             },
             betas=_each_once(tuple(map(float, g["betas"])) for g in groups if g.get("betas")),
@@ -377,11 +377,6 @@ class ObservedTraining:
                 "it is measured where one call of the model has a backward's samples"
             )
         return probe(call, count.samples / count.rows, copies=not is_last)
-
-
-def _rate(group: dict[str, Any]) -> float:
-    """The learning rate that a schedule multiplies."""
-    return float(group.get("initial_lr", group["lr"]))
 
 
 def _each_once(values: Iterable[Value]) -> tuple[Value, ...]:

@@ -60,10 +60,8 @@ class Pairing:
         """The measurement of the joined groups; None if its groups are not known."""
         if len(measurement.products) != len(self.labels):
             return None
-        products, members = (
-            np.array(measurement.products),
-            np.equal.outer(np.unique(self.labels), self.labels),
-        )
+        products = np.array(measurement.products)
+        members = np.equal.outer(np.unique(self.labels), self.labels)
         joined = members @ products @ members.T
         ratio = _variance(joined) / (_variance(products) or 1.0)
         one = measurement.statistics

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from bigbatch.advisor.forward_watch import ModuleCall, tensors_in
 from bigbatch.policies.step_time import StepTime, TimedSize
@@ -79,14 +79,13 @@ def resized(call: ModuleCall, samples: int, first: int = 0) -> tuple[Any, Any]:
     """The call's arguments, cut or repeated along their samples, from the first one of a part."""
     own = call.samples
 
-    def resize(leaf: Any) -> Any:
-        shape = leaf.shape if isinstance(leaf, Tensor) else ()
-        dim = next((d for d in (call.dim, 0) if shape[d : d + 1] == (own,)), None)
+    def resize(leaf: Tensor) -> Tensor:
+        dim = next((d for d in (call.dim, 0) if leaf.shape[d : d + 1] == (own,)), None)
         if dim is None:
             return leaf
         return torch.cat([leaf] * -(-samples // own), dim).narrow(dim, first, samples)
 
-    return tree_map(resize, (call.args, call.kwargs))  # type: ignore[no-any-return]
+    return tree_map_only(Tensor, resize, (call.args, call.kwargs))  # type: ignore[no-any-return]
 
 
 class _Backward:
@@ -126,17 +125,16 @@ def _fit(one: _Backward, sizes: Sequence[int], samples_per_row: float) -> StepTi
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> float:
-    synchronize(device)
-    began = time.perf_counter()
+    began = _time_on(device)
     run()
-    synchronize(device)
-    return time.perf_counter() - began
+    return _time_on(device) - began
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
+def _time_on(device: torch.device) -> float:
+    """The time at which the device has done what it was given, which is waited for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _bytes_kept(one: _Backward) -> float:

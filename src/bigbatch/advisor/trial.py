@@ -13,6 +13,7 @@ from statistics import mode
 
 import numpy as np
 
+from bigbatch.advisor.advise import parse_seconds
 from bigbatch.advisor.advised_settings import BATCH_FACTOR, LR_FACTOR
 from bigbatch.advisor.batch_advice import BatchAdvice
 from bigbatch.advisor.loss_curve import FULL, Gain, LossCurve, gain
@@ -34,9 +35,8 @@ class TrialLimits:
     """How long an advice is tried."""
 
     seconds: float  # of training in each process
-    samples: (
-        int | None
-    )  # likewise, samples; None for as many as were observed, or a full comparison
+    # likewise, samples; None for as many as were observed, or a full comparison
+    samples: int | None
     seeds: int  # runs at each batch size
     folder: Path  # for the runs
 
@@ -61,8 +61,6 @@ def new_folder(name: str) -> Path:
 
 def parse_limit(text: str | None) -> tuple[float, int | None]:
     """Seconds and samples of "30s", of "20000" or of None, the default."""
-    from bigbatch.advisor.advise import parse_seconds
-
     if text is None:
         return _MOST_SECONDS, None
     if re.fullmatch(r"[1-9][0-9]*", text):

@@ -34,10 +34,8 @@ class TrialRanks:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
-        self.rank, self.ranks = (
-            int(environment.get("RANK", 0)),
-            int(environment.get("WORLD_SIZE", 1)),
-        )
+        self.rank = int(environment.get("RANK", 0))
+        self.ranks = int(environment.get("WORLD_SIZE", 1))
         self._runs = 0
         self._store: Any = None
         if self.ranks == 1:

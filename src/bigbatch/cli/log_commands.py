@@ -78,13 +78,8 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        type=expanded_path,
-        help="folder of a log, or of such folders",
-    )
+    folder = "folder of a log, or of such folders"
+    add("runs", nargs="+", metavar="RUN", type=expanded_path, help=folder)
     if name in _OUT:
         add("-o", "--out", type=expanded_path, help=f"{_OUT[name]}; replaces only bigbatch's own")
     if name == "replay":

@@ -344,7 +344,8 @@ class RunLog:
         if self._length < size:
             os.truncate(self.metrics, self._length)
         self._lost_step = self._step
-        self._unwritten = deque(line for line in self._unwritten if _is_step(line))
+        # without scores, whose steps are lost
+        self._unwritten = deque(x for x in self._unwritten if x.startswith(b'{"schema"'))
         warnings.warn(
             f"{self.metrics} has {size:,} of the {written:,} bytes that were written: another "
             f"program deleted or truncated it, and rows up to step {self._step} are lost; restore "
@@ -427,11 +428,6 @@ def settings_json(settings: Mapping[str, Any]) -> bytes:
         "machine": platform.platform(),
     }
     return dumps(document, indent=1).encode() + b"\n"
-
-
-def _is_step(line: bytes) -> bool:
-    """Whether a line is the row of a step, and not scores after it."""
-    return line.startswith(b'{"schema"')
 
 
 def _numbers(scores: Mapping[str, Value]) -> dict[str, float | None]:
