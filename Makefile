@@ -99,7 +99,7 @@ bench: $(READY)  ## what measuring and scaling cost, as ratios of one run
 	$(BIN)/python -m studies.measure_cost
 	$(BIN)/python -m studies.optimizer_cost
 
-figure: $(RUN)  ## the README's figure, from a new digits study
+figure: $(RUN)  ## the figure of docs/recipes/digits.md, from a new digits study
 	$(BIN)/bigbatch train --runs-dir .figure --quiet
 	$(BIN)/bigbatch report .figure/* -o docs/digits.svg
 	rm -r .figure

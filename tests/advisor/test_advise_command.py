@@ -233,7 +233,7 @@ def test_the_example_of_the_readme_has_advice(tmp_path):
     done = run(sys.executable, "-m", "bigbatch", "advise", *options, example, OMP_NUM_THREADS="1")
     assert 0 == done.returncode
     found = json.loads(page.read_text())
-    assert ("SGD", 16, "groups") == tuple(
+    assert ("SGD", 8, "groups") == tuple(
         found["found"][name] for name in ("optimizer", "batch_size", "way")
     )
     assert [1, 8, 64, 512] == [row["devices"] for row in found["devices"]]

@@ -31,6 +31,7 @@ EXAMPLES = {
     "accelerate_fashion_mnist": Example(ACCURACY, at_least=0.8, data="fashion-mnist"),
     "deepspeed_fashion_mnist": Example(ACCURACY, at_least=0.8, data="fashion-mnist"),
     "digits": Example(ACCURACY, at_least=0.9),
+    "digits_adaptive": Example(ACCURACY, at_least=0.9),
     "lightning_fashion_mnist": Example(ACCURACY, at_least=0.8, data="fashion-mnist"),
     "transformers_wikitext": Example(r"'loss': '?(\d\.\d+)", at_most=3.5, data="wikitext-2"),
 }

@@ -130,8 +130,9 @@ def _trial_chart(result: TrialResult) -> str:
         lines.append(Series(name, seconds.tolist(), losses.tolist(), style=style))
     is_log = all(value > 0 for line in lines for value in line.y)
     label = f"training loss, means over {window:,.0f} samples"
-    panel = Panel(label, "seconds of training", lines, y_log=10 if is_log else None, size=_SIZE)
-    return svg([panel], titles=False)
+    base = 10 if is_log else None
+    panel = Panel(label, "seconds of training", lines, y_label=label, y_log=base, size=_SIZE)
+    return svg([panel], titles=False, key=True)
 
 
 def _time_chart(advice: BatchAdvice) -> str:

@@ -223,7 +223,9 @@ class ObservedTraining:
             self._reader.samples_per_row = self._count.samples / self._count.rows
         limit = math.inf if self._limits.seconds is None else self._limits.seconds
         elapsed = time.perf_counter() - self._began
-        self._samples = SampledSteps(limit - elapsed, pair=way == "consecutive steps")
+        self._samples = SampledSteps(
+            limit - elapsed, self._limits.steps, pair=way == "consecutive steps"
+        )
 
     # measuring
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 _SHARE = 0.04  # of the time that measuring may take; other steps pay up to 1 % more
-_FREE_SECONDS = 3.0  # of measuring at the start, in which the share is
-_FIRST_SHARE = 4.0
+_FREE_SECONDS = 6.0  # of measuring beyond that, spread evenly over the observed steps
+_STEPS = 2000  # over which, if nothing limits them
 _FIRST = 2  # measured steps that compile and fill caches
 _TIMED = 8  # unmeasured steps that a median needs
 _KEPT = 64
@@ -17,23 +17,23 @@ _KEPT = 64
 class SampledSteps:
     """Chooses the steps that are measured, the same ones on every rank.
 
-        c = median of (seconds of a measured step / median seconds of others) - 1
-        n = c / share, rounded up
+        n = e / (share x seconds of other steps + 6 s / observed steps), rounded up
 
-    The share is 4 %, after the first three seconds of measuring, in which it may take four times as
-    long as other steps: a training of short steps then shows its noise soon. A rank's own times are
-    summed over the ranks together with the measurement, so all know the same when they choose.
+    e is the median of what a measured step takes beyond another one. The share is 4 %; the 6 s show
+    the noise of short steps. A rank's own times are summed over the ranks together with the
+    measurement, so all know the same when they choose.
     """
 
-    def __init__(self, seconds: float, *, pair: bool = False) -> None:
+    def __init__(self, seconds: float, steps: int | None = None, *, pair: bool = False) -> None:
         self._limit, self._began = seconds, time.perf_counter()
+        self._free = _FREE_SECONDS / (steps or _STEPS)
         self._span = 2 if pair else 1
         self._plain: deque[float] = deque(maxlen=_KEPT)  # seconds of steps that were not measured
         self._spans: deque[float] = deque(maxlen=self._span)  # seconds of the last measured steps
         self._ratio = self._extra = 0.0  # of these on average, and of the last one
-        self._spent = 0.0  # seconds of measuring, of all ranks on average
         self._first = _FIRST  # measured steps that are still left out
         self._ratios: deque[float] = deque(maxlen=_KEPT)  # of all ranks
+        self._extras: deque[float] = deque(maxlen=_KEPT)  # likewise, seconds
         self.failed = 0  # measured steps in a row that failed on some rank
         # whether the last measured step failed on this rank, and whether samples influence others
         self._flags = (0.0, 0.0)
@@ -97,15 +97,17 @@ class SampledSteps:
     def _learn(self, shared: Sequence[float]) -> None:
         ranks, ratio, extra, elapsed, failures, coupled = shared
         self.is_coupled = coupled > 0
-        self._spent += extra / ranks
         self.timed_out = elapsed / ranks > self._limit
         self.failed = self.failed + 1 if failures else 0
         if ratio and self._first:
             self._first -= 1
         elif ratio:
             self._ratios.append(ratio / ranks)
+            self._extras.append(max(0.0, extra / ranks))
         if not self._ratios or len(self._plain) < _TIMED:
             return
-        cost = max(0.0, median(self._ratios) - 1)
-        share = _FIRST_SHARE if self._spent < _FREE_SECONDS else _SHARE
-        self._interval = max(1, math.ceil(cost / share))
+        cost, extra = max(0.0, median(self._ratios) - 1), median(self._extras)
+        if not cost or not extra:
+            self._interval = 1
+            return
+        self._interval = math.ceil(1 / (_SHARE / cost + self._free / extra))

@@ -24,6 +24,7 @@ T = TypeVar("T")
 TEXT = 11.5  # font size, as in chart.css
 EDGE = 8  # width of the empty edge of a chart
 TITLE, _TICKS, _AXIS_LABEL = 19, 20, 16  # heights of lines of text
+_MANY = 200  # points of which each is transparent
 _KEY_LINE = 19
 _TICK_PITCH = 55, 34  # least distance of ticks of the x and the y axis
 _GAP = 14  # between charts
@@ -290,9 +291,10 @@ class _PanelDrawing:
         if not self._is_shown((one.x[place], one.y[place])):
             return ""
         x, y = self._inside(one.x[place], one.y[place])
-        hollow = " hollow" if one.hollow and one.hollow[place] else ""
+        kind = " hollow" if one.hollow and one.hollow[place] else ""
+        kind += " many" * (len(one.x) > _MANY)
         note = f"<title>{escape(one.notes[place])}</title>" if one.notes else ""
-        return f'<path class="marker{hollow}" d="M{x:.1f} {y:.1f}{path}">{note}</path>'
+        return f'<path class="marker{kind}" d="M{x:.1f} {y:.1f}{path}">{note}</path>'
 
     def _number(self, one: Series) -> int:
         return self._styles[one.name] if one.style is None else one.style
