@@ -30,10 +30,10 @@ class SampledSteps:
         self._span = 2 if pair else 1
         self._plain: deque[float] = deque(maxlen=_KEPT)  # seconds of steps that were not measured
         self._spans: deque[float] = deque(maxlen=self._span)  # seconds of the last measured steps
-        self._ratio = self._extra = 0.0  # of these on average, and of the last one
+        # seconds of other steps, and what the last measured ones took beyond that on average
+        self._cost = (0.0, 0.0)
         self._first = _FIRST  # measured steps that are still left out
-        self._ratios: deque[float] = deque(maxlen=_KEPT)  # of all ranks
-        self._extras: deque[float] = deque(maxlen=_KEPT)  # likewise, seconds
+        self._extras: deque[float] = deque(maxlen=_KEPT)  # e, of all ranks
         self.failed = 0  # measured steps in a row that failed on some rank
         # whether the last measured step failed on this rank, and whether samples influence others
         self._flags = (0.0, 0.0)
@@ -56,11 +56,11 @@ class SampledSteps:
     def shared(self) -> tuple[float, ...]:
         """What this rank tells the others at a measured step.
 
-        1, the cost of the last one as a ratio and in seconds, seconds so far, its failure, and
-        whether samples influence each other.
+        1, seconds of other steps, what the last one took beyond that, seconds so far, its failure,
+        and whether samples influence each other.
         """
         elapsed = time.perf_counter() - self._began
-        return 1.0, self._ratio, self._extra, elapsed, *self._flags
+        return 1.0, *self._cost, elapsed, *self._flags
 
     def end_step(
         self,
@@ -87,27 +87,21 @@ class SampledSteps:
             self._flags = float(failed), float(is_coupled)
             if seconds and self._plain:
                 self._spans.append(seconds)  # of a pair the second one may take longer
-                self._ratio = mean(self._spans) / self.seconds
-                self._extra = seconds - self.seconds
+                self._cost = self.seconds, mean(self._spans) - self.seconds
             if shared is not None:
                 self._learn(shared)
         if self._count >= self._interval * self._span:
             self._count = 0
 
     def _learn(self, shared: Sequence[float]) -> None:
-        ranks, ratio, extra, elapsed, failures, coupled = shared
+        ranks, plain, extra, elapsed, failures, coupled = shared
         self.is_coupled = coupled > 0
         self.timed_out = elapsed / ranks > self._limit
         self.failed = self.failed + 1 if failures else 0
-        if ratio and self._first:
+        if plain and self._first:
             self._first -= 1
-        elif ratio:
-            self._ratios.append(ratio / ranks)
+        elif plain:
             self._extras.append(max(0.0, extra / ranks))
-        if not self._ratios or len(self._plain) < _TIMED:
-            return
-        cost, extra = max(0.0, median(self._ratios) - 1), median(self._extras)
-        if not cost or not extra:
-            self._interval = 1
-            return
-        self._interval = math.ceil(1 / (_SHARE / cost + self._free / extra))
+        if self._extras and len(self._plain) >= _TIMED:
+            share = _SHARE * plain / ranks + self._free  # seconds of measuring a step
+            self._interval = max(1, math.ceil(median(self._extras) / share))
