@@ -106,15 +106,15 @@ def assert_left(advice):
     assert ({}, {1.0}) == (lines_to_add(advice), {*found["lr_factors"].values()})
     assert [[*pair] for pair in advice.found.betas] == [[*pair] for pair in found["betas"]]
     page = html_page(advice)
-    assert f"<strong>{present:,}</strong>batch, as it is" in page
-    assert "<strong>x 1</strong>learning rate" in page
+    assert f"<span>batch</span><strong>{present:,}</strong><span>as it is</span>" in page
+    assert "<span>learning rate</span><strong>x 1</strong>" in page
     for text in (str(advice), page):
         assert "learning rate as it is" in text
         assert not re.search(r"learning rate for|Lines to add|advised \d", text)
 
 
-@pytest.mark.parametrize("fixed", [0.03, 0.05, 0.07])
-def test_a_batch_within_a_factor_of_two_is_left(fixed):
+@pytest.mark.parametrize("fixed", [0.02, 0.025, 0.03])
+def test_a_batch_within_ten_percent_of_the_least_time_is_left(fixed):
     advice = advice_of(steady(64.0), machine(fixed=fixed))
     assert advice.leaves_batch
     assert "Leave it at 64: the fastest batch, " in conclusion(advice)
@@ -142,7 +142,7 @@ def test_a_batch_that_is_not_slower_than_any_other_by_five_percent_is_left(scale
 
 
 @pytest.mark.parametrize("fixed", [0.0004, 0.1])
-def test_a_batch_beyond_a_factor_of_two_is_not_left(fixed):
+def test_a_batch_that_is_slower_by_more_is_not_left(fixed):
     advice = advice_of(steady(64.0), machine(fixed=fixed))
     assert not advice.leaves_batch
     assert "Leave it" not in str(advice)
@@ -464,7 +464,8 @@ def test_each_of_two_optimizers_has_its_rate():
     assert "bigbatch, measuring" not in lines
     for name, factor in found["lr_factors"].items():
         assert f"learning rate of {name} for {batch}: x {factor:.3g} (" in str(advice)
-        assert f"x {factor:.3g}</strong>learning rate of {name}" in page
+        tile = f"<span>learning rate</span><strong>x {factor:.3g}</strong><span>of {name}</span>"
+        assert tile in page
         assert f"{name} lr={', '.join(f'{lr * factor:.3g}' for lr in rates[name])}" in page
 
 

@@ -34,8 +34,8 @@ class Tile(NamedTuple):
 def tiles(facts: Iterable[Tile]) -> str:
     """Facts side by side."""
     parts = (
-        f'<div class="tile {one.color}"><span>{escape(one.name)}</span><b>{escape(one.value)}</b>'
-        f"<span>{escape(one.note)}</span></div>"
+        f'<div class="tile {one.color}"><span>{escape(one.name)}</span>'
+        f"<strong>{escape(one.value)}</strong><span>{escape(one.note)}</span></div>"
         for one in facts
     )
     return f'<div class="tiles">{"".join(parts)}</div>'
