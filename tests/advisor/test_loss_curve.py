@@ -81,6 +81,9 @@ def test_losses_that_no_longer_fall_are_compared_where_they_fell():
     found = [gain(early(16, 1.0, i), early(64, 1.3, 50 + i)).samples for i in range(20)]
     assert 1.3 == pytest.approx(np.median(found), rel=0.05)
     assert 1.1 < min(found) <= max(found) < 1.5
+    one, steps = curve(500, 0.001), np.arange(40)
+    short = replace(one, losses=np.maximum(1 - steps / 16, 0.2) + steps / 1000)
+    assert "fell early" in gain(short, short)
 
 
 def test_a_fast_start_is_no_sum_over_samples():

@@ -108,6 +108,11 @@ FAILURES = {
     "    def step(self):\n"
     "        for p in self.param_groups[0]['params']: p.data -= 0.001 * p.grad\n"
     "optimizer = Own(model.parameters())\n" + LOADER,
+    "is set during its step": "class Own(torch.optim.SGD):\n"
+    "    def step(self, closure=None):\n"
+    "        self.param_groups[0]['lr'] *= 0.999\n"
+    "        for p in self.param_groups[0]['params']: p.data -= 0.001 * p.grad\n"
+    "optimizer = Own(model.parameters(), lr=0.001)\n" + LOADER,
 }
 
 
@@ -121,6 +126,23 @@ def test_what_cannot_be_compared_says_why(tmp_path, reason, monkeypatch):
     assert 1 == status
     assert reason in page["trial"]["failure"]
     assert reason in output
+
+
+@pytest.mark.thorough
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, page = try_program(tmp_path, LOADER, "--try-in", tmp_path / "file" / "tried")
+    assert 1 == status
+    assert "--try-in names another folder" in page["trial"]["failure"]
+
+
+@pytest.mark.thorough
+def test_a_trial_that_is_stopped_names_its_folder_and_leaves_no_process(tmp_path):
+    stop = "if factor: os.kill(os.getppid(), 15); time.sleep(60)\n"
+    status, output, _ = try_program(tmp_path, stop + LOADER)
+    assert 130 == status
+    assert f"Its folder can be deleted: {tmp_path / 'tried'}" in output
+    assert str(tmp_path / "tried" / "batch-4-seed0") not in run("ps", "axww").stdout
 
 
 @pytest.mark.thorough

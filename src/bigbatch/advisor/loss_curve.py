@@ -85,7 +85,9 @@ def gain(present: LossCurve, tried: LossCurve) -> Gain | str:
         return "the loss did not fall by more than its noise; --try-for makes runs longer"
     if not all(_falls(losses[len(losses) // 2 :], _LIKELY) for *_, losses in both):
         half = window * min(len(losses) for *_, losses in both) / 2
-        return gain(present.until(half), tried.until(half))
+        earlier = gain(present.until(half), tried.until(half))
+        is_early = isinstance(earlier, str)
+        return "the loss fell early alone, in too few steps to compare" if is_early else earlier
     falling = [_falling(*one) for one in both]
     slow = max((0, 1), key=lambda i: falling[i][2][-1])
     seconds, _, losses = falling[slow]

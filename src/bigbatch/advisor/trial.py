@@ -126,7 +126,8 @@ def try_advice(
             return result
         result.gains.append(compared)
     factors = [advice.lr_factor(tried, name) for name in found.optimizers]
-    if not any(rates_follow(*result.curves[:2], factor) for factor in factors):
+    first, second, *_ = result.curves
+    if not any(rates_follow(first, second, factor) for factor in factors):
         result.doubts.append(
             "the learning rates of the runs differ otherwise than advised, since a schedule or "
             f"warm-up counts steps; divide its steps by {BATCH_FACTOR} of the environment"
@@ -162,7 +163,7 @@ class _Runs:
         self._ranks = ranks
         observed = advice.observations.steps * advice.found.batch_size
         self._samples = limits.samples or max(observed, FULL * tried)
-        self._rows = 0  # of a step of the present batch size, which comes first
+        self._rows = 0.0  # of a step of the present batch size, which comes first
 
     def run(self, batch: int, micro: int, seed: int) -> LossCurve:
         """The losses of a run, which its folder keeps as a log.
@@ -172,7 +173,12 @@ class _Runs:
         """
         found, limits, program = self._advice.found, self._limits, self._program
         folder = limits.folder / f"batch-{batch}-seed{seed}"
-        folder.mkdir(parents=True)
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise SettingError(
+                f"{folder} cannot be made: {error.strerror}; --try-in names another folder"
+            ) from None
         own = {found.micro_batch, found.micro_batch * found.accumulation}
         trial = Trial(
             target=program.target,

@@ -114,7 +114,7 @@ def _scale_loaders(sizes: dict[int, int]) -> None:
             size = getattr(sampler, "batch_size", None)
             if (new := scaled(size)) != size:
                 with suppress(AttributeError):  # it cannot be set
-                    sampler.batch_size = new  # type: ignore[union-attr]
+                    sampler.batch_size = new
         make(self, dataset, scaled(batch_size), *args, **kw)
 
     DataLoader.__init__ = init  # type: ignore[method-assign]
@@ -152,7 +152,7 @@ class TrialSteps:
         self._file = open(trial.losses, "w")  # noqa: PTH123, SIM115  # before the hook refuses it
         self._clock: Optimizer | None = None
         self._stepping: list[Optimizer] = []  # whose steps have begun, the outermost first
-        self._rates: dict[int, Any] = {}  # those of groups that are scaled now
+        self._rates: dict[int, Any] = {}  # own and scaled, of groups that are scaled now
         self._losses: list[Tensor] = []  # of the backwards of this step
         self._unscaled: dict[int, Tensor] = {}  # losses by what a GradScaler has made of them
         self._rows = self._seen = 0  # of the model's first tensor, in this step and in all
@@ -207,18 +207,27 @@ class TrialSteps:
                     f"{name} has no lr in its parameter groups that a trial could scale; write "
                     "bb.advised_lr(RATE) where it gets its rate"
                 )
-            self._rates[id(group)] = group["lr"]
-            group["lr"] = group["lr"] * scale
+            scaled = group["lr"] * scale
+            self._rates[id(group)] = group["lr"], scaled
+            group["lr"] = scaled
 
     def _leave(self, optimizer: Optimizer) -> None:
         places = [i for i, other in enumerate(self._stepping) if other is optimizer]
         if not places:
             return
+        are_kept = True
         for inner in self._stepping[places[0] :]:
             for group in inner.param_groups:
                 if id(group) in self._rates:
-                    group["lr"] = self._rates.pop(id(group))
+                    own, scaled = self._rates.pop(id(group))
+                    are_kept &= group["lr"] is scaled
+                    group["lr"] = own
         del self._stepping[places[0] :]
+        if not are_kept:
+            raise SettingError(
+                f"a learning rate of {type(optimizer).__name__} is set during its step, so a trial "
+                "cannot scale it; write bb.advised_lr(RATE) where it is set"
+            )
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         rate = optimizer.param_groups[0].get("lr")
