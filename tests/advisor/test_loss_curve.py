@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bigbatch.advisor.loss_curve import LossCurve, gain
+from bigbatch.advisor.loss_curve import LossCurve, gain, rates_follow
 
 SAMPLES = 20_000
 
@@ -72,3 +72,34 @@ def test_few_steps_have_no_gain():
 
 def test_curves_without_a_common_loss_have_no_gain():
     assert "no loss in common" in gain(curve(16, 0.001), curve(16, 0.001, floor=3.0))
+
+
+def test_losses_that_no_longer_fall_are_compared_where_they_fell():
+    def early(batch, factor, seed):
+        return curve(batch, 0.001, factor / 5, noise=0.3, floor=0.2, seed=seed)
+
+    found = [gain(early(16, 1.0, i), early(64, 1.3, 50 + i)).samples for i in range(20)]
+    assert 1.3 == pytest.approx(np.median(found), rel=0.05)
+    assert 1.1 < min(found) <= max(found) < 1.5
+    one, steps = curve(500, 0.001), np.arange(40)
+    short = replace(one, losses=np.maximum(1 - steps / 16, 0.2) + steps / 1000)
+    assert "fell early" in gain(short, short)
+
+
+def test_a_fast_start_is_no_sum_over_samples():
+    present, other = curve(4, 0.001), curve(64, 0.002)
+    fast = replace(present, losses=np.exp(-present.samples / 200) + present.losses / 10)
+    slow = replace(other, losses=np.exp(-other.samples / 1600) + other.losses / 10)
+    assert "sum over samples" not in str(gain(fast, slow))
+
+
+def test_rates_that_follow_steps_do_not_follow_samples():
+    present, tried = curve(16, 0.001), curve(64, 0.002)
+
+    def scheduled(one, factor, last):
+        return replace(one, rates=factor * np.linspace(0.1, 0, last)[: len(one.rates)])
+
+    per_epoch = scheduled(present, 1.0, len(present.rates))
+    assert rates_follow(per_epoch, scheduled(tried, 2.0, len(tried.rates)), 2.0)
+    assert not rates_follow(per_epoch, scheduled(tried, 2.0, len(present.rates)), 2.0)
+    assert rates_follow(present, replace(tried, rates=np.full(len(tried.rates), np.nan)), 2.0)

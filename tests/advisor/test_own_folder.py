@@ -57,13 +57,20 @@ REFUSED = {
     "a new file": "open(users / 'new.txt', 'w')",
     "another folder": "open(users.parent / 'beyond.txt', 'w')",
     "torch.save": "torch.save({}, users / 'out' / 'old.txt')",
+    "the folder above": "open('../new.txt', 'w')",
+    "a file above": "open('../../top.txt', 'a')",
     "removes": "os.remove(users / 'out' / 'old.txt')",
     "makes a folder": "os.mkdir(users / 'other')",
     "from a folder of the user's": "os.chdir(users); open('new.txt', 'w')",
 }
 
 
-SEEN = {"changes": "open('out/old.txt', 'a').write(' and new'); print(open('out/old.txt').read())"}
+SEEN = {
+    "old and new": "open('out/old.txt', 'a').write(' and new'); print(open('out/old.txt').read())",
+    "above": "print(open('../above.txt').read())",
+    "top": "print((Path.cwd().parents[1] / 'top.txt').read_text())",
+    "False": "print(Path('../users/output.txt').exists())",
+}
 FREE = {
     "temporary files": "tempfile.TemporaryFile().write(b'x')",
     "caches": "(Path.home() / '.cache' / 'bigbatch-test').write_text('x')",
@@ -96,8 +103,10 @@ def outputs(tmp_path_factory):
     codes = [code for cases in (WRITES, REFUSED, SEEN, FREE) for code in cases.values()]
     places = [folder / str(i) for i in range(len(codes))]
     (home := folder / "home" / ".cache").mkdir(parents=True)
+    (folder / "top.txt").write_text("top")
     for place in places:
         make_users(place / "users")
+        (place / "above.txt").write_text("above")
     before = [contents(place) for place in places]
     users = [str(place / "users") for place in places]
     (folder / "cases.json").write_text(json.dumps([*zip(users, codes, strict=True)]))
@@ -122,8 +131,9 @@ def test_what_is_not_in_the_folder_is_refused(outputs, name):
     assert same
 
 
-def test_changes_are_seen_by_the_program(outputs):
-    assert ("old and new\n", True) == outputs[SEEN["changes"]]
+@pytest.mark.parametrize("text", SEEN)
+def test_a_program_sees_its_changes_and_the_folders_above(outputs, text):
+    assert (f"{text}\n", True) == outputs[SEEN[text]]
 
 
 @pytest.mark.parametrize("name", FREE)

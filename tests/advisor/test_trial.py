@@ -97,8 +97,22 @@ def test_a_batch_by_hand_needs_a_line_which_the_error_shows(tmp_path):
 
 
 FAILURES = {
-    "ValueError: no trial": "if factor: raise ValueError('no trial')\n",
-    "another/last.pt": "torch.save({}, Path(os.environ['ANOTHER']) / 'last.pt')\n",
+    "ValueError: no trial": f"if factor: raise ValueError('no trial')\n{LOADER}",
+    "another/last.pt": "torch.save({}, Path(os.environ['ANOTHER']) / 'last.pt')\n" + LOADER,
+    "an epoch may have too few": "y += 3 * torch.randn(6000, 1)\nfor _ in range(250):\n"
+    "    for batch in DataLoader(TensorDataset(x[:12], y[:12]), 4, shuffle=True):\n"
+    "        step(*batch); time.sleep(0.01)\n        with torch.no_grad(): model.weight.zero_()\n",
+    "bb.advised_lr(RATE)": "class Own(torch.optim.SGD):\n"
+    "    def __init__(self, *args):\n"
+    "        super().__init__(*args, lr=0.001); del self.param_groups[0]['lr']\n"
+    "    def step(self):\n"
+    "        for p in self.param_groups[0]['params']: p.data -= 0.001 * p.grad\n"
+    "optimizer = Own(model.parameters())\n" + LOADER,
+    "is set during its step": "class Own(torch.optim.SGD):\n"
+    "    def step(self, closure=None):\n"
+    "        self.param_groups[0]['lr'] *= 0.999\n"
+    "        for p in self.param_groups[0]['params']: p.data -= 0.001 * p.grad\n"
+    "optimizer = Own(model.parameters(), lr=0.001)\n" + LOADER,
 }
 
 
@@ -108,10 +122,27 @@ def test_what_cannot_be_compared_says_why(tmp_path, reason, monkeypatch):
     (other := tmp_path / "another").mkdir()
     monkeypatch.setenv("ANOTHER", str(other))
     monkeypatch.setenv("TMPDIR", "/dev/shm")
-    status, output, page = try_program(tmp_path / "users", FAILURES[reason] + LOADER)
+    status, output, page = try_program(tmp_path / "users", FAILURES[reason])
     assert 1 == status
     assert reason in page["trial"]["failure"]
     assert reason in output
+
+
+@pytest.mark.thorough
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, page = try_program(tmp_path, LOADER, "--try-in", tmp_path / "file" / "tried")
+    assert 1 == status
+    assert "--try-in names another folder" in page["trial"]["failure"]
+
+
+@pytest.mark.thorough
+def test_a_trial_that_is_stopped_names_its_folder_and_leaves_no_process(tmp_path):
+    stop = "if factor: os.kill(os.getppid(), 15); time.sleep(60)\n"
+    status, output, _ = try_program(tmp_path, stop + LOADER)
+    assert 130 == status
+    assert f"Its folder can be deleted: {tmp_path / 'tried'}" in output
+    assert str(tmp_path / "tried" / "batch-4-seed0") not in run("ps", "axww").stdout
 
 
 @pytest.mark.thorough

@@ -60,6 +60,15 @@ PROGRAMS = {
     "a loader": "for x, in DataLoader(data, batch_size=8): step(x)",
     "a sampler": "for x, in DataLoader(data, batch_sampler=BatchSampler("
     "SequentialSampler(data), 8, False)): step(x)",
+    "a sampler of lists": "for x, in DataLoader(data, None, sampler=BatchSampler("
+    "SequentialSampler(data), 8, False)): step(x)",
+    "a loader that is made again": "first = DataLoader(data, 8)\n"  # as trainers do it
+    "for x, in DataLoader(data, batch_sampler=first.batch_sampler): step(x)",
+    "a size that is used again": "for x, in DataLoader(data, DataLoader(data, 8).batch_size):\n"
+    "    step(x)",
+    "seeds by name": "import numpy, random\n"
+    "torch.manual_seed(seed=3); numpy.random.seed(seed=2**32 - 1); random.seed(a=4, version=2)\n"
+    "for x, in DataLoader(data, 8): step(x)",
     "another loader": "DataLoader(data, 5); DataLoader(data, batch_size=None)\n"
     "assert [5] * 64 == [len(x) for x, in DataLoader(data, 5)]\n"
     "for x, in DataLoader(data, 8): step(x)",
@@ -85,18 +94,25 @@ PROGRAMS = {
     "    step(x)\n    with torch.no_grad(): model(x)",
     "a copy of the model": "import copy, io\nfor x, in DataLoader(data, 8):\n"
     "    step(x); copy.deepcopy(model)(x); torch.save(model, io.BytesIO())",
+    "a short end": "for i in range(3 * 19):\n"  # epochs of 19 backwards
+    "    (loss_of(x[:bb.advised_batch_size(4)]) / 2).backward()\n"
+    "    if i % 19 % 2 or i % 19 == 18: optimizer.step(); optimizer.zero_grad()",
     "time": "while True:\n    for x, in DataLoader(data, 8): step(x)",
     "an exit": "import sys\nfor x, in DataLoader(data, 8): step(x)\nsys.exit(0)",
 }
 OVERRIDES = {
     "two backwards": {"backwards": 2, "sizes": {"4": 16}},
+    "a loader that is made again": {"sizes": {"8": 32, "32": 128}},
+    "a size that is used again": {"sizes": {"8": 32, "32": 128}},
+    "seeds by name": {"seed": 1},
+    "a short end": {"backwards": 2, "sizes": {"4": 16}, "steps": 20},
     "time": {"seconds": 0.1, "steps": 10**9},
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Rows, seconds, rates and losses of the steps of each program, at four times its batch."""
+    """Rows, all rows, seconds, rates, losses of each step, at four times the program's batch."""
     folder = tmp_path_factory.mktemp("trials")
     trials = []
     for i, (name, code) in enumerate(PROGRAMS.items()):
@@ -144,9 +160,9 @@ def expected_losses(rates):
 FIXED = [0.02] * 8
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "time"])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("time", "a short end")])
 def test_a_program_trains_with_the_batch_and_the_rate_of_the_trial(runs, name):
-    rows, seconds, rates, losses = runs[name]
+    rows, _, seconds, rates, losses = runs[name]
     used = {
         "a schedule by hand": 0.02 * np.arange(1, 9),
         "OneCycleLR": np.array([0.0, 0.0, *rates]),  # its first two steps are not written
@@ -161,8 +177,15 @@ def test_a_program_trains_with_the_batch_and_the_rate_of_the_trial(runs, name):
     assert (np.diff([0.0, *seconds]) > 0).all()
 
 
+def test_the_end_of_an_epoch_with_fewer_backwards_is_left_out(runs):
+    rows, seen, _, _, losses = runs["a short end"]
+    assert [32] * 20 == rows.tolist()
+    assert [*[32] * 7, 48, *[32] * 8, 48, *[32] * 3] == np.diff([0, *seen]).tolist()
+    assert (losses[1:] > 0.7 * losses[:-1]).all()
+
+
 def test_a_run_ends_after_its_time(runs):
-    _, seconds, _, _ = runs["time"]
+    _, _, seconds, _, _ = runs["time"]
     assert seconds[-1] >= 0.1 > seconds[-2]
 
 

@@ -15,6 +15,7 @@ FULL = _WINDOWS * _STEPS  # steps that all of them need
 _FEWEST = 8  # means that a comparison needs
 _LEVELS = 9  # losses at which runs are compared
 _CERTAIN = 0.9  # share of pairs, of the first and of the last quarter of the means, that must fall
+_LIKELY = 0.8  # likewise, in the later half
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,12 @@ class LossCurve:
         seconds, samples, losses = (total / counts for total in sums)
         return seconds, samples, losses
 
+    def until(self, samples: float) -> "LossCurve":
+        """The steps until so many samples."""
+        columns = (self.seconds, self.samples, self.losses, self.rates)
+        parts = (column[self.samples <= samples] for column in columns)
+        return LossCurve(self.batch_size, self.seed, *parts)
+
 
 @dataclass(frozen=True)
 class Gain:
@@ -58,7 +65,8 @@ def gain(present: LossCurve, tried: LossCurve) -> Gain | str:
     """Compares two runs at losses of the later half of the one that ends higher.
 
     Losses are means over windows of the same number of samples, made monotone by isotonic
-    regression, and compared at 9 times: the geometric mean of 9 ratios.
+    regression, and compared at 9 times: the geometric mean of 9 ratios. Where losses no longer fall
+    in the later half of the runs, the earlier half alone is compared.
 
     Returns:
         The gain, or why there is none.
@@ -69,10 +77,17 @@ def gain(present: LossCurve, tried: LossCurve) -> Gain | str:
         return "the runs have too few steps to compare their losses; --try-for makes them longer"
     if not all(np.isfinite(losses).all() for *_, losses in both):
         return "the loss was not finite"
-    if _is_sum(present, tried, [float(losses[0]) for *_, losses in both]):
+    by_step = [float(curve.losses[:_STEPS].mean()) for curve in (present, tried)]
+    by_sample = [float(losses[0]) for *_, losses in both]
+    if _is_sum(present, tried, by_step) and _is_sum(present, tried, by_sample):
         return "the loss grows with the batch, as a sum over samples does, so none can be compared"
-    if not all(_falls(losses) for *_, losses in both):
+    if not all(_falls(losses, _CERTAIN) for *_, losses in both):
         return "the loss did not fall by more than its noise; --try-for makes runs longer"
+    if not all(_falls(losses[len(losses) // 2 :], _LIKELY) for *_, losses in both):
+        half = window * min(len(losses) for *_, losses in both) / 2
+        earlier = gain(present.until(half), tried.until(half))
+        is_early = isinstance(earlier, str)
+        return "the loss fell early alone, in too few steps to compare" if is_early else earlier
     falling = [_falling(*one) for one in both]
     slow = max((0, 1), key=lambda i: falling[i][2][-1])
     seconds, _, losses = falling[slow]
@@ -87,17 +102,30 @@ def gain(present: LossCurve, tried: LossCurve) -> Gain | str:
     return Gain(math.exp(time[1] - time[0]), math.exp(number[1] - number[0]))
 
 
+def rates_follow(present: LossCurve, tried: LossCurve, factor: float) -> bool:
+    """Whether rates differ by this factor, up to a quarter, at the same samples.
+
+    That is looked at over the later nine tenths of the run that has fewer samples.
+    """
+    end = min(present.samples[-1], tried.samples[-1])
+    places = np.linspace(end / 10, end, _WINDOWS)
+    rates = [np.interp(places, one.samples, one.rates) for one in (present, tried)]
+    known = np.isfinite(rates[0]) & np.isfinite(rates[1]) & (rates[0] != 0)
+    ratios = rates[1][known] / rates[0][known] / factor
+    return bool(((ratios > 0.8) & (ratios < 1.25)).mean() > _CERTAIN) if len(ratios) else True
+
+
 def _is_sum(present: LossCurve, tried: LossCurve, first: Sequence[float]) -> bool:
     """Whether the first losses differ by more than the root of the batch sizes' ratio."""
     factor, ratio = tried.batch_size / present.batch_size, first[1] / first[0]
     return factor != 1 and ratio > 0 and math.log(ratio) / math.log(factor) > 0.5
 
 
-def _falls(losses: Numbers) -> bool:
-    """Whether nearly every mean of the first quarter is above nearly every one of the last."""
+def _falls(losses: Numbers, share: float) -> bool:
+    """Whether means of the first quarter are above those of the last, in this share of pairs."""
     quarter = len(losses) // 4
     above = losses[:quarter, None] > losses[None, -quarter:]
-    return bool(above.mean() > _CERTAIN)
+    return bool(above.mean() > share)
 
 
 def _falling(seconds: Numbers, samples: Numbers, losses: Numbers) -> "tuple[Numbers, ...]":

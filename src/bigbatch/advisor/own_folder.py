@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+_LEVELS = 3  # folders that a program has: its own and two above it
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _ENTRIES = {  # audit events that change entries of folders: which arguments are paths, and a dir_fd
     "os.link": ((1,), 3),
@@ -44,19 +45,26 @@ class OwnFolder:
     to the program. Not seen is what C or Rust code writes, other than `torch.save` and safetensors,
     and what other programs write that this one starts.
 
+    Two folders above it have links likewise, so that the program finds ../data.
+
     Args:
-        path: the new folder.
+        root: a new folder, for this one and those above it.
         users: the folder that the program would run in.
     """
 
-    def __init__(self, path: Path, users: Path) -> None:
-        self.path, self._users = path.resolve(), users.resolve()
+    def __init__(self, root: Path, users: Path) -> None:
+        self._root, self._users = root.resolve(), users.resolve()
+        self.path = self._root.joinpath(*self._users.parts[1:][-_LEVELS:])
         self._lock, self._prepares = threading.RLock(), False
         self._free = [Path(tempfile.gettempdir()), Path("/dev"), *Path.home().glob(".*")]
 
     def make(self) -> None:
-        """Makes the folder."""
+        """Makes the folder, and those above it."""
         self._fill(self.path, self._users)
+        for path, users in zip(self.path.parents, self._users.parents, strict=False):
+            if path.is_relative_to(self._root):
+                with suppress(PermissionError):
+                    self._link(path, users)
 
     def enter(self) -> None:
         """Makes it the working folder of this process."""
@@ -142,8 +150,12 @@ class OwnFolder:
     def _fill(self, path: Path, users: Path) -> None:
         """Makes a folder of links to the entries of one of the user's."""
         path.mkdir(parents=True)
+        self._link(path, users)
+
+    def _link(self, path: Path, users: Path) -> None:
+        """Fills a folder with links to the entries of one of the user's."""
         for entry in users.iterdir():
-            if not self.path.is_relative_to(entry):
+            if not any(one.is_relative_to(entry) for one in (self.path, self._users)):
                 (path / entry.name).symlink_to(entry)
 
 

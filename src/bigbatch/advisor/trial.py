@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mode
 
 import numpy as np
 
 from bigbatch.advisor.advise import parse_seconds
 from bigbatch.advisor.advised_settings import BATCH_FACTOR, LR_FACTOR
 from bigbatch.advisor.batch_advice import BatchAdvice
-from bigbatch.advisor.loss_curve import FULL, Gain, LossCurve, gain
+from bigbatch.advisor.loss_curve import FULL, Gain, LossCurve, gain, rates_follow
 from bigbatch.advisor.own_folder import OwnFolder
 from bigbatch.advisor.trial_process import Trial
 from bigbatch.advisor.trial_ranks import TrialRanks
@@ -27,7 +26,8 @@ from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.policy import Decision
 
 _MOST_SECONDS = 60.0  # of a run unless the user says otherwise
-_PATIENCE = 120.0  # seconds for the start and the end of a process, beyond ten times its training
+_PATIENCE = 120.0  # seconds for the end of a process, beyond ten times its training and its start
+_SAME = 0.15  # difference of the logarithms of batch sizes, that are taken for the same
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Program:
     arguments: tuple[str, ...]
     is_module: bool
     folder: Path  # in which it runs
+    seconds: float  # that it took, with its start
 
 
 def new_folder(name: str) -> Path:
@@ -122,6 +123,13 @@ def try_advice(
             result.failure = f"seed {seed}: {compared}"
             return result
         result.gains.append(compared)
+    factors = [advice.lr_factor(tried, name) for name in found.optimizers]
+    first, second, *_ = result.curves
+    if not any(rates_follow(first, second, factor) for factor in factors):
+        result.doubts.append(
+            "the learning rates of the runs differ otherwise than advised, since a schedule or "
+            f"warm-up counts steps; divide its steps by {BATCH_FACTOR} of the environment"
+        )
     if len({curve.losses[0] for curve in result.curves[::2]}) < limits.seeds:
         result.doubts.append(
             "every seed gives the same training, so the runs differ in time alone: let the program "
@@ -153,7 +161,7 @@ class _Runs:
         self._ranks = ranks
         observed = advice.observations.steps * advice.found.batch_size
         self._samples = limits.samples or max(observed, FULL * tried)
-        self._rows = 0  # of a step of the present batch size, which comes first
+        self._rows = 0.0  # of a step of the present batch size, which comes first
 
     def run(self, batch: int, micro: int, seed: int) -> LossCurve:
         """The losses of a run, which its folder keeps as a log.
@@ -163,7 +171,12 @@ class _Runs:
         """
         found, limits, program = self._advice.found, self._limits, self._program
         folder = limits.folder / f"batch-{batch}-seed{seed}"
-        folder.mkdir(parents=True)
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise SettingError(
+                f"{folder} cannot be made: {error.strerror}; --try-in names another folder"
+            ) from None
         own = {found.micro_batch, found.micro_batch * found.accumulation}
         trial = Trial(
             target=program.target,
@@ -199,7 +212,7 @@ class _Runs:
             "WANDB_MODE": "offline",
         }
         expected = trial.steps * self._advice.observations.step_seconds * max(1, batch_factor)
-        patience = _PATIENCE + 10 * min(self._limits.seconds, expected)
+        patience = _PATIENCE + self._program.seconds + 10 * min(self._limits.seconds, expected)
         OwnFolder(Path(trial.folder), Path(trial.users)).make()
         try:
             status = self._ranks.run(trial, variables, folder / "output.txt", patience)
@@ -209,15 +222,17 @@ class _Runs:
             raise SettingError(f"it failed; {_output(folder)}")
 
     def _curve(
-        self, batch: int, seed: int, steps: list[tuple[int, float, float, float]], folder: Path
+        self, batch: int, seed: int, steps: list[tuple[int, int, float, float, float]], folder: Path
     ) -> LossCurve:
         """The curve of a run, written as a log."""
         found = self._advice.found
-        rows, seconds, rates, losses = np.array(steps).T
-        usual = mode(rows)
+        rows, seen, seconds, rates, losses = np.array(steps).T
+        usual = float(np.percentile(rows, 60, method="nearest"))  # a few have the end of an epoch
+        if not usual:
+            raise SettingError("the samples of its steps cannot be counted; is its loss compiled?")
         self._rows = self._rows or usual
         self._require_size(batch, usual)
-        samples = np.cumsum(rows) * found.batch_size / self._rows
+        samples = seen * found.batch_size / self._rows
         curve = LossCurve(batch, seed, seconds, samples, losses, rates)
         _write_log(folder, curve)
         return curve
@@ -227,12 +242,16 @@ class _Runs:
         found = self._advice.found
         seen = rows / self._rows * found.batch_size
         wanted = abs(math.log(batch / found.batch_size))
-        if abs(math.log(seen / batch)) > wanted / 2:
-            raise SettingError(
-                f"its steps were of {seen:.0f} samples, since the program makes its batches "
-                f"without a DataLoader. Write bb.advised_batch_size({found.micro_batch}) where it "
-                f"has {found.micro_batch}, or multiply by {BATCH_FACTOR} of the environment"
-            )
+        if abs(math.log(seen / batch)) <= min(wanted / 2, _SAME):
+            return
+        text = f"its steps were of {seen:.0f} samples"
+        if abs(math.log(seen / found.batch_size)) > min(wanted / 2, _SAME):
+            raise SettingError(f"{text}, not {batch}; an epoch may have too few for such batches")
+        raise SettingError(
+            f"{text}, since the program makes its batches "
+            f"without a DataLoader. Write bb.advised_batch_size({found.micro_batch}) where it "
+            f"has {found.micro_batch}, or multiply by {BATCH_FACTOR} of the environment"
+        )
 
 
 def _write_log(folder: Path, curve: LossCurve) -> None:

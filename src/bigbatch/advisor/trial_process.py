@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,11 @@ from bigbatch.advisor.found_training import Caller, FoundTraining, candidates
 from bigbatch.advisor.own_folder import OwnFolder
 from bigbatch.advisor.run_program import run_program
 from bigbatch.advisor.training_observer import EndOfProgram, end_steps
+from bigbatch.errors import SettingError
 
 _FIRST = 2  # steps that find the model and fill caches; time begins after them
 _KEPT = 64  # losses that are kept on the device
+_SEEDS = 2**32  # numpy's seeds are below that
 
 
 @dataclass(frozen=True)
@@ -88,19 +91,30 @@ def run(trial: Trial) -> None:
 
 
 def _scale_loaders(sizes: dict[int, int]) -> None:
-    """Gives each DataLoader that is made from now on the batch size of the trial."""
+    """Gives each DataLoader that is made from now on the batch size of the trial.
+
+    A trainer makes a loader again from the sizes of another one, which have been scaled then. So a
+    size that loaders got, and what would become one that they had, are left alone from then on.
+    """
     make = DataLoader.__init__
-    scaled = set[int]()  # samplers
+
+    def scaled(size: Any) -> Any:
+        if not isinstance(size, int) or size not in sizes:
+            return size
+        new = sizes[size]
+        for one in [n for n in sizes if n != size and (n == new or sizes[n] == size)]:
+            del sizes[one]
+        return new
 
     def init(
         self: DataLoader[Any], dataset: Any, batch_size: Any = 1, *args: Any, **kw: Any
     ) -> None:
-        sampler = kw.get("batch_sampler") or (args[2] if len(args) > 2 else None)
-        size = getattr(sampler, "batch_size", None)
-        if size in sizes and id(sampler) not in scaled:
-            scaled.add(id(sampler))
-            sampler.batch_size = sizes[size]  # type: ignore[union-attr]
-        make(self, dataset, sizes.get(batch_size, batch_size), *args, **kw)
+        for sampler in (kw.get("sampler"), kw.get("batch_sampler"), *args[1:3]):
+            size = getattr(sampler, "batch_size", None)
+            if (new := scaled(size)) != size:
+                with suppress(AttributeError):  # it cannot be set
+                    sampler.batch_size = new
+        make(self, dataset, scaled(batch_size), *args, **kw)
 
     DataLoader.__init__ = init  # type: ignore[method-assign]
 
@@ -114,8 +128,13 @@ def shift_seeds(seed: int) -> None:
 
 
 def _shifted(set_seed: Callable[..., Any], seed: int) -> Callable[..., Any]:
-    def shifted(value: Any = None, *args: Any) -> Any:
-        return set_seed(value + seed if isinstance(value, int) else value, *args)
+    def shifted(value: Any = None, *args: Any, **kw: Any) -> Any:
+        for name in {"seed", "a"} & kw.keys():  # as torch and numpy, and random, call it
+            value = kw.pop(name)
+        if isinstance(value, int | np.integer):
+            is_above = value < _SEEDS <= value + seed
+            value = value + seed - _SEEDS * is_above
+        return set_seed(value, *args, **kw)
 
     return shifted
 
@@ -132,14 +151,15 @@ class TrialSteps:
         self._file = open(trial.losses, "w")  # noqa: PTH123, SIM115  # before the hook refuses it
         self._clock: Optimizer | None = None
         self._stepping: list[Optimizer] = []  # whose steps have begun, the outermost first
-        self._rates: dict[int, Any] = {}  # those of groups that are scaled now
+        self._rates: dict[int, Any] = {}  # own and scaled, of groups that are scaled now
         self._losses: list[Tensor] = []  # of the backwards of this step
         self._unscaled: dict[int, Tensor] = {}  # losses by what a GradScaler has made of them
-        self._rows = 0  # of the model's first tensor since the last step
+        self._rows = self._seen = 0  # of the model's first tensor, in this step and in all
         self._watch: ForwardWatch | None = None  # of the second step
         self._number, self._began = 0, 0.0
         self._pending: list[Tensor] = []  # losses of steps
-        self._steps: list[tuple[int, float, float]] = []  # rows, seconds, rate of the first group
+        # rows, those of all steps so far, seconds, rate of the first group
+        self._steps: list[tuple[int, int, float, float]] = []
         self._values: list[float] = []  # of the losses
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -155,7 +175,7 @@ class TrialSteps:
         torch.amp.GradScaler.scale = noting_scale  # type: ignore[assignment, method-assign]
 
     def write(self) -> None:
-        """Writes rows, seconds, loss and rate of each step."""
+        """Writes rows, all rows so far, seconds, rate and loss of each step."""
         self._read_losses()
         lines = zip(self._steps, self._values, strict=True)
         self._file.writelines(json.dumps([*step, loss]) + "\n" for step, loss in lines)
@@ -179,32 +199,49 @@ class TrialSteps:
         name = type(optimizer).__name__
         scale = 1.0 if LR_BY_HAND in os.environ else self._trial.lr_factors.get(name, 1.0)
         for group in optimizer.param_groups:
-            if id(group) not in self._rates and "lr" in group:
-                self._rates[id(group)] = group["lr"]
-                group["lr"] = group["lr"] * scale
+            if id(group) in self._rates or scale == 1:
+                continue
+            if group.get("lr") is None:
+                raise SettingError(
+                    f"{name} has no lr in its parameter groups that a trial could scale; write "
+                    "bb.advised_lr(RATE) where it gets its rate"
+                )
+            scaled = group["lr"] * scale
+            self._rates[id(group)] = group["lr"], scaled
+            group["lr"] = scaled
 
     def _leave(self, optimizer: Optimizer) -> None:
+        are_kept = True
         for inner in end_steps(self._stepping, optimizer):
             for group in inner.param_groups:
                 if id(group) in self._rates:
-                    group["lr"] = self._rates.pop(id(group))
+                    own, scaled = self._rates.pop(id(group))
+                    are_kept &= group["lr"] is scaled
+                    group["lr"] = own
+        if not are_kept:
+            raise SettingError(
+                f"a learning rate of {type(optimizer).__name__} is set during its step, so a trial "
+                "cannot scale it; write bb.advised_lr(RATE) where it is set"
+            )
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        rate = optimizer.param_groups[0].get("lr", math.nan)
+        rate = optimizer.param_groups[0].get("lr")
         self._leave(optimizer)
         if not self._stepping and self._clock in (None, optimizer):
             self._clock = optimizer
-            self._end_step(optimizer, float(rate))
+            self._end_step(optimizer, math.nan if rate is None else float(rate))
 
     def _end_step(self, optimizer: Optimizer, rate: float) -> None:
         self._number += 1
-        losses = self._losses[-self._trial.backwards :]  # without those of skipped steps
+        count = self._trial.backwards
+        losses = self._losses[-count:]  # without those of skipped steps
+        self._seen += self._rows
         if self._number <= _FIRST:
             self._find_calls(optimizer)
-            self._began = time.perf_counter()
-        elif losses:
+            self._began, self._seen = time.perf_counter(), 0
+        elif len(losses) == count:  # an epoch may end with fewer, and a smaller sum
             seconds = time.perf_counter() - self._began
-            self._steps.append((self._rows, seconds, rate))
+            self._steps.append((self._rows, self._seen, seconds, rate))
             self._pending.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
         self._rows = 0
         self._losses.clear()
@@ -216,7 +253,7 @@ class TrialSteps:
 
     def _is_over(self) -> bool:
         steps, trial = self._steps, self._trial
-        return bool(steps) and (len(steps) >= trial.steps or steps[-1][1] >= trial.seconds)
+        return bool(steps) and (len(steps) >= trial.steps or steps[-1][2] >= trial.seconds)
 
     def _find_calls(self, optimizer: Optimizer) -> None:
         """Finds the modules that the loop calls, and counts the rows of their inputs."""

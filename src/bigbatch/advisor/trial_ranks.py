@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -80,14 +81,14 @@ class TrialRanks:
                 return
             trial = Trial.from_json(run[0]).of_other_rank()
             with self._process(trial, run[1], subprocess.DEVNULL) as process:
-                while not self._store.check([f"{_KEY}/{number}/ended"]):
-                    try:
-                        process.wait(_POLL)
-                        break
-                    except subprocess.TimeoutExpired:
-                        continue
-                self._store.get(f"{_KEY}/{number}/ended")
-                process.kill()
+                try:
+                    while not self._store.check([f"{_KEY}/{number}/ended"]):
+                        with suppress(subprocess.TimeoutExpired):
+                            process.wait(_POLL)
+                            break
+                    self._store.get(f"{_KEY}/{number}/ended")
+                finally:
+                    process.kill()
 
     def _process(
         self, trial: Trial, variables: Mapping[str, str], output: Any

@@ -5,7 +5,9 @@ It has no launcher of its own: the program handles ranks, signals and warnings a
 
 import argparse
 import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +26,8 @@ from bigbatch.advisor.trial import Program, TrialLimits, new_folder, parse_limit
 from bigbatch.advisor.trial_ranks import TrialRanks
 from bigbatch.advisor.trial_result import sentences
 from bigbatch.errors import SettingError
+
+_INTERRUPTED = 130  # the exit status of a shell's command that Ctrl-C has ended
 
 
 def _count(text: str) -> int:
@@ -53,10 +57,10 @@ def advise(arguments: Sequence[str]) -> NoReturn:
         paths = [Path(path).absolute() for path in options.out]  # programs change the folder
         trial = ranks = None
         if options.trial:
-            folder = new_folder(options.try_in)
-            trial = TrialLimits(*parse_limit(options.try_for), options.seeds, folder)
+            tries_in = new_folder(options.try_in)
+            trial = TrialLimits(*parse_limit(options.try_for), options.seeds, tries_in)
             ranks = TrialRanks(os.environ)
-        program = Program(options.target, tuple(options.arguments), options.module, Path.cwd())
+        folder, began = Path.cwd(), time.perf_counter()
     except SettingError as error:
         argument_parser().error(str(error))
     observer = TrainingObserver(limits)
@@ -72,11 +76,20 @@ def advise(arguments: Sequence[str]) -> NoReturn:
         advice = Advice(observer.observations, network)
         _show(advice, paths)
     if trial is not None and ranks is not None:
-        if ranks.rank:
-            ranks.follow()
-        elif not status and not advice.refusal:
-            advice = _try(advice, program, trial, ranks, paths)
-        ranks.end()
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # no run outlives this process
+        try:
+            if ranks.rank:
+                ranks.follow()
+            elif not status and not advice.refusal:
+                seconds = time.perf_counter() - began
+                arguments = tuple(options.arguments)
+                program = Program(options.target, arguments, options.module, folder, seconds)
+                advice = _try(advice, program, trial, ranks, paths)
+        except KeyboardInterrupt:
+            _print(f"\nThe trial was stopped. Its folder can be deleted: {trial.folder}\n")
+            status = _INTERRUPTED
+        finally:
+            ranks.end()
     if not status and not options.go_on:
         failed = advice.trial is not None and advice.trial.failure
         status = int(advice.batch_size is None or bool(failed))
