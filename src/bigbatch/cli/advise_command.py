@@ -26,6 +26,7 @@ from bigbatch.advisor.trial import Program, TrialLimits, new_folder, parse_limit
 from bigbatch.advisor.trial_ranks import TrialRanks
 from bigbatch.advisor.trial_result import sentences
 from bigbatch.errors import SettingError
+from bigbatch.log.text_table import wrapped
 
 _INTERRUPTED = 130  # the exit status of a shell's command that Ctrl-C has ended
 
@@ -138,6 +139,8 @@ def _print(text: str) -> None:
     for stream in filter(None, streams):
         with suppress(OSError, ValueError):  # broken or closed
             stream.flush()
+            if stream.isatty():
+                text = f"{wrapped(text)}\n"
             encoding = stream.encoding or "utf-8"
             stream.write(text.encode(encoding, "replace").decode(encoding))
             stream.flush()
