@@ -194,3 +194,5 @@ def test_the_sentences_of_a_result(tmp_path):
     ) == second
     result.gains[0] = Gain(1.1, 1.25)
     assert "(10% more time to 51% less time over 2 seeds)" in next(sentences(result))
+    result.gains[1] = Gain(1.2, 1.25)
+    assert "15% more time (10% to 20% over 2 seeds)" in next(sentences(result))

@@ -25,6 +25,7 @@ from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.policy import Decision
 
+_STEADY = 1.3  # factor between the steps of two runs of one batch size that is still usual
 _MOST_SECONDS = 60.0  # of a run unless the user says otherwise
 _PATIENCE = 120.0  # seconds for the end of a process, beyond ten times its training and its start
 _SAME = 0.15  # difference of the logarithms of batch sizes, that are taken for the same
@@ -135,6 +136,18 @@ def try_advice(
             "every seed gives the same training, so the runs differ in time alone: let the program "
             "seed itself by torch.manual_seed, random.seed or numpy.random.seed"
         )
+    for batch in (found.batch_size, tried):
+        step_seconds = [
+            curve.seconds[-1] / len(curve.losses)
+            for curve in result.curves
+            if curve.batch_size == batch
+        ]
+        if max(step_seconds) > _STEADY * min(step_seconds):
+            result.doubts.append(
+                f"a step of {batch} took {1e3 * min(step_seconds):.3g} to "
+                f"{1e3 * max(step_seconds):.3g} ms: something else uses the machine, so times are "
+                "uncertain; samples are not"
+            )
     return result
 
 

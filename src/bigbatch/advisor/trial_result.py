@@ -75,6 +75,8 @@ def _less(time: float) -> str:
 
 
 def _band(longest: float, shortest: float) -> str:
-    if (longest <= 1) == (shortest <= 1):
-        return f"{abs(1 - longest):.0%} to {abs(1 - shortest):.0%}"
+    if longest <= 1:
+        return f"{1 - longest:.0%} to {1 - shortest:.0%}"
+    if shortest > 1:
+        return f"{shortest - 1:.0%} to {longest - 1:.0%}"
     return f"{_less(longest)} to {_less(shortest)}"

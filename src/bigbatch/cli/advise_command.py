@@ -56,6 +56,8 @@ def advise(arguments: Sequence[str]) -> NoReturn:
         for path in options.out:
             require_ending(path)
         paths = [Path(path).absolute() for path in options.out]  # programs change the folder
+        for path in paths:
+            _make_folder(path.parent)
         trial = ranks = None
         if options.trial:
             tries_in = new_folder(options.try_in)
@@ -97,6 +99,14 @@ def advise(arguments: Sequence[str]) -> NoReturn:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
+
+
+def _make_folder(path: Path) -> None:
+    """Makes the folder of a page; raises SettingError if that is impossible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"--out: {path} cannot be made: {error.strerror}") from None
 
 
 def _try(
