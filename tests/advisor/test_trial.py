@@ -157,7 +157,7 @@ def test_seeds_that_change_nothing_are_named(tmp_path):
     loader = LOADER.replace("shuffle=True", "shuffle=False")
     status, output, page = try_program(tmp_path, loader, "--seeds", 2, start=draw + body)
     assert_compared(status, output, page, seeds=2)
-    assert "every seed gives the same training" in output
+    assert "Every seed gives the same training" in output
 
 
 @pytest.mark.thorough

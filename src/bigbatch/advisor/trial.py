@@ -133,7 +133,7 @@ def try_advice(
         )
     if len({curve.losses[0] for curve in result.curves[::2]}) < limits.seeds:
         result.doubts.append(
-            "every seed gives the same training, so the runs differ in time alone: let the program "
+            "Every seed gives the same training, so the runs differ in time alone: let the program "
             "seed itself by torch.manual_seed, random.seed or numpy.random.seed"
         )
     for batch in (found.batch_size, tried):
@@ -144,7 +144,7 @@ def try_advice(
         ]
         if max(step_seconds) > _STEADY * min(step_seconds):
             result.doubts.append(
-                f"a step of {batch} took {1e3 * min(step_seconds):.3g} to "
+                f"A step of {batch} took {1e3 * min(step_seconds):.3g} to "
                 f"{1e3 * max(step_seconds):.3g} ms: something else uses the machine, so times are "
                 "uncertain; samples are not"
             )
