@@ -41,7 +41,8 @@ def advised_lr(default: Positive) -> float:
         >>> advised_lr(0.1)
         0.1
     """
-    os.environ[LR_BY_HAND] = "1"
+    if LR_FACTOR in os.environ:
+        os.environ[LR_BY_HAND] = "1"
     return default * factor(LR_FACTOR)
 
 

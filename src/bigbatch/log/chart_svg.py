@@ -292,9 +292,9 @@ class _PanelDrawing:
             return ""
         x, y = self._inside(one.x[place], one.y[place])
         kind = " hollow" if one.hollow and one.hollow[place] else ""
-        kind += " many" * (len(one.x) > _MANY)
         note = f"<title>{escape(one.notes[place])}</title>" if one.notes else ""
-        return f'<path class="marker{kind}" d="M{x:.1f} {y:.1f}{path}">{note}</path>'
+        faint = ' opacity=".2"' * (len(one.x) > _MANY)
+        return f'<path class="marker{kind}"{faint} d="M{x:.1f} {y:.1f}{path}">{note}</path>'
 
     def _number(self, one: Series) -> int:
         return self._styles[one.name] if one.style is None else one.style
