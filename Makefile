@@ -58,7 +58,7 @@ test test-all test-release test-light test-outside: export OMP_NUM_THREADS = 1
 TESTS = -m pytest -n 3 --dist worksteal
 FOLDER = $(if $(AREA),tests/$(AREA))
 
-test: $(COMPILED)  ## every promise once, in five minutes; AREA=optim for one folder of tests
+test: $(COMPILED)  ## every promise once, in about ten minutes; AREA=optim for one folder of tests
 	$(BIN)/python $(TESTS) $(FOLDER) -m "not thorough and not release"
 
 test-all: $(COMPILED)  ## what CI runs: pairs of engine, precision, ranks, rule; kill and resume

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,31 +124,33 @@ def try_advice(
             result.failure = f"seed {seed}: {compared}"
             return result
         result.gains.append(compared)
-    factors = [advice.lr_factor(tried, name) for name in found.optimizers]
+    result.doubts += _doubts(advice, result)
+    return result
+
+
+def _doubts(advice: BatchAdvice, result: TrialResult) -> Iterator[str]:
+    """What makes the result uncertain, in sentences."""
+    factors = [advice.lr_factor(result.tried, name) for name in advice.found.optimizers]
     first, second, *_ = result.curves
     if not any(rates_follow(first, second, factor) for factor in factors):
-        result.doubts.append(
-            "the learning rates of the runs differ otherwise than advised, since a schedule or "
+        yield (
+            "The learning rates of the runs differ otherwise than advised, since a schedule or "
             f"warm-up counts steps; divide its steps by {BATCH_FACTOR} of the environment"
         )
-    if len({curve.losses[0] for curve in result.curves[::2]}) < limits.seeds:
-        result.doubts.append(
+    if len({curve.losses[0] for curve in result.curves[::2]}) < len(result.gains):
+        yield (
             "Every seed gives the same training, so the runs differ in time alone: let the program "
             "seed itself by torch.manual_seed, random.seed or numpy.random.seed"
         )
-    for batch in (found.batch_size, tried):
-        step_seconds = [
-            curve.seconds[-1] / len(curve.losses)
-            for curve in result.curves
-            if curve.batch_size == batch
-        ]
-        if max(step_seconds) > _STEADY * min(step_seconds):
-            result.doubts.append(
-                f"A step of {batch} took {1e3 * min(step_seconds):.3g} to "
-                f"{1e3 * max(step_seconds):.3g} ms: something else uses the machine, so times are "
-                "uncertain; samples are not"
+    for batch in (result.present, result.tried):
+        curves = [curve for curve in result.curves if curve.batch_size == batch]
+        times = [1e3 * float(one.seconds[-1]) / len(one.losses) for one in curves]
+        low, high = min(times), max(times)
+        if high > _STEADY * low:
+            yield (
+                f"A step of {batch} took {low:.3g} to {high:.3g} ms: something else uses the "
+                "machine, so times are uncertain; samples are not"
             )
-    return result
 
 
 def _micro_batch(advice: BatchAdvice, target: int) -> int:

@@ -1,6 +1,5 @@
 """What a trial of an advice has shown: numbers, and the sentences for them."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,8 +68,6 @@ def sentences(result: TrialResult) -> Iterator[str]:
 
 
 def _less(time: float) -> str:
-    if math.isnan(time):
-        return "nothing"
     return f"{1 - time:.0%} less time" if time <= 1 else f"{time - 1:.0%} more time"
 
 
