@@ -19,7 +19,13 @@ from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.train_run import Training, train_run
 
 SETTINGS = DIGITS.settings().with_changes(
-    {"policy": "fixed", "batch_size": 64, "epochs": 1, "checkpoint_every": "5 steps"}
+    {
+        "policy": "fixed",
+        "batch_size": 64,
+        "micro_batch": 16,  # four in each step, measured or not
+        "epochs": 1,
+        "checkpoint_every": "5 steps",
+    }
 )
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
