@@ -24,6 +24,7 @@ from bigbatch.log.history import find_runs, history_of, table_of
 from bigbatch.log.html_report import write_report
 from bigbatch.log.replay import lr_decays
 from log_rows import row, write_log
+from loop_steps import trained
 from made_records import made_record
 
 MEASURED = bb.GradientStatistics(1.0, 64.0, samples=32, micro_batches=4)
@@ -65,18 +66,6 @@ def loop(log, model=None, *, policy=None, samples=96, **options):
         log=log,
         **options,
     )
-
-
-def train_steps(train, count):
-    """So many steps of one pass; their records."""
-    records = []
-    for step in train:
-        for x, y in step:
-            step.backward(cross_entropy(train.model(x), y))
-        records.append(step.update())
-        if len(records) == count:
-            break
-    return records
 
 
 # rows
@@ -126,7 +115,7 @@ def test_intervals_layers_and_the_cosine_are_written_where_they_are_measured(tmp
 
 def test_an_adaptive_batch_writes_the_record_of_every_step(tmp_path):
     train = loop(tmp_path / "run")
-    records = train_steps(train, 4)
+    records = trained(train, 4)
     for record, one in zip(records, history_of(tmp_path / "run").rows, strict=True):
         assert (record.step, record.samples) == (one["step"], one["samples"])
         assert (record.loss, list(record.lr)) == (one["loss"], one["lr"])
@@ -168,10 +157,10 @@ def test_an_optimizer_without_learning_rates_is_logged_and_reported(tmp_path):
 
 def test_scores_belong_to_the_step_before_them(tmp_path):
     train = loop(str(tmp_path / "run"))
-    train_steps(train, 2)
+    trained(train, 2)
     train.log(accuracy=torch.tensor(0.5), **{"test loss, nats": math.inf})
     train.log(accuracy=0.75)
-    train_steps(train, 1)
+    trained(train, 1)
     first, second, third = (row["metrics"] for row in history_of(tmp_path / "run").rows)
     assert (None, None) == (first, third)
     assert {"accuracy": 0.75, "test loss, nats": None} == second
@@ -196,7 +185,7 @@ def test_a_record_may_have_its_scores_in_its_own_line(tmp_path):
 
 def test_settings_are_those_of_the_loop_with_the_users_own(tmp_path):
     log = bb.RunLog(tmp_path / "run", settings={"seed": 3, "lr": 0.1}, higher_is_better=False)
-    train_steps(loop(log, policy=bb.SimiGrad(0.3), base_batch=16), 1)
+    trained(loop(log, policy=bb.SimiGrad(0.3), base_batch=16), 1)
     history = history_of(tmp_path / "run")
     expected = {"seed": 3, "lr": 0.1, "base_batch": 16, "batch_size": 8, "micro_batch": 8}
     expected |= {"lr_scaling": "sqrt", "every": 1, "optimizer": "SGD", "world_size": 1}
@@ -220,7 +209,7 @@ class HoldSize:
 def test_the_text_of_a_policy_is_that_of_another_process_too(tmp_path):
     for seed in (0, 1):
         log = bb.RunLog(tmp_path / f"mine-seed{seed}", settings={"seed": seed})
-        train_steps(loop(log, policy=HoldSize(lambda size: size)), 1)
+        trained(loop(log, policy=HoldSize(lambda size: size)), 1)
     assert 1 == len(table_of([history_of(run) for run in find_runs(tmp_path)]).rows)
 
 
@@ -294,7 +283,7 @@ def test_a_folder_that_has_rows_is_refused_before_the_first_step(tmp_path):
     weights = model.weight.clone()
     train, log = loop(tmp_path / "run", model), bb.RunLog(tmp_path / "run")
     for step in (
-        *[lambda: train_steps(train, 1)] * 2,  # the second time too
+        *[lambda: trained(train, 1)] * 2,  # the second time too
         *[lambda: log.step(MEASURED, optimizer=optimizer())] * 2,
     ):
         with pytest.raises(RunError, match="another folder, remove this one, or load the checkpoi"):
@@ -376,16 +365,16 @@ def test_a_resumed_training_has_the_rows_of_one_that_was_never_stopped(tmp_path)
         return [{**row, "elapsed_seconds": 0} for row in history_of(path).rows]
 
     whole = loop(tmp_path / "whole")
-    train_steps(whole, 4)
+    trained(whole, 4)
     whole.log(accuracy=0.5)
-    train_steps(whole, 4)
+    trained(whole, 4)
     train = loop(tmp_path / "stopped")
-    train_steps(train, 4)
+    trained(train, 4)
     train.log(accuracy=0.5)
     state = train.state_dict()
     weights, moments = train.model.state_dict(), train.optimizer.state_dict()
     weights = {name: tensor.clone() for name, tensor in weights.items()}
-    train_steps(train, 3)
+    trained(train, 3)
     train.log(accuracy=0.9)
     with (tmp_path / "stopped" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')  # cut off by a kill
@@ -395,7 +384,7 @@ def test_a_resumed_training_has_the_rows_of_one_that_was_never_stopped(tmp_path)
     again.optimizer.load_state_dict(moments)
     again.load_state_dict(state)
     assert 7 == len(history_of(tmp_path / "stopped").rows)  # until it trains
-    train_steps(again, 4)
+    trained(again, 4)
     assert without_times(tmp_path / "whole") == without_times(tmp_path / "stopped")
 
 
@@ -423,10 +412,10 @@ def test_a_closed_log_continues_with_its_next_step(tmp_path):
 
 def test_a_state_from_before_the_first_step_begins_the_log_again(tmp_path):
     state = loop(tmp_path / "run").state_dict()
-    train_steps(loop(tmp_path / "run"), 3)
+    trained(loop(tmp_path / "run"), 3)
     train = loop(tmp_path / "run")
     train.load_state_dict(state)
-    train_steps(train, 2)
+    trained(train, 2)
     assert [1, 2] == steps_in(tmp_path / "run")
 
 
@@ -442,9 +431,9 @@ def test_the_log_of_another_training_is_refused(tmp_path):
 
 def test_one_log_has_one_training(tmp_path):
     log = bb.RunLog(tmp_path / "run")
-    train_steps(loop(log), 2)
+    trained(loop(log), 2)
     with pytest.raises(RunError, match=r"step 1 comes after step 2 .* make another RunLog"):
-        train_steps(loop(log), 1)
+        trained(loop(log), 1)
     assert [1, 2] == steps_in(tmp_path / "run")
 
 
@@ -550,9 +539,9 @@ def test_a_name_that_no_folder_can_have_is_refused(tmp_path, name):
 
 def test_a_refused_state_leaves_the_rows_of_its_folder_and_the_training_ends(tmp_path):
     saved = loop(tmp_path / "run")
-    steps = len(train_steps(saved, 2))
+    steps = len(trained(saved, 2))
     state = saved.state_dict()
-    steps += len(train_steps(saved, 3))
+    steps += len(trained(saved, 3))
     saved.run_log.close()
     other = loop(tmp_path / "run", samples=40)
     with pytest.raises(StateError, match="has 40 samples, the saved one had 96"):
@@ -612,7 +601,7 @@ def test_rows_that_a_full_disk_refused_are_written_in_order_as_soon_as_there_is_
 def test_a_folder_that_cannot_be_written_is_said_before_the_first_step(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot be written: Not a directory"):
-        train_steps(loop(tmp_path / "file" / "run"), 1)
+        trained(loop(tmp_path / "file" / "run"), 1)
 
 
 # TensorBoard
@@ -680,7 +669,7 @@ def on_ranks(rank, ranks, path, steps, state=None):
     if state is not None:
         train.load_state_dict(state[rank])
     try:
-        train_steps(train, steps)
+        trained(train, steps)
     except RunError as error:
         return str(error), None
     train.log(accuracy=float(rank))

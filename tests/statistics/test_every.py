@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from bigbatch import AdaptiveBatch, Decision, Fixed, GradientMeter, SimiGrad
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.optim import VRSGD
+from loop_steps import trained as timed
 from oracles import noise as oracle
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
@@ -201,21 +202,10 @@ def adaptive(*, every=3, policy=None, optimizer=torch.optim.SGD, n=400, options=
     return AdaptiveBatch(model, own, loader, policy=policy, meter=meter, **settings, every=every)
 
 
-def trained(train, steps=math.inf, spoiled=()):
-    """The records of so many steps, or of the rest of the epoch."""
-    records = []
-    for step in train:
-        for x, y in step:
-            bad = step_number(train) in spoiled
-            step.backward(cross_entropy(train.model(x), y) * (math.inf if bad else 1.0))
-        records.append(replace(step.update(), elapsed_seconds=0.0))
-        if len(records) >= steps:
-            break
-    return records
-
-
-def step_number(train):
-    return train.steps + train.skipped
+def trained(train, *arguments, **options):
+    """The records of the steps, without times."""
+    records = timed(train, *arguments, **options)
+    return [replace(record, elapsed_seconds=0.0) for record in records]
 
 
 def test_a_loop_measures_and_decides_on_each_so_manieth_step():

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
@@ -17,6 +16,7 @@ from bigbatch.errors import SettingError
 from bigbatch.optim import VRSGD
 from bigbatch.statistics.averages import AdaptiveAverage
 from clock import Clock
+from loop_steps import trained
 from numbered_samples import build, steps_of
 from single_steps import by_single_steps
 
@@ -64,19 +64,6 @@ def adaptive(
         meter=None if meter is None else bb.GradientMeter(model, **meter),
         **settings,
     )
-
-
-def trained(train, steps=10**9, *, spoiled=()):
-    """The records of so many steps, or of the rest of the pass."""
-    records = []
-    for step in train:
-        factor = torch.inf if train.steps + train.skipped in spoiled else 1.0
-        for x, y in step:
-            step.backward(cross_entropy(train.model(x), y) * factor)
-        records.append(step.update())
-        if len(records) == steps:
-            break
-    return records
 
 
 def measured(records):

@@ -3,21 +3,24 @@
 import itertools
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
 from bigbatch.errors import SettingError
 from clock import Clock
+from loop_steps import trained as trained_in_passes
 from numbered_samples import build, steps_of
 
 torch.set_num_threads(1)
 BACKWARD, SAMPLE = 128.0, 0.5  # seconds: an overhead of 256 samples
 KNOWN = re.compile(r"sqrt\(256 x noise scale (\d+)\)")
+
+trained = partial(trained_in_passes, passes=100)
 
 
 @pytest.fixture
@@ -42,18 +45,6 @@ def adaptive(clock, policy, **settings):
     return bb.AdaptiveBatch(
         model, optimizer, DataLoader(TensorDataset(x, y), 64), policy=policy, **settings
     )
-
-
-def trained(train, steps):
-    records = []
-    while len(records) < steps:
-        for step in train:
-            for x, y in step:
-                step.backward(cross_entropy(train.model(x), y))
-            records.append(step.update())
-            if len(records) == steps:
-                break
-    return records
 
 
 def test_it_tries_two_sizes_then_knows_the_overhead_of_a_step_of_one_backward(clock):

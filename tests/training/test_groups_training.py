@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import bigbatch as bb
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.optim import VRSGD, VRAdam
+from loop_steps import loss_of
+from loop_steps import trained as trained_in_passes
 from single_process_training import same
 from tensors import difference
 from tensors import same as same_tensors
@@ -47,21 +49,8 @@ def built(model, optimizer=None, *, exact=False, **settings):
     return bb.AdaptiveBatch(model, optimizer, DataLoader(data(dtype=dtype), BATCH), **settings)
 
 
-def loss_of(model, batch):
-    x, y = batch
-    return cross_entropy(model(x), y)
-
-
-def trained(train, steps=STEPS, loss_of=loss_of):
-    """The records of so many steps, over as many epochs as they need."""
-    records = []
-    while True:
-        for step in train:
-            for batch in step:
-                step.backward(loss_of(train.model, batch))
-            records.append(step.update())
-            if len(records) == steps:
-                return records
+def trained(train, steps=STEPS, **options):
+    return trained_in_passes(train, steps, passes=100, **options)
 
 
 # the same training
@@ -253,7 +242,7 @@ def test_a_grad_scaler_skips_a_step_that_overflows_and_goes_on():
     model = network(torch.float32)
     scaler = GradScaler("cpu", init_scale=2.0**22)
     train = built(model, SGD(model.parameters(), lr=0.01), groups=4, scaler=scaler)
-    records = trained(train, 16, in_float16)
+    records = trained(train, 16, loss_of=in_float16)
     assert records[0].skipped
     assert not records[-1].skipped
     assert records[-1].statistics.grad_variance > 0

@@ -26,7 +26,7 @@ from bigbatch.log.paired_differences import Differences, differences_of, listed
 from bigbatch.log.series_style import style_of
 from bigbatch.log.time_to_score import ScoreTargets
 from bigbatch.log.web_page import Tile, details, html_table, note, text_of, tiles, web_page
-from bigbatch.policies.controller import lower_bound_note
+from bigbatch.policies.bound_notes import note_of
 
 _ENDINGS = (".html", ".svg")
 _MOST_TILES = 8
@@ -201,7 +201,7 @@ def table_sections(
     )
     yield html_table(*table_of(histories))
     for history in histories:
-        noted = (lower_bound_note(row["decision_reason"] or "") for row in history.rows)
+        noted = (note_of(row["decision_reason"] or "") for row in history.rows)
         yield from (note(f"{history.label}: {text}.") for text in noted if text)
     yield from difference_section(differences_of(histories, against))
     if targets is not None:

@@ -1,7 +1,6 @@
 """Smooths statistics, asks a policy, holds back changes, and keeps the decided batch size."""
 
 import math
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -9,6 +8,7 @@ from typing import Any, Literal
 
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import Amount, Smoothing, WarmupLength
+from bigbatch.policies.bound_notes import BoundNotes, noted
 from bigbatch.policies.dead_band import DeadBand, is_inside
 from bigbatch.policies.goodput import Goodput
 from bigbatch.policies.plan import PlanConstraints, clamp, require_bounds
@@ -25,9 +25,6 @@ from bigbatch.setting_types import Count, Growth, checked
 from bigbatch.state_checks import loads_state
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
-
-_STEPS_AT_BOUND = 50  # measured decisions in a row, after which a note says so
-_NOTE = re.compile(r"the noise scale is \S+, below the batch of .*")
 
 
 class Controller:
@@ -125,9 +122,10 @@ class Controller:
         self.max_batch: int | None = self.needs.max_batch
         self.first_batch_size = batch_size  # before it is moved into the bounds
         self._constraints: PlanConstraints | None = None
-        self._steps_at_bound = 0  # measured decisions in a row that only min_batch keeps as large
+        self._notes = BoundNotes()
         self.decision = Decision(batch_size, "start")
         self.limit(min_batch or 1, max_batch)
+        self._given_max_batch = self.max_batch  # a training may lower it to its data set
 
     @property
     def needs_measurement(self) -> bool:
@@ -233,7 +231,7 @@ class Controller:
             "first_batch_size": self.first_batch_size,
             "samples": self._samples,
             "steps": self._steps,
-            "steps_at_bound": self._steps_at_bound,
+            "notes": self._notes.state_dict(),
             "average": None if self._average is None else self._average.state_dict(),
             "policy": None if self._stateful_policy is None else self._stateful_policy.state_dict(),
             "settings": dict(self.settings),
@@ -250,7 +248,7 @@ class Controller:
         self.decision = Decision(size, "resumed", lr_factor)
         self.limit()
         self._samples, self._steps = float(state["samples"]), int(state["steps"])
-        self._steps_at_bound = int(state["steps_at_bound"])
+        self._notes.load_state_dict(state["notes"])
         saved = state["average"] or {}
         present = {} if self._average is None else self._average.state_dict()
         same_kind = saved.keys() == present.keys() and saved.get("unit") == present.get("unit")
@@ -271,13 +269,24 @@ class Controller:
         self, statistics: GradientStatistics | None, now: TrainingState, *, measured: bool
     ) -> Decision:
         wanted, present = self._ask_policy(statistics, now), now.target_batch_size
-        decision = self._within_bounds(wanted)
+        decision = self._held_back(self._within_bounds(wanted), statistics, now)
+        if decision.batch_size == self.max_batch != self._given_max_batch and (
+            self.needs.statistics and present < decision.batch_size
+        ):
+            return noted(decision, self._notes.at_data_set(decision.batch_size))
         if measured and statistics is not None and self._average is not None:
-            decision = self._noted(decision, wanted, statistics.noise_scale, present)
+            return noted(decision, self._lower_note(wanted, statistics.noise_scale, present))
+        return decision
+
+    def _held_back(
+        self, decision: Decision, statistics: GradientStatistics | None, now: TrainingState
+    ) -> Decision:
+        """The decision after the dead band and the largest change."""
 
         def decide(statistics: GradientStatistics, now: TrainingState) -> Decision:
             return self._within_bounds(self._ask_policy(statistics, now))
 
+        present = now.target_batch_size
         if statistics is not None and is_inside(self._dead_band, decide, decision, statistics, now):
             reason = f"{decision.reason}; held: inside the dead band of {self._dead_band:g}"
             return replace(decision, batch_size=present, reason=reason)
@@ -291,30 +300,17 @@ class Controller:
         reason = f"{decision.reason}; at most x{factor:g} a decision"
         return replace(decision, batch_size=nearest, reason=reason)
 
-    def _noted(
-        self, decision: Decision, wanted: Decision, noise_scale: float, present: int
-    ) -> Decision:
-        """The decision, with a note in the reason once `min_batch` has held it for a while."""
+    def _lower_note(self, wanted: Decision, noise_scale: float, present: int) -> str:
+        """The note of a batch above the noise scale that only `min_batch` keeps as large."""
         is_bound = wanted.batch_size == self.needs.min_batch  # the policy has cut its wish
         is_bound = is_bound and wanted.advice is None and not self.needs.lr_decay
         lower = wanted.batch_size < self.min_batch or is_bound
-        if self._steps_at_bound < 0 or not lower or not noise_scale < present == self.min_batch:
-            self._steps_at_bound = min(self._steps_at_bound, 0)
-            return decision
-        self._steps_at_bound += 1
-        if self._steps_at_bound < _STEPS_AT_BOUND:
-            return decision
-        self._steps_at_bound = -1  # once a run
-        constraints = self._constraints
-        smallest = constraints and constraints.plan(1, 1, self.max_batch).batch_size
-        allowed = (
-            "no measured step is smaller" if present == smallest else "min_batch= lets it shrink"
-        )
-        note = (
-            f"the noise scale is {noise_scale:.3g}, below the batch of {present}: a smaller batch "
-            f"would need fewer samples; {allowed}"
-        )
-        return replace(decision, reason=f"{decision.reason}; {note}")
+        if not lower or not noise_scale < present == self.min_batch:
+            self._notes.above_lower()
+            return ""
+        limits = self._constraints
+        smallest = None if limits is None else limits.plan(1, 1, self.max_batch).batch_size
+        return self._notes.at_lower(present, noise_scale, smallest)
 
     def _keep(self, reason: str) -> Decision:
         return Decision(self.decision.batch_size, reason, self.decision.lr_factor)
@@ -370,12 +366,6 @@ def controller_of(
             stacklevel=4,
         )
     return controller
-
-
-def lower_bound_note(reason: str) -> str:
-    """What the reason of a decision says on a batch that only `min_batch` keeps as large, or ""."""
-    match = _NOTE.search(reason)
-    return match[0] if match else ""
 
 
 def _average(

@@ -100,10 +100,11 @@ class StepTimes:
     @property
     def sizes(self) -> tuple[TimedSize, ...]:
         """The timed sizes, from the smallest."""
-        mostly_measured = sum(self._kinds) > len(self._kinds) / 2
-        measured, others = self._timed(measured=True), self._timed(measured=False)
-        known = StepTime.fit(others) is not None or StepTime.fit(measured) is None
-        return others if known and not mostly_measured else measured
+        measured = self._timed(measured=True)
+        if sum(self._kinds) > len(self._kinds) / 2:
+            return measured
+        others = self._timed(measured=False)
+        return measured if StepTime.fit(measured) and not StepTime.fit(others) else others
 
     def _timed(self, *, measured: bool) -> tuple[TimedSize, ...]:
         timed, oldest = [], self._steps - self._max_age

@@ -18,7 +18,8 @@ from bigbatch.errors import LoopError, SettingError
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.optim.variance_reduced import micro_batch_optimizer
-from bigbatch.policies.controller import Controller, lower_bound_note
+from bigbatch.policies.bound_notes import note_of
+from bigbatch.policies.controller import Controller
 from bigbatch.policies.goodput import LossTrend
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
@@ -326,7 +327,7 @@ class Update:
                 loss_trend=self._loss_trend.trend,
             )
             decision = self._controller.next(step.statistics, now)
-            if self._warns and (note := lower_bound_note(decision.reason)):
+            if self._warns and (note := note_of(decision.reason)):
                 warnings.warn(note, stacklevel=7)  # the line of step.update
             return decision
         return Decision(present.batch_size, reason, present.lr_factor)

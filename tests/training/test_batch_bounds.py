@@ -1,7 +1,8 @@
-"""The batch stays at its first size or above, unless `min_batch` says otherwise."""
+"""The bounds of a batch: its first size unless `min_batch` says otherwise, and the data set."""
 
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bigbatch as bb
 from bigbatch.log.history import history_of
 from bigbatch.log.html_report import write_report
+from loop_steps import trained
 from numbered_samples import build, steps_of
 
 torch.set_num_threads(1)
@@ -19,6 +21,10 @@ NOTE = (
     r"^the noise scale is \S+, below the batch of {}: a smaller batch would need fewer samples; {}$"
 )
 SHRINK = "min_batch= lets it shrink"
+WHOLE = (
+    "the batch has grown to all 400 samples of an epoch, so an epoch is one step; "
+    "max_batch= bounds it"
+)
 
 
 def adaptive(policy, batch=32, samples=8000, virtual_ranks=1, **settings):
@@ -31,17 +37,6 @@ def adaptive(policy, batch=32, samples=8000, virtual_ranks=1, **settings):
     data = TensorDataset(x, torch.zeros(samples, dtype=torch.long))
     loader = bb.Batches(DataLoader(data, batch), virtual_ranks=virtual_ranks)
     return bb.AdaptiveBatch(model, optimizer, loader, policy=policy, **settings)
-
-
-def trained(train, steps):
-    records = []
-    for step in train:
-        for x, y in step:
-            step.backward(cross_entropy(train.model(x), y))
-        records.append(step.update())
-        if len(records) == steps:
-            break
-    return records
 
 
 class Halves:
@@ -215,6 +210,49 @@ def test_a_batch_that_no_bound_holds_is_not_noted(policy):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(train, 70)
+
+
+class Doubles:
+    """A policy of one's own, by statistics."""
+
+    def decide(self, statistics, now):
+        return bb.Decision(now.target_batch_size * 2, "doubles")
+
+
+def test_a_batch_that_grows_to_the_whole_data_set_is_noted_once(tmp_path):
+    train = adaptive(Doubles(), samples=400, log=tmp_path)
+    with pytest.warns(UserWarning, match="grown to all") as found:
+        sizes = [record.target_batch_size for record in trained(train, passes=3)]
+    assert [32, 64, 128, 256, 400] == list(dict.fromkeys(sizes))
+    resumed = adaptive(Doubles(), samples=400, log=tmp_path)
+    resumed.load_state_dict(train.state_dict())
+    trained(resumed, passes=3)
+    assert [(WHOLE, "loop_steps.py")] == [
+        (str(one.message), Path(one.filename).name) for one in found
+    ]
+    rows = history_of(tmp_path).rows
+    assert [f"doubles; note: {WHOLE}"] == [
+        row["decision_reason"] for row in rows if "note" in row["decision_reason"]
+    ]
+    write_report([history_of(tmp_path)], tmp_path / "page.html", "runs")
+    assert f"{WHOLE}." in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch"),
+    [
+        (bb.Controller(Doubles(), 32, max_batch=400), 32),
+        (bb.Controller(Doubles(), 32, max_batch=200), 32),
+        (Doubles(), 400),
+        (bb.Fixed(400), 32),
+        (bb.Schedule("32, 400 from 3 steps"), 32),
+    ],
+)
+def test_a_batch_of_all_samples_that_was_asked_for_is_not_noted(policy, batch):
+    train = adaptive(policy, batch, samples=400)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(train, passes=3)
 
 
 def on_ranks(rank, ranks):
