@@ -7,10 +7,12 @@ progress, whichever the x axis.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import itemgetter
 from statistics import fmean
 from typing import NamedTuple
+
+import numpy
 
 from bigbatch.log.chart import Ends, Mark, Panel, Series
 from bigbatch.log.history import History, group_seeds, measured_rows, unit_of
@@ -43,12 +45,13 @@ class _Point(NamedTuple):
 class _Quantity:
     """What a panel shows."""
 
-    title: str  # "" for the name of the score
+    title: str
     rows_of: Callable[[History], list[Row]]  # the rows of a run that have it
     value_of: Callable[[Rows], float]  # its value over some rows
     log_base: int | None = None  # of a logarithmic scale
     # whether signal and noise are averaged, over the runs too, before the value is computed
     is_noise: bool = False
+    is_zoomed: bool = False  # whether its axis has room for the last quarter of the curves alone
 
 
 def panels_of(histories: list[History], x: str) -> list[Panel]:
@@ -59,12 +62,10 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
     """
     groups = group_seeds(histories)
     most = max(_FEW_POINTS, min(POINTS, _PAGE_POINTS // max(1, len(groups))))
-    names = dict.fromkeys(history.score for history in histories if history.score)
-    units = {name: unit_of(histories, name) for name in names}
-    scores = " or ".join(f"{label},{unit}" if unit else label for label, unit, _ in units.values())
     targets = sorted({one.target for one in histories if one.target is not None})
     panels = []
-    for quantity in _QUANTITIES:
+    loss, *others = _QUANTITIES
+    for quantity in (loss, _scores_of(histories), *others):
         of_arms = (
             _series(quantity, name, arm, runs, x, most)
             for arm, (name, runs) in enumerate(groups.items())
@@ -73,17 +74,15 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
         if not series:
             continue
         y_range = None
-        if not quantity.title:
-            *_, factor = next(iter(units.values()))
-            low, high = (factor * end for end in _last_range(series))
-            series = [_within(one, low, high, factor) for one in series]
-            y_range = low, high
+        if quantity.is_zoomed:
+            y_range = _last_range(series)
+            series = [_within(one, *y_range) for one in series]
         panels.append(
             Panel(
-                quantity.title or scores,
+                quantity.title,
                 AXES[x],
                 series,
-                x_range=(0.0, max((end for one in series for end in one.x), default=0.0) or 1.0),
+                x_range=(0.0, max(end for one in series for end in one.x) or 1.0),
                 y_log=quantity.log_base,
                 y_range=y_range,
                 marks=[Mark(f"target {target:g}", y=target) for target in targets]
@@ -114,8 +113,10 @@ def _series(
 ) -> Series | None:
     """The line of an arm with its band; None where no value is finite."""
     rows = [of_run for of_run in map(quantity.rows_of, runs) if of_run]
+    if not rows:
+        return None
     count = _bin_count(runs, rows, most, is_noise=quantity.is_noise)
-    samples = max((run.rows[-1]["samples"] for run in runs if run.rows), default=1)
+    samples = max(run.rows[-1]["samples"] for run in runs if run.rows)
     binned = [_binned(of_run, samples, count) for of_run in rows]
     if quantity.is_noise:
         points = _pooled_points(quantity, binned, x, count)
@@ -133,9 +134,9 @@ def _series(
 def _bin_count(runs: list[History], rows: list[list[Row]], most: int, *, is_noise: bool) -> int:
     """Bins of an arm: parts of an epoch, or epochs where there are many."""
     if is_noise:
-        measured = min(map(len, rows), default=1)
+        measured = min(map(len, rows))
         return min(NOISE_POINTS, measured, max(_FEW_NOISE_POINTS, measured // _NOISE_STEPS))
-    epochs = max((run.rows[-1]["epoch"] + 1 for run in runs if run.rows), default=1)
+    epochs = max(run.rows[-1]["epoch"] + 1 for run in runs if run.rows)
     return int(epochs * max(1, most // epochs)) if epochs <= most else most
 
 
@@ -150,28 +151,18 @@ def _binned(rows: list[Row], samples: int, count: int) -> Bins:
 
 def _mean_points(quantity: _Quantity, binned: list[Bins], x: str) -> list[_Point]:
     """The mean of the runs' values; a run has those of its neighbours in a bin without a row."""
-    lines = []
-    for bins in binned:
-        places = {number: float(rows[-1][x]) for number, rows in bins.items()}
-        values = {number: quantity.value_of(rows) for number, rows in bins.items()}
-        lines.append((_without_holes(places), _without_holes(values)))
-    points = []
-    for number in sorted({number for bins in binned for number in bins}):
-        present = [(xs[number], ys[number]) for xs, ys in lines if number in ys]
-        of_runs = [y for _, y in present]
-        place = fmean(x for x, _ in present)
-        points.append(_Point(place, fmean(of_runs), min(of_runs), max(of_runs)))
-    return points
+    numbers = sorted({number for bins in binned for number in bins})
 
+    def of_run(bins: Bins, value_of: Callable[[Rows], float]) -> numpy.ndarray:
+        known = sorted(bins)
+        values = [value_of(bins[number]) for number in known]
+        return numpy.interp(numbers, known, values, left=math.nan, right=math.nan)
 
-def _without_holes(values: dict[int, float]) -> dict[int, float]:
-    """Values by the number of a bin, with linear values between two known ones."""
-    filled = dict(values)
-    for low, high in pairwise(sorted(values)):
-        for number in range(low + 1, high):
-            share = (number - low) / (high - low)
-            filled[number] = (1 - share) * values[low] + share * values[high]
-    return filled
+    places = [of_run(bins, lambda rows: rows[-1][x]) for bins in binned]
+    values = [of_run(bins, quantity.value_of) for bins in binned]
+    means = (numpy.nanmean(places, 0), numpy.nanmean(values, 0))
+    ends = (numpy.nanmin(values, 0), numpy.nanmax(values, 0))
+    return [_Point(*map(float, point)) for point in zip(*means, *ends, strict=True)]
 
 
 def _pooled_points(quantity: _Quantity, binned: list[Bins], x: str, count: int) -> list[_Point]:
@@ -203,13 +194,18 @@ def _statistics_of(rows: Rows) -> GradientStatistics:
     )
 
 
-def _scored_rows(history: History) -> list[Row]:
-    score = history.score
-    return [
-        {**row, "score": row["metrics"][score]}
-        for row in history.scored_rows
-        if row["metrics"].get(score) is not None
-    ]
+def _scores_of(histories: Sequence[History]) -> _Quantity:
+    """The main scores of the runs, each in the unit in which people write it."""
+    names = dict.fromkeys(history.score for history in histories if history.score)
+    units = {name: unit_of(histories, name) for name in names}
+    labels = (f"{label},{unit}" if unit else label for label, unit, _ in units.values())
+
+    def rows_of(history: History) -> list[Row]:
+        score, rows = history.score or "", history.scored_rows
+        known = [row for row in rows if row["metrics"].get(score) is not None]
+        return [row | {"score": units[score][2] * row["metrics"][score]} for row in known]
+
+    return _Quantity(" or ".join(labels), rows_of, _mean_of(itemgetter("score")), is_zoomed=True)
 
 
 def _last_range(series: Sequence[Series]) -> Ends:
@@ -228,11 +224,11 @@ def _last_range(series: Sequence[Series]) -> Ends:
     return max(low - room, lowest), min(high + room, highest)
 
 
-def _within(series: Series, low: float, high: float, factor: float) -> Series:
-    """The line in another unit, without the points outside these ends."""
-    factors = [factor if low <= factor * y <= high else math.nan for y in series.y]
+def _within(series: Series, low: float, high: float) -> Series:
+    """The line without the points outside these ends."""
+    shown = [low <= y <= high for y in series.y]
     y, low_ends, high_ends = (
-        [one * value for one, value in zip(factors, values, strict=False)]
+        [value if is_shown else math.nan for is_shown, value in zip(shown, values, strict=False)]
         for values in (series.y, series.low, series.high)
     )
     return replace(series, y=y, low=low_ends, high=high_ends)
@@ -248,9 +244,8 @@ def _bounded(value: float) -> float:
 
 
 _SIMILARITY = "gradient similarity"
-_QUANTITIES = (
+_QUANTITIES = (  # after the first, a report has the main score
     _Quantity(LOSS, lambda run: [row for row in run.rows if row["loss"] is not None], _loss_of, 10),
-    _Quantity("", _scored_rows, _mean_of(itemgetter("score"))),
     _Quantity(
         "batch size, samples",
         lambda run: chosen_rows(run.rows),
