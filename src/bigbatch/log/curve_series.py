@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
 from statistics import fmean
-from typing import NamedTuple
 
 import numpy
 
@@ -30,15 +29,8 @@ _LARGEST = 1e200  # of a value; sums of larger ones may overflow
 
 Rows = Sequence[Row]
 Bins = dict[int, list[Row]]  # the rows of a run by the number of their bin
-
-
-class _Point(NamedTuple):
-    """The mean place of the runs, the center of their values, the least and the largest value."""
-
-    x: float
-    center: float
-    low: float
-    high: float
+# by bin: the mean place of the runs, the center of their values, the least and the largest value
+Curve = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -118,13 +110,10 @@ def _series(
     count = _bin_count(runs, rows, most, is_noise=quantity.is_noise)
     samples = max(run.rows[-1]["samples"] for run in runs if run.rows)
     binned = [_binned(of_run, samples, count) for of_run in rows]
-    if quantity.is_noise:
-        points = _pooled_points(quantity, binned, x, count)
-    else:
-        points = _mean_points(quantity, binned, x)
-    if not any(math.isfinite(point.center) for point in points):
+    curve_of = _pooled_curve if quantity.is_noise else _mean_curve
+    places, centers, *band = curve_of(quantity, binned, x)
+    if not any(map(math.isfinite, centers)):
         return None
-    places, centers, *band = map(list, zip(*points, strict=True))
     low, high = band if len(runs) > 1 else ([], [])
     # x never falls where a run that ended early leaves a mean of the others
     xs = [*accumulate(places, max)]
@@ -149,7 +138,7 @@ def _binned(rows: list[Row], samples: int, count: int) -> Bins:
     return bins
 
 
-def _mean_points(quantity: _Quantity, binned: list[Bins], x: str) -> list[_Point]:
+def _mean_curve(quantity: _Quantity, binned: list[Bins], x: str) -> Curve:
     """The mean of the runs' values; a run has those of its neighbours in a bin without a row."""
     numbers = sorted({number for bins in binned for number in bins})
 
@@ -162,21 +151,20 @@ def _mean_points(quantity: _Quantity, binned: list[Bins], x: str) -> list[_Point
     values = [of_run(bins, quantity.value_of) for bins in binned]
     means = (numpy.nanmean(places, 0), numpy.nanmean(values, 0))
     ends = (numpy.nanmin(values, 0), numpy.nanmax(values, 0))
-    return [_Point(*map(float, point)) for point in zip(*means, *ends, strict=True)]
+    return [of_bins.tolist() for of_bins in (*means, *ends)]
 
 
-def _pooled_points(quantity: _Quantity, binned: list[Bins], x: str, count: int) -> list[_Point]:
+def _pooled_curve(quantity: _Quantity, binned: list[Bins], x: str) -> Curve:
     """The value of signal and noise over all runs, and the range of it and the runs' own."""
     points = []
-    for number in range(count):
+    for number in sorted({number for bins in binned for number in bins}):
         present = [bins[number] for bins in binned if number in bins]
-        if present:
-            center = quantity.value_of([row for rows in present for row in rows])
-            values = [*map(quantity.value_of, present), center]
-            known = [value for value in values if not math.isnan(value)] or [center]
-            place = fmean(rows[-1][x] for rows in present)
-            points.append(_Point(place, center, min(known), max(known)))
-    return points
+        center = quantity.value_of([row for rows in present for row in rows])
+        values = [*map(quantity.value_of, present), center]
+        known = [value for value in values if not math.isnan(value)] or [center]
+        place = fmean(rows[-1][x] for rows in present)
+        points.append((place, center, min(known), max(known)))
+    return [*map(list, zip(*points, strict=True))]
 
 
 def _loss_of(rows: Rows) -> float:
