@@ -31,9 +31,7 @@ from griffe import (
 from bigbatch.setting_types import In
 
 UNBOUNDED = 1e9  # a larger bound only refuses what must be a mistake
-LOOP = (
-    "bigbatch.training.adaptive_batch.AdaptiveBatch"  # `options.get(name, default)` reads options
-)
+LOOP = "bigbatch.training.adaptive_batch.AdaptiveBatch"  # reads `options.get(name, default)`
 
 Value = str | Expr | None
 

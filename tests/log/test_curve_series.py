@@ -194,6 +194,17 @@ def test_percentages_below_one_are_no_shares_where_another_run_has_larger_ones(t
     assert ["accuracy"] == [p.title for p in panels_of(runs, "step") if "accuracy" in p.title]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_each_of_two_main_scores_is_in_its_own_unit(tmp_path, order):
+    runs = [
+        scored(tmp_path, [0.5, 0.9], "accuracy", arm="a"),
+        scored(tmp_path, [9.0, 8.0], "perplexity", arm="b"),
+    ]
+    _, panel, *_ = panels_of(runs[::order], "step")
+    assert {"a": [50.0, 90.0], "b": [9.0, 8.0]} == {line.name: line.y for line in panel.series}
+    assert {"accuracy, %", "perplexity"} == {*panel.title.split(" or ")}
+
+
 def test_the_axis_of_a_constant_score_has_room_on_both_sides(tmp_path):
     panels = panels_of([scored(tmp_path, [0.5, 0.5, 0.5], "accuracy")], "step")
     (panel,) = [panel for panel in panels if panel.title == "accuracy, %"]

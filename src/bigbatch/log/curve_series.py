@@ -7,10 +7,11 @@ progress, whichever the x axis.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import itemgetter
 from statistics import fmean
-from typing import NamedTuple
+
+import numpy
 
 from bigbatch.log.chart import Ends, Mark, Panel, Series
 from bigbatch.log.history import History, group_seeds, measured_rows, unit_of
@@ -28,27 +29,21 @@ _LARGEST = 1e200  # of a value; sums of larger ones may overflow
 
 Rows = Sequence[Row]
 Bins = dict[int, list[Row]]  # the rows of a run by the number of their bin
-
-
-class _Point(NamedTuple):
-    """The mean place of the runs, the center of their values, the least and the largest value."""
-
-    x: float
-    center: float
-    low: float
-    high: float
+# by bin: the mean place of the runs, the center of their values, the least and the largest value
+Curve = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
 class _Quantity:
     """What a panel shows."""
 
-    title: str  # "" for the name of the score
+    title: str
     rows_of: Callable[[History], list[Row]]  # the rows of a run that have it
     value_of: Callable[[Rows], float]  # its value over some rows
     log_base: int | None = None  # of a logarithmic scale
     # whether signal and noise are averaged, over the runs too, before the value is computed
     is_noise: bool = False
+    is_zoomed: bool = False  # whether its axis has room for the last quarter of the curves alone
 
 
 def panels_of(histories: list[History], x: str) -> list[Panel]:
@@ -59,12 +54,10 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
     """
     groups = group_seeds(histories)
     most = max(_FEW_POINTS, min(POINTS, _PAGE_POINTS // max(1, len(groups))))
-    names = dict.fromkeys(history.score for history in histories if history.score)
-    units = {name: unit_of(histories, name) for name in names}
-    scores = " or ".join(f"{label},{unit}" if unit else label for label, unit, _ in units.values())
     targets = sorted({one.target for one in histories if one.target is not None})
     panels = []
-    for quantity in _QUANTITIES:
+    loss, *others = _QUANTITIES
+    for quantity in (loss, _scores_of(histories), *others):
         of_arms = (
             _series(quantity, name, arm, runs, x, most)
             for arm, (name, runs) in enumerate(groups.items())
@@ -73,17 +66,15 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
         if not series:
             continue
         y_range = None
-        if not quantity.title:
-            *_, factor = next(iter(units.values()))
-            low, high = (factor * end for end in _last_range(series))
-            series = [_within(one, low, high, factor) for one in series]
-            y_range = low, high
+        if quantity.is_zoomed:
+            y_range = _last_range(series)
+            series = [_within(one, *y_range) for one in series]
         panels.append(
             Panel(
-                quantity.title or scores,
+                quantity.title,
                 AXES[x],
                 series,
-                x_range=(0.0, max((end for one in series for end in one.x), default=0.0) or 1.0),
+                x_range=(0.0, max(end for one in series for end in one.x) or 1.0),
                 y_log=quantity.log_base,
                 y_range=y_range,
                 marks=[Mark(f"target {target:g}", y=target) for target in targets]
@@ -114,16 +105,15 @@ def _series(
 ) -> Series | None:
     """The line of an arm with its band; None where no value is finite."""
     rows = [of_run for of_run in map(quantity.rows_of, runs) if of_run]
-    count = _bin_count(runs, rows, most, is_noise=quantity.is_noise)
-    samples = max((run.rows[-1]["samples"] for run in runs if run.rows), default=1)
-    binned = [_binned(of_run, samples, count) for of_run in rows]
-    if quantity.is_noise:
-        points = _pooled_points(quantity, binned, x, count)
-    else:
-        points = _mean_points(quantity, binned, x)
-    if not any(math.isfinite(point.center) for point in points):
+    if not rows:
         return None
-    places, centers, *band = map(list, zip(*points, strict=True))
+    count = _bin_count(runs, rows, most, is_noise=quantity.is_noise)
+    samples = max(run.rows[-1]["samples"] for run in runs if run.rows)
+    binned = [_binned(of_run, samples, count) for of_run in rows]
+    curve_of = _pooled_curve if quantity.is_noise else _mean_curve
+    places, centers, *band = curve_of(quantity, binned, x)
+    if not any(map(math.isfinite, centers)):
+        return None
     low, high = band if len(runs) > 1 else ([], [])
     # x never falls where a run that ended early leaves a mean of the others
     xs = [*accumulate(places, max)]
@@ -133,9 +123,9 @@ def _series(
 def _bin_count(runs: list[History], rows: list[list[Row]], most: int, *, is_noise: bool) -> int:
     """Bins of an arm: parts of an epoch, or epochs where there are many."""
     if is_noise:
-        measured = min(map(len, rows), default=1)
+        measured = min(map(len, rows))
         return min(NOISE_POINTS, measured, max(_FEW_NOISE_POINTS, measured // _NOISE_STEPS))
-    epochs = max((run.rows[-1]["epoch"] + 1 for run in runs if run.rows), default=1)
+    epochs = max(run.rows[-1]["epoch"] + 1 for run in runs if run.rows)
     return int(epochs * max(1, most // epochs)) if epochs <= most else most
 
 
@@ -148,44 +138,33 @@ def _binned(rows: list[Row], samples: int, count: int) -> Bins:
     return bins
 
 
-def _mean_points(quantity: _Quantity, binned: list[Bins], x: str) -> list[_Point]:
+def _mean_curve(quantity: _Quantity, binned: list[Bins], x: str) -> Curve:
     """The mean of the runs' values; a run has those of its neighbours in a bin without a row."""
-    lines = []
-    for bins in binned:
-        places = {number: float(rows[-1][x]) for number, rows in bins.items()}
-        values = {number: quantity.value_of(rows) for number, rows in bins.items()}
-        lines.append((_without_holes(places), _without_holes(values)))
-    points = []
-    for number in sorted({number for bins in binned for number in bins}):
-        present = [(xs[number], ys[number]) for xs, ys in lines if number in ys]
-        of_runs = [y for _, y in present]
-        place = fmean(x for x, _ in present)
-        points.append(_Point(place, fmean(of_runs), min(of_runs), max(of_runs)))
-    return points
+    numbers = sorted({number for bins in binned for number in bins})
+
+    def of_run(bins: Bins, value_of: Callable[[Rows], float]) -> numpy.ndarray:
+        known = sorted(bins)
+        values = [value_of(bins[number]) for number in known]
+        return numpy.interp(numbers, known, values, left=math.nan, right=math.nan)
+
+    places = [of_run(bins, lambda rows: rows[-1][x]) for bins in binned]
+    values = [of_run(bins, quantity.value_of) for bins in binned]
+    means = (numpy.nanmean(places, 0), numpy.nanmean(values, 0))
+    ends = (numpy.nanmin(values, 0), numpy.nanmax(values, 0))
+    return [of_bins.tolist() for of_bins in (*means, *ends)]
 
 
-def _without_holes(values: dict[int, float]) -> dict[int, float]:
-    """Values by the number of a bin, with linear values between two known ones."""
-    filled = dict(values)
-    for low, high in pairwise(sorted(values)):
-        for number in range(low + 1, high):
-            share = (number - low) / (high - low)
-            filled[number] = (1 - share) * values[low] + share * values[high]
-    return filled
-
-
-def _pooled_points(quantity: _Quantity, binned: list[Bins], x: str, count: int) -> list[_Point]:
+def _pooled_curve(quantity: _Quantity, binned: list[Bins], x: str) -> Curve:
     """The value of signal and noise over all runs, and the range of it and the runs' own."""
     points = []
-    for number in range(count):
+    for number in sorted({number for bins in binned for number in bins}):
         present = [bins[number] for bins in binned if number in bins]
-        if present:
-            center = quantity.value_of([row for rows in present for row in rows])
-            values = [*map(quantity.value_of, present), center]
-            known = [value for value in values if not math.isnan(value)] or [center]
-            place = fmean(rows[-1][x] for rows in present)
-            points.append(_Point(place, center, min(known), max(known)))
-    return points
+        center = quantity.value_of([row for rows in present for row in rows])
+        values = [*map(quantity.value_of, present), center]
+        known = [value for value in values if not math.isnan(value)] or [center]
+        place = fmean(rows[-1][x] for rows in present)
+        points.append((place, center, min(known), max(known)))
+    return [*map(list, zip(*points, strict=True))]
 
 
 def _loss_of(rows: Rows) -> float:
@@ -203,13 +182,18 @@ def _statistics_of(rows: Rows) -> GradientStatistics:
     )
 
 
-def _scored_rows(history: History) -> list[Row]:
-    score = history.score
-    return [
-        {**row, "score": row["metrics"][score]}
-        for row in history.scored_rows
-        if row["metrics"].get(score) is not None
-    ]
+def _scores_of(histories: Sequence[History]) -> _Quantity:
+    """The main scores of the runs, each in the unit in which people write it."""
+    names = dict.fromkeys(history.score for history in histories if history.score)
+    units = {name: unit_of(histories, name) for name in names}
+    labels = (f"{label},{unit}" if unit else label for label, unit, _ in units.values())
+
+    def rows_of(history: History) -> list[Row]:
+        score, rows = history.score or "", history.scored_rows
+        known = [row for row in rows if row["metrics"].get(score) is not None]
+        return [row | {"score": units[score][2] * row["metrics"][score]} for row in known]
+
+    return _Quantity(" or ".join(labels), rows_of, _mean_of(itemgetter("score")), is_zoomed=True)
 
 
 def _last_range(series: Sequence[Series]) -> Ends:
@@ -228,11 +212,11 @@ def _last_range(series: Sequence[Series]) -> Ends:
     return max(low - room, lowest), min(high + room, highest)
 
 
-def _within(series: Series, low: float, high: float, factor: float) -> Series:
-    """The line in another unit, without the points outside these ends."""
-    factors = [factor if low <= factor * y <= high else math.nan for y in series.y]
+def _within(series: Series, low: float, high: float) -> Series:
+    """The line without the points outside these ends."""
+    shown = [low <= y <= high for y in series.y]
     y, low_ends, high_ends = (
-        [one * value for one, value in zip(factors, values, strict=False)]
+        [value if is_shown else math.nan for is_shown, value in zip(shown, values, strict=False)]
         for values in (series.y, series.low, series.high)
     )
     return replace(series, y=y, low=low_ends, high=high_ends)
@@ -248,9 +232,8 @@ def _bounded(value: float) -> float:
 
 
 _SIMILARITY = "gradient similarity"
-_QUANTITIES = (
+_QUANTITIES = (  # after the first, a report has the main score
     _Quantity(LOSS, lambda run: [row for row in run.rows if row["loss"] is not None], _loss_of, 10),
-    _Quantity("", _scored_rows, _mean_of(itemgetter("score"))),
     _Quantity(
         "batch size, samples",
         lambda run: chosen_rows(run.rows),

@@ -136,20 +136,18 @@ class Differences:
         parts = []
         for result, names in sorted(arms_of.items()):
             one, verb = self.arms[names[0]], "is" if len(names) == 1 else "are"
-            amount = interval = ""
-            if one.interval is None or one.center is None:
-                parts.append(f"{listed(names)}: {result}")
-                continue
-            if one.result == "not distinguished":
-                verb, result = f"{verb} not distinguished", "from"
+            text = f"{listed(names)} {verb} {result} {self.reference}"
+            if one.interval is None:
+                text = f"{listed(names)}: {result}"
+            elif result == "not distinguished":
+                text = f"{listed(names)} {verb} {result} from {self.reference}"
             elif len(names) == 1:
                 digits = 2 if unit or one.scale >= 10 else 4
-                numbers = (one.center, *one.interval)
-                center, *ends = (f"{abs(factor * x):,.{digits}f}" for x in numbers)
-                amount = f" {center}{' points' * bool(unit)}"
-                low, high = ends if one.center > 0 else ends[::-1]
-                interval = f" ({100 * LEVEL:.0f} % interval {low} to {high})"
-            parts.append(f"{listed(names)} {verb}{amount} {result} {self.reference}{interval}")
+                numbers = sorted(abs(factor * x) for x in (*one.interval, one.center or 0))
+                low, center, high = (f"{x:,.{digits}f}" for x in numbers)
+                amount = f"{center}{' points' * bool(unit)} {result} {self.reference}"
+                text = f"{names[0]} is {amount} ({100 * LEVEL:.0f} % interval {low} to {high})"
+            parts.append(text)
         pairs = range_text([n for one in self.arms.values() if (n := len(one.by_seed)) > 1])
         return f"{label[:1].upper()}{label[1:]}: {'; '.join(parts)} (paired by seed, {pairs} seeds)"
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from itertools import zip_longest
 from textwrap import fill, wrap
 
 from bigbatch.errors import printable
@@ -65,14 +66,12 @@ def _lines_of(cells: Sequence[Sequence[str]], widths: list[int], width: int) -> 
 
 def _lines(cells: Sequence[str], widths: Sequence[int], *, at_bottom: bool = False) -> list[str]:
     """The lines of a row, whose cells are wrapped."""
-    wrapped = [wrap(cell, one) or [""] for cell, one in zip(cells, widths, strict=True)]
-    height = max(map(len, wrapped))
-    blank = [[""] * (height - len(lines)) for lines in wrapped]
-    padded = [b + w if at_bottom else w + b for w, b in zip(wrapped, blank, strict=True)]
+    order = -1 if at_bottom else 1
+    wrapped = [(wrap(cell, one) or [""])[::order] for cell, one in zip(cells, widths, strict=True)]
     return [
         "  ".join(
             text.rjust(one) if number else text.ljust(one)
             for number, (text, one) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
-        for line in zip(*padded, strict=True)
+        for line in [*zip_longest(*wrapped, fillvalue="")][::order]
     ]
