@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from bigbatch.advisor.cut_batch_reader import CutBatchReader
 from bigbatch.advisor.forward_watch import ForwardWatch, ModuleCall
-from bigbatch.advisor.found_training import LATER, FoundTraining, candidates
+from bigbatch.advisor.found_training import LATER, FoundTraining, candidates, living
 from bigbatch.advisor.observations import Found, Limits, MachineTime, Observations, Way
 from bigbatch.advisor.rank_agreement import sign_in
 from bigbatch.advisor.sample_count import LoaderWatch, SampleCount, count_samples
@@ -327,6 +328,7 @@ class ObservedTraining:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             autocast="" if call.autocast_dtype is None else str(call.autocast_dtype)[6:],
             scaler=training.caller.scaler is not None,
+            has_loader=any(self._data_seconds) or bool(living(DataLoader)),
             lr={  # which a schedule multiplies
                 name: _each_once(float(g.get("initial_lr", g["lr"])) for g in groups if "lr" in g)
                 for name, groups in training.groups.items()
