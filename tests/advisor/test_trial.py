@@ -217,6 +217,16 @@ def test_what_cannot_be_another_batch_of_the_same_loss_is_not_tried(tmp_path):
     assert "the batch to try is the present one, 64" == try_made(tmp_path, full, MadeRuns())
 
 
+def test_the_prediction_is_about_the_backwards_that_a_step_has_in_the_trial(tmp_path):
+    time = machine(fixed=0.01, per_sample=1e-4)
+    advice = advice_of(steady(500), time, accumulation=4, micro_batch=16)
+    result = try_made(tmp_path, advice, MadeRuns(64, 192))
+    seconds = [4 * 0.01 + 1e-4 * batch for batch in (64, 192)]
+    progress = [1 + advice.noise_scale / batch for batch in (64, 192)]
+    expected = seconds[1] * progress[1] / (seconds[0] * progress[0])
+    assert (192, expected) == (result.tried, pytest.approx(result.predicted.time))
+
+
 def test_the_length_of_a_run():
     assert (30.0, sys.maxsize) == parse_limit("30s")
     assert (float("inf"), 50000) == parse_limit("50000")

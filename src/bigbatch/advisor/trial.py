@@ -99,7 +99,7 @@ def try_advice(
     result = TrialResult(
         found.batch_size,
         tried,
-        Gain(advice.relative_time(tried), advice.relative_samples(tried)),
+        Gain(advice.relative_time(tried, found.accumulation), advice.relative_samples(tried)),
         limits.folder,
     )
     if not (found.has_loader or BATCH_FACTOR in ASKED or BATCH_FACTOR in os.environ):
