@@ -89,10 +89,16 @@ def test_a_program_is_tried_and_its_files_stay(tmp_path):
 
 
 @pytest.mark.thorough
+def test_batches_that_were_read_before_the_training_are_a_loaders(tmp_path):
+    batches = "list(DataLoader(TensorDataset(x, y), 4, shuffle=True))"
+    assert_compared(*try_program(tmp_path, f"for batch in {batches}: step(*batch)\nsave()\n"))
+
+
+@pytest.mark.thorough
 def test_a_batch_by_hand_needs_a_line_which_the_error_shows(tmp_path):
     status, output, page = try_program(tmp_path / "one", f"size = 4\n{BY_HAND}")
     assert 1 == status
-    assert "has no DataLoader. Write bb.advised_batch_size(4)" in page["trial"]["failure"]
+    assert "has read no DataLoader. Write bb.advised_batch_size(4)" in page["trial"]["failure"]
     assert "BIGBATCH_BATCH_FACTOR" in output
     assert "Trying" not in output
     body = f"size = bb.advised_batch_size(4)\n{BY_HAND}"

@@ -103,7 +103,7 @@ def try_advice(
         limits.folder,
     )
     if not (found.has_loader or BATCH_FACTOR in ASKED or BATCH_FACTOR in os.environ):
-        result.failure = f"the program has no DataLoader. {_by_hand(found)}"
+        result.failure = f"the program has read no DataLoader. {_by_hand(found)}"
         return result
     observed = advice.observations.steps * found.batch_size
     samples = limits.samples or max(observed, FULL * max(tried, found.batch_size))
