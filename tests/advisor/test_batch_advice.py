@@ -167,6 +167,7 @@ def test_an_interval_without_an_upper_end_gives_no_batch(present):
     advice = advice_of(uncertain(), machine(), batch_size=present)
     assert math.inf == advice.trend.high
     assert present > withheld(advice)
+    assert "learning rate" not in str(advice)
     assert conclusion(advice).startswith(
         f"No batch size: the fastest one may be any from {advice.bound} on, since the noise scale's"
     )
@@ -242,6 +243,8 @@ def test_a_size_beyond_32_times_the_present_one_is_a_bound(fixed, size):
         assert 2048 == withheld(advice)
         assert "At least 2048; no size is advised" in conclusion(advice)
         assert "Train with 2048, and observe that run" in conclusion(advice)
+        rate = "learning rate for 2048: x 5.66 (0.001 to 0.00566)"  # the root of 32
+        assert all(rate in page(advice) for page in (str, html_page))
 
 
 def test_a_size_below_a_32nd_of_the_present_one_is_a_bound():
@@ -256,6 +259,7 @@ def test_an_interval_without_an_upper_end_gives_a_bound():
     assert math.inf == advice.trend.high
     assert 16 < withheld(advice) <= 512
     assert f"At least {advice.bound}, where the present batch is 16" in conclusion(advice)
+    assert f"learning rate for {advice.bound}: x " in str(advice)
     assert "no upper end. The program ended after 400 steps" in conclusion(advice)
 
 

@@ -5,13 +5,15 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bigbatch.advisor.loss_curve import Gain
-from bigbatch.advisor.trial import parse_limit
+from bigbatch.advisor.trial import Program, TrialLimits, parse_limit, try_advice
 from bigbatch.advisor.trial_result import TrialResult, sentences
 from bigbatch.errors import SettingError
 from bigbatch.log.history import find_runs, history_of
+from made_observations import advice_of, machine, steady
 from torchrun import run, torchrun
 
 PROGRAM = """
@@ -87,11 +89,18 @@ def test_a_program_is_tried_and_its_files_stay(tmp_path):
 
 
 @pytest.mark.thorough
+def test_batches_that_were_read_before_the_training_are_a_loaders(tmp_path):
+    batches = "list(DataLoader(TensorDataset(x, y), 4, shuffle=True))"
+    assert_compared(*try_program(tmp_path, f"for batch in {batches}: step(*batch)\nsave()\n"))
+
+
+@pytest.mark.thorough
 def test_a_batch_by_hand_needs_a_line_which_the_error_shows(tmp_path):
     status, output, page = try_program(tmp_path / "one", f"size = 4\n{BY_HAND}")
     assert 1 == status
-    assert "bb.advised_batch_size(4)" in page["trial"]["failure"]
+    assert "has read no DataLoader. Write bb.advised_batch_size(4)" in page["trial"]["failure"]
     assert "BIGBATCH_BATCH_FACTOR" in output
+    assert "Trying" not in output
     body = f"size = bb.advised_batch_size(4)\n{BY_HAND}"
     assert_compared(*try_program(tmp_path / "two", body))
 
@@ -170,6 +179,58 @@ def test_ranks_of_torchrun_are_tried_together(tmp_path):
     )
     result = try_program(tmp_path, body, command=lambda *words: torchrun(2, *words))
     assert_compared(*result)
+
+
+class MadeRuns:
+    """Stands for the processes: steps of so many rows in each run, whose loss falls."""
+
+    def __init__(self, *rows):
+        self.rows, self.trials = iter(rows), []
+
+    def run(self, trial, variables, output, seconds):
+        self.trials.append(trial)
+        rows = next(self.rows)
+        steps = np.arange(1, trial.steps + 1)
+        lines = zip(rows + 0 * steps, rows * steps, steps, 0.1 + 0 * steps, 2 / steps, strict=True)
+        Path(trial.losses).write_text("".join(f"{list(map(float, one))}\n" for one in lines))
+        return 0
+
+
+def try_made(folder, advice, runs, seeds=1):
+    program = Program("train.py", (), is_module=False, folder=folder, seconds=1.0)
+    limits = TrialLimits(60.0, None, seeds, folder / "tried")
+    return try_advice(advice, program, limits, runs, print)
+
+
+def test_steps_of_the_present_batch_may_differ_a_little_from_seed_to_seed(tmp_path):
+    result = try_made(tmp_path, advice_of(steady(500), machine()), MadeRuns(64, 192, 192, 63), 2)
+    assert ("", 192, 2) == (result.failure, result.tried, len(result.gains))
+
+
+def test_a_smaller_batch_is_tried_for_as_many_steps_as_a_comparison_needs(tmp_path):
+    advice = advice_of(steady(1), machine(1e-6), steps=30)
+    runs = MadeRuns(64, 2)
+    result = try_made(tmp_path, advice, runs)
+    assert 2 == result.tried
+    assert [160, 160 * 32] == [trial.steps for trial in runs.trials]
+
+
+def test_what_cannot_be_another_batch_of_the_same_loss_is_not_tried(tmp_path):
+    advice = advice_of(steady(500), machine(), accumulation=4, micro_batch=16)
+    advice.observations.coupling = "cdist"
+    assert "16 samples of each backward are part" in try_made(tmp_path, advice, MadeRuns())
+    full = advice_of(steady(500), machine(largest=64))
+    assert "the batch to try is the present one, 64" == try_made(tmp_path, full, MadeRuns())
+
+
+def test_the_prediction_is_about_the_backwards_that_a_step_has_in_the_trial(tmp_path):
+    time = machine(fixed=0.01, per_sample=1e-4)
+    advice = advice_of(steady(500), time, accumulation=4, micro_batch=16)
+    result = try_made(tmp_path, advice, MadeRuns(64, 192))
+    seconds = [4 * 0.01 + 1e-4 * batch for batch in (64, 192)]
+    progress = [1 + advice.noise_scale / batch for batch in (64, 192)]
+    expected = seconds[1] * progress[1] / (seconds[0] * progress[0])
+    assert (192, expected) == (result.tried, pytest.approx(result.predicted.time))
 
 
 def test_the_length_of_a_run():

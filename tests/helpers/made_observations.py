@@ -33,6 +33,7 @@ def found(batch_size=64, ranks=1, **others):
         "device": "cpu",
         "autocast": "",
         "scaler": False,
+        "has_loader": True,
         "lr": {},
         "betas": ((0.9, 0.999),),
         "momentum": (),

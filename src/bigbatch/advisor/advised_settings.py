@@ -5,7 +5,7 @@ import os
 from bigbatch.setting_types import Count, Positive, checked
 
 BATCH_FACTOR, LR_FACTOR = "BIGBATCH_BATCH_FACTOR", "BIGBATCH_LR_FACTOR"  # in the environment
-LR_BY_HAND = "BIGBATCH_LR_BY_HAND"  # there once the program has asked for a rate
+ASKED = set[str]()  # those that this program has asked for
 
 
 @checked
@@ -41,11 +41,10 @@ def advised_lr(default: Positive) -> float:
         >>> advised_lr(0.1)
         0.1
     """
-    if LR_FACTOR in os.environ:
-        os.environ[LR_BY_HAND] = "1"
     return default * factor(LR_FACTOR)
 
 
 def factor(name: str) -> float:
     """A factor of the environment; 1 if there is none."""
+    ASKED.add(name)
     return float(os.environ.get(name, "1"))

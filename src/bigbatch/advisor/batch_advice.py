@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -241,9 +241,10 @@ class BatchAdvice:
     def _most(self) -> float:
         return _REACH * max(self.found.batch_size, self.trend.noise_scale)
 
-    def relative_time(self, batch_size: float) -> float:
+    def relative_time(self, batch_size: float, least_backwards: int = 1) -> float:
         """Time to the same progress on the observed ranks, relative to the present batch size."""
         cluster, scale = self._cluster(self.found.ranks), self.trend.noise_scale
+        cluster = replace(cluster, least_backwards=least_backwards)
         present = cluster.relative_seconds(self.found.batch_size, scale)
         return cluster.relative_seconds(batch_size, scale) / present
 

@@ -55,12 +55,14 @@ class ClusterTime:
     found: Found  # the observed training
     network: Network
     devices: int  # W
+    least_backwards: int = 1  # of a step and device
 
     def seconds(self, batch_size: float) -> float:
         """Seconds of a step of this batch size."""
         time, found = self.time, self.found
         samples = batch_size / self.devices
-        backwards = math.ceil(samples / time.largest) if time.largest else 1
+        needed = math.ceil(samples / time.largest) if time.largest else 1
+        backwards = max(needed, self.least_backwards)
         data = time.data * found.ranks / found.batch_size
         seconds = time.optimizer + backwards * time.backward.fixed
         seconds += samples * (time.backward.per_sample + data)

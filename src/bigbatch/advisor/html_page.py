@@ -3,8 +3,8 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from html import escape
+from typing import Any
 
 from bigbatch.advisor import text_page
 from bigbatch.advisor.batch_advice import BatchAdvice
@@ -113,8 +113,8 @@ def _noise_chart(advice: BatchAdvice) -> str:
     )
     marks = [Mark(f"present batch {present:,}", y=present)]
     lines = [points, moved, mean] if math.isfinite(trend.noise_scale) else [points, moved]
-    chart = _panel("noise scale, samples", "optimizer step", lines, marks)
-    return svg([replace(chart, x_range=(0.0, float(last)), y_range=ends)], titles=False, key=True)
+    axes = "noise scale, samples", "optimizer step"
+    return _chart(*axes, lines, marks=marks, x_range=(0.0, float(last)), y_range=ends, y_log=10)
 
 
 def _trial_chart(result: TrialResult) -> str:
@@ -130,9 +130,7 @@ def _trial_chart(result: TrialResult) -> str:
         lines.append(Series(name, seconds.tolist(), losses.tolist(), style=style))
     is_log = all(value > 0 for line in lines for value in line.y)
     label = f"training loss, means over {window:,.0f} samples"
-    base = 10 if is_log else None
-    panel = Panel(label, "seconds of training", lines, y_label=label, y_log=base, size=_SIZE)
-    return svg([panel], titles=False, key=True)
+    return _chart(label, "seconds of training", lines, y_log=10 if is_log else None)
 
 
 def _time_chart(advice: BatchAdvice) -> str:
@@ -146,9 +144,9 @@ def _time_chart(advice: BatchAdvice) -> str:
     marks = [Mark(f"present {present:,}", x=present)]
     if row.batch_size != present:
         marks.append(Mark(f"advised {row.batch_size:,}", x=row.batch_size))
-    panel = _panel("time, present = 1", "batch size", [times], marks)
-    return svg([replace(panel, x_log=10)], titles=False)
+    return _chart("time, present = 1", "batch size", [times], marks=marks, x_log=10, y_log=10)
 
 
-def _panel(y: str, x: str, series: Sequence[Series], marks: Sequence[Mark]) -> Panel:
-    return Panel(y, x, series, y_label=y, y_log=10, marks=marks, size=_SIZE)
+def _chart(y: str, x: str, series: Sequence[Series], **settings: Any) -> str:
+    panel = Panel(y, x, series, y_label=y, size=_SIZE, **settings)
+    return svg([panel], titles=False, key=len(series) > 1)

@@ -3,7 +3,7 @@
 import json
 import math
 
-from bigbatch.advisor.batch_advice import BatchAdvice
+from bigbatch.advisor.batch_advice import BatchAdvice, DeviceAdvice
 
 ADAPTIVE = "bigbatch, measuring"  # the trainer that follows the noise scale
 _MOVES = 2.0  # factor of the fastest batch size from which a schedule is worth its line
@@ -11,10 +11,10 @@ _MOVES = 2.0  # factor of the fastest batch size from which a schedule is worth 
 
 def lines_to_add(advice: BatchAdvice) -> dict[str, str]:
     """The settings for the advised batch size by trainer, those of the observed one first."""
-    batch, found = advice.batch_size, advice.observations.found
-    if batch is None or found is None or batch == found.batch_size or not found.is_loaders:
+    row = advice.this_machine
+    if row is None or row.batch_size == advice.found.batch_size or not advice.found.is_loaders:
         return {}
-    ranks = found.ranks
+    batch, found, ranks = row.batch_size, advice.found, advice.found.ranks
     micro, accumulation = _split(advice, batch // ranks)
     backwards = f"  # and {accumulation} backwards a step" if accumulation > 1 else ""
     rates = {
@@ -40,20 +40,20 @@ def lines_to_add(advice: BatchAdvice) -> dict[str, str]:
         "bigbatch, a schedule": f'policy=bb.Schedule("{schedule(advice)}")',
     }
     if is_one and not advice.observations.coupling:  # what a loop of bigbatch steps
-        lines[ADAPTIVE] = _adaptive_batch(advice, batch)
+        lines[ADAPTIVE] = _adaptive_batch(advice, row)
     engine = found.engine
     own = "PyTorch" if engine in ("DDP", "FSDP2", "Accelerate") else engine
     return dict(sorted(lines.items(), key=lambda item: item[0] != own))
 
 
-def _adaptive_batch(advice: BatchAdvice, batch: int) -> str:
+def _adaptive_batch(advice: BatchAdvice, row: DeviceAdvice) -> str:
     """A loop that starts at the advised batch size and follows the noise scale within bounds."""
-    row, present = advice.this_machine, advice.found.batch_size
-    ends = [present, batch] if row is None else [present, batch, row.low, row.high or batch]
+    batch, present = row.batch_size, advice.found.batch_size
+    most = max(present, row.high or batch)
     rule = "adascale" if advice.found.optimizers == ["SGD"] else "sqrt"
     return (
         "train = bb.AdaptiveBatch(\n    model, optimizer, loader,\n"
-        f"    policy=bb.Goodput(min_batch={min(present, batch)}, max_batch={max(ends)}),\n"
+        f"    policy=bb.Goodput(min_batch={min(present, batch)}, max_batch={most}),\n"
         f'    batch_size={batch}, base_batch={present}, lr_scaling="{rule}",\n)'
     )
 

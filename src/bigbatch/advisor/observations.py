@@ -73,6 +73,7 @@ class Found:
     device: str  # "cpu", or the name of the GPU
     autocast: str  # the type of autocast in the forward; empty without it
     scaler: bool  # whether a GradScaler scales the loss
+    has_loader: bool  # whether the program has read a DataLoader
     # the learning rates of each optimizer's parameter groups, each once, by its class name
     lr: dict[str, tuple[float, ...]]
     # betas, momentum: each value that a parameter group has, once

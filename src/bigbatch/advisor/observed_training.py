@@ -56,6 +56,7 @@ class ObservedTraining:
         began: float,
         steps: int,
         observations: Observations,
+        loaders: LoaderWatch,
     ) -> None:
         self.signed_in = False  # whether the other ranks know what this one has found
         self._training, self._limits, self._began = training, limits, began
@@ -66,7 +67,7 @@ class ObservedTraining:
         self._reader = StepReader(training, self._forwards, "micro-batches", limits)
         self._samples: SampledSteps | None = None  # while it measures
         self._learned: list[int] = []  # backwards of each step
-        self._loaders = LoaderWatch()
+        self._loaders = loaders
         self._yielded: list[float] = []  # samples of the loader in each of these steps
         self._count: SampleCount | None = None  # the samples of a backward
         self._backwards_before: int | None = None  # the step of an optimizer that is not the last
@@ -78,6 +79,7 @@ class ObservedTraining:
         self._data_seconds: list[float] = []  # of loaders, in the steps that were not measured
         self._waits: list[float] = []  # seconds before the first forward of a measured step
         self._last_end = 0.0
+        loaders.samples(), loaders.take_seconds()  # of the steps before
         self._start_step()
 
     def close(self) -> None:
@@ -327,6 +329,7 @@ class ObservedTraining:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             autocast="" if call.autocast_dtype is None else str(call.autocast_dtype)[6:],
             scaler=training.caller.scaler is not None,
+            has_loader=self._loaders.has_read,
             lr={  # which a schedule multiplies
                 name: _each_once(float(g.get("initial_lr", g["lr"])) for g in groups if "lr" in g)
                 for name, groups in training.groups.items()

@@ -131,12 +131,13 @@ class LoaderWatch:
     """Watches which of the program's loaders it reads, how much, and how long that takes."""
 
     def __init__(self) -> None:
+        self.has_read = False  # whether the program has read one
         self._yielded = _yielded()
         self._seconds = 0.0  # of loaders since the last call
         self._next: Any = _BaseDataLoaderIter.__next__
 
         def timed(iterator: _BaseDataLoaderIter) -> Any:
-            began = time.perf_counter()
+            began, self.has_read = time.perf_counter(), True
             try:
                 return self._next(iterator)
             finally:

@@ -181,10 +181,10 @@ def device_notes(advice: BatchAdvice) -> Iterator[str]:
 
 
 def _rate(advice: BatchAdvice) -> Iterator[str]:
-    batch = advice.batch_size
-    if batch is None:
+    batch, present = advice.batch_size or advice.bound, advice.found.batch_size
+    if batch is None or (math.isinf(advice.trend.high) and batch <= present):
         return
-    if batch == advice.found.batch_size:
+    if batch == present:
         yield "learning rate as it is"
         return
     for name in advice.found.optimizers:

@@ -18,6 +18,7 @@ from bigbatch.advisor.found_training import Caller, FoundTraining
 from bigbatch.advisor.observations import Limits, Observations
 from bigbatch.advisor.observed_training import ObservedTraining, too_short
 from bigbatch.advisor.rank_agreement import sign_in
+from bigbatch.advisor.sample_count import LoaderWatch
 from bigbatch.advisor.step_reader import reason_of
 from bigbatch.errors import SettingError
 
@@ -49,6 +50,7 @@ class TrainingObserver:
         self._training: ObservedTraining | None = None
 
     def __enter__(self) -> "TrainingObserver":
+        self._loaders = LoaderWatch()
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -58,6 +60,7 @@ class TrainingObserver:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+        self._loaders.close()
         if not self.ended:
             self._guarded(self._end)
         self._guarded(self._time)
@@ -107,7 +110,7 @@ class TrainingObserver:
         found = FoundTraining.find(self._cycle, self._caller, self._model)
         ended = self._steps - (len(self._cycle) > 1)  # the last optimizer ends a step
         self._training = ObservedTraining(
-            found, self._limits, self._began, ended, self.observations
+            found, self._limits, self._began, ended, self.observations, self._loaders
         )
 
     def _end(self) -> None:

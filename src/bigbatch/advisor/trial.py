@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -13,9 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.advisor.advise import parse_seconds
-from bigbatch.advisor.advised_settings import BATCH_FACTOR, LR_FACTOR
+from bigbatch.advisor.advised_settings import ASKED, BATCH_FACTOR, LR_FACTOR
 from bigbatch.advisor.batch_advice import BatchAdvice
 from bigbatch.advisor.loss_curve import FULL, Gain, LossCurve, gain, rates_follow
+from bigbatch.advisor.observations import Found
 from bigbatch.advisor.own_folder import OwnFolder
 from bigbatch.advisor.trial_process import Trial
 from bigbatch.advisor.trial_ranks import TrialRanks
@@ -88,18 +90,24 @@ def try_advice(
     found, fastest = advice.found, advice.fastest_row
     if fastest is None:
         return "there is no batch size to try"
-    target = advice.bound or fastest.batch_size  # also if little is gained
-    micro = _micro_batch(advice, target)
+    if advice.observations.coupling:
+        return f"the {found.micro_batch} samples of each backward are part of the loss"
+    micro = _micro_batch(advice, advice.bound or fastest.batch_size)  # also if little is gained
     if micro == found.micro_batch:
-        return f"the fastest batch is the present one, {found.batch_size}"
+        return f"the batch to try is the present one, {found.batch_size}"
     tried = found.batch_size * micro // found.micro_batch
     result = TrialResult(
         found.batch_size,
         tried,
-        Gain(advice.relative_time(tried), advice.relative_samples(tried)),
+        Gain(advice.relative_time(tried, found.accumulation), advice.relative_samples(tried)),
         limits.folder,
     )
-    runs = _Runs(advice, program, limits, ranks, tried)
+    if not (found.has_loader or BATCH_FACTOR in ASKED or BATCH_FACTOR in os.environ):
+        result.failure = f"the program has read no DataLoader. {_by_hand(found)}"
+        return result
+    observed = advice.observations.steps * found.batch_size
+    samples = limits.samples or max(observed, FULL * max(tried, found.batch_size))
+    runs = _Runs(advice, program, limits, ranks, samples)
     say(
         f"Trying {tried} and {found.batch_size}, {limits.seeds} runs each, in {limits.folder}; "
         "your own files stay as they are."
@@ -161,22 +169,16 @@ def _micro_batch(advice: BatchAdvice, target: int) -> int:
     return min(micro, largest or micro)
 
 
+@dataclass
 class _Runs:
     """Runs the program, each time in a process and a folder of its own."""
 
-    def __init__(
-        self,
-        advice: BatchAdvice,
-        program: Program,
-        limits: TrialLimits,
-        ranks: TrialRanks,
-        tried: int,
-    ) -> None:
-        self._advice, self._program, self._limits = advice, program, limits
-        self._ranks = ranks
-        observed = advice.observations.steps * advice.found.batch_size
-        self._samples = limits.samples or max(observed, FULL * tried)
-        self._rows = 0.0  # of a step of the present batch size, which comes first
+    advice: BatchAdvice
+    program: Program
+    limits: TrialLimits
+    ranks: TrialRanks
+    samples: int  # of each run
+    rows: float = 0.0  # of a step of the present batch size, which comes first
 
     def run(self, batch: int, micro: int, seed: int) -> LossCurve:
         """The losses of a run, which its folder keeps as a log.
@@ -184,7 +186,7 @@ class _Runs:
         Raises:
             SettingError: the run failed, or was not of this batch size.
         """
-        found, limits, program = self._advice.found, self._limits, self._program
+        found, limits, program = self.advice.found, self.limits, self.program
         folder = limits.folder / f"batch-{batch}-seed{seed}"
         try:
             folder.mkdir(parents=True)
@@ -208,8 +210,8 @@ class _Runs:
             backwards=found.accumulation,
             seed=seed,
             seconds=limits.seconds,
-            steps=-(-self._samples // batch),
-            lr_factors={name: self._advice.lr_factor(batch, name) for name in found.optimizers},
+            steps=-(-self.samples // batch),
+            lr_factors={name: self.advice.lr_factor(batch, name) for name in found.optimizers},
         )
         self._start(trial, folder, micro / found.micro_batch)
         steps = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
@@ -226,11 +228,11 @@ class _Runs:
             LR_FACTOR: repr(next(iter(trial.lr_factors.values()))),
             "WANDB_MODE": "offline",
         }
-        expected = trial.steps * self._advice.observations.step_seconds * max(1, batch_factor)
-        patience = _PATIENCE + self._program.seconds + 10 * min(self._limits.seconds, expected)
+        expected = trial.steps * self.advice.observations.step_seconds * max(1, batch_factor)
+        patience = _PATIENCE + self.program.seconds + 10 * min(self.limits.seconds, expected)
         OwnFolder(Path(trial.folder), Path(trial.users)).make()
         try:
-            status = self._ranks.run(trial, variables, folder / "output.txt", patience)
+            status = self.ranks.run(trial, variables, folder / "output.txt", patience)
         except subprocess.TimeoutExpired:
             raise SettingError(f"it did not end; {_output(folder)}") from None
         if status:
@@ -240,33 +242,36 @@ class _Runs:
         self, batch: int, seed: int, steps: list[tuple[int, int, float, float, float]], folder: Path
     ) -> LossCurve:
         """The curve of a run, written as a log."""
-        found = self._advice.found
+        found = self.advice.found
         rows, seen, seconds, rates, losses = np.array(steps).T
         usual = float(np.percentile(rows, 60, method="nearest"))  # a few have the end of an epoch
         if not usual:
             raise SettingError("the samples of its steps cannot be counted; is its loss compiled?")
-        self._rows = self._rows or usual
+        self.rows = self.rows or usual
         self._require_size(batch, usual)
-        samples = seen * found.batch_size / self._rows
+        samples = seen * found.batch_size / self.rows
         curve = LossCurve(batch, seed, seconds, samples, losses, rates)
         _write_log(folder, curve)
         return curve
 
     def _require_size(self, batch: int, rows: float) -> None:
         """Raises SettingError if the program has not trained at this batch size."""
-        found = self._advice.found
-        seen = rows / self._rows * found.batch_size
+        found = self.advice.found
+        seen = rows / self.rows * found.batch_size
         wanted = abs(math.log(batch / found.batch_size))
-        if abs(math.log(seen / batch)) <= min(wanted / 2, _SAME):
-            return
-        text = f"its steps were of {seen:.0f} samples"
-        if abs(math.log(seen / found.batch_size)) > min(wanted / 2, _SAME):
-            raise SettingError(f"{text}, not {batch}; an epoch may have too few for such batches")
-        raise SettingError(
-            f"{text}, since the program makes its batches "
-            f"without a DataLoader. Write bb.advised_batch_size({found.micro_batch}) where it "
-            f"has {found.micro_batch}, or multiply by {BATCH_FACTOR} of the environment"
-        )
+        if abs(math.log(seen / batch)) > min(wanted / 2 or _SAME, _SAME):
+            raise SettingError(
+                f"its steps were of {seen:.0f} samples, not {batch}: an epoch may have too few for "
+                f"such batches, or they come from no DataLoader. {_by_hand(found)}"
+            )
+
+
+def _by_hand(found: Found) -> str:
+    """What a program writes that makes its batches itself."""
+    return (
+        f"Write bb.advised_batch_size({found.micro_batch}) where it has {found.micro_batch}, or "
+        f"multiply by {BATCH_FACTOR} of the environment, and start advise with 1 as its value"
+    )
 
 
 def _write_log(folder: Path, curve: LossCurve) -> None:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader
 
-from bigbatch.advisor.advised_settings import LR_BY_HAND
+from bigbatch.advisor.advised_settings import ASKED, LR_FACTOR
 from bigbatch.advisor.forward_watch import ForwardHook, ForwardWatch, tensors_in
 from bigbatch.advisor.found_training import Caller, FoundTraining, candidates
 from bigbatch.advisor.own_folder import OwnFolder
@@ -197,7 +197,7 @@ class TrialSteps:
         self._leave(optimizer)  # its last step has failed
         self._stepping.append(optimizer)
         name = type(optimizer).__name__
-        scale = 1.0 if LR_BY_HAND in os.environ else self._trial.lr_factors.get(name, 1.0)
+        scale = 1.0 if LR_FACTOR in ASKED else self._trial.lr_factors.get(name, 1.0)
         for group in optimizer.param_groups:
             if id(group) in self._rates or scale == 1:
                 continue

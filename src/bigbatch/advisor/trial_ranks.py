@@ -36,12 +36,12 @@ class TrialRanks:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
         self.rank = int(environment.get("RANK", 0))
-        self.ranks = int(environment.get("WORLD_SIZE", 1))
+        ranks = int(environment.get("WORLD_SIZE", 1))
         self._runs = 0
         self._store: Any = None
-        if self.ranks == 1:
+        if ranks == 1:
             return
-        if environment.get("LOCAL_WORLD_SIZE") != str(self.ranks):
+        if environment.get("LOCAL_WORLD_SIZE") != str(ranks):
             raise SettingError("--try runs on one machine, started by python or by torchrun")
         address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         store: Any = vars(dist)["TCPStore"]
