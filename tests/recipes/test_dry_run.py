@@ -298,4 +298,4 @@ def test_a_missing_package_is_named_before_anything_is_written(arguments, tmp_pa
     assert note.startswith("bigbatch: note: no --data")
     assert line.startswith("bigbatch: bigbatch-recipes[bert] needs tokenizers, which is not")
     assert "; run: pip install " in line
-    assert [] == list(tmp_path.rglob("*.yaml"))
+    assert [] == list(tmp_path.rglob("*.json"))

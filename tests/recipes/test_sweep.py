@@ -19,7 +19,7 @@ from bigbatch.log.row_schema import METRICS
 from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep
-from bigbatch_recipes.run_config import read_sweep, read_trainings
+from bigbatch_recipes.run_config import read_sweep
 from bigbatch_recipes.study import start_sweep, trainings_of
 from bigbatch_recipes.sweep import points_of, sweep_of
 from bigbatch_recipes.sweep_page import sweep_panel, write_sweep
@@ -106,11 +106,9 @@ def test_values_that_may_be_left_out_vary_and_are_read_again(tmp_path, text, val
     key, found = text.partition("=")[0], points(text)
     assert values == tuple(point.values[key] for point in found)
     start_sweep(DIGITS, tmp_path / "sweep", found, (), 1)
-    trainings = read_trainings(tmp_path / "sweep")
+    trainings, shown = read_sweep(tmp_path / "sweep")
     assert values == tuple(settings[key] for settings in trainings.values())
-    assert values == tuple(
-        point[key] for point in read_sweep(tmp_path / "sweep")["points"].values()
-    )
+    assert values == tuple(point[key] for point in shown["points"].values())
 
 
 def test_points_whose_least_batch_exceeds_their_largest_are_left_out():

@@ -21,7 +21,7 @@ from bigbatch_recipes.build_loop import build_controller, lr_scaling_of
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.lr_schedule import LRSchedule
 from bigbatch_recipes.recipe import OURS, Recipe
-from bigbatch_recipes.run_config import read_trainings
+from bigbatch_recipes.run_config import STUDY, read_study
 from bigbatch_recipes.settings import Settings, Value
 from bigbatch_recipes.validate import count_parameters, require_trainable
 
@@ -167,8 +167,8 @@ def show_dry_run(
 
 def show_resumption(path: Path, view: LiveView) -> None:
     """Prints how far each training of a run, a study or a sweep is, which resuming would finish."""
-    is_study = (path / "study.yaml").exists()
-    runs = {name: path / name for name in read_trainings(path)} if is_study else {path.name: path}
+    names = read_study(path).trainings if (path / STUDY).exists() else None
+    runs = {path.name: path} if names is None else {name: path / name for name in names}
     rows: list[tuple[str, ...]] = []
     for name, run in runs.items():
         history = history_of(run) if run.exists() else None

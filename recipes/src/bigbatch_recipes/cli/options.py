@@ -13,6 +13,7 @@ from bigbatch.log.history import read_settings
 from bigbatch_recipes import get_recipe
 from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch_recipes.recipe import Recipe
+from bigbatch_recipes.run_config import STUDY
 from bigbatch_recipes.settings import HELP, SECTIONS, SETTING_TYPES, Settings, Value
 
 _NOT_BY_SET = {
@@ -161,7 +162,7 @@ def require_resumable(path: Path) -> None:
     """Raises RunError where no run or study is at `path`."""
 
     def require() -> None:
-        if not (path / "study.yaml").exists():
+        if not (path / STUDY).exists():
             read_settings(path)
 
     run_on_rank_zero(require)

@@ -11,7 +11,7 @@ from bigbatch_recipes.cli.options import CommandParser, refuse_options
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.new_directory import require_free, reserve
 from bigbatch_recipes.recipe import Recipe, Sweep
-from bigbatch_recipes.run_config import require_sweep
+from bigbatch_recipes.run_config import read_sweep
 from bigbatch_recipes.sweep import Point, points_of, sweep_of
 from bigbatch_recipes.sweep_results import SweepPoint, combinations_of
 from bigbatch_recipes.torchrun import Launch, is_single_process
@@ -56,7 +56,7 @@ def sweep(arguments: list[str], launch: Launch) -> int:
         raise SettingError("a sweep starts processes of its own; run it without torchrun")
     if "resume" in given:
         refuse_options("--resume", given.keys() - {"resume", "jobs"})
-        require_sweep(given["resume"])
+        read_sweep(given["resume"])
         if not is_dry:
             return _train(given["resume"], jobs, launch, view)
         from bigbatch_recipes.dry_run import show_resumption
