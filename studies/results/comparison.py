@@ -15,9 +15,9 @@ from bigbatch.errors import RunError
 from bigbatch.log.atomic_files import write_atomically
 from bigbatch.log.history import history_of
 from bigbatch.log.time_to_score import evaluations
-from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.parallel_runs import train_sweep
+from bigbatch_recipes.recipe_registry import get_recipe
 from bigbatch_recipes.run_config import STUDY, read_study
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.study import settings_from, start_sweep, trainings_of

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from bigbatch.cli import main
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.recipe_registry import RECIPES
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import HELP, SECTIONS, SETTING_TYPES
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.errors import RunError
-from bigbatch_recipes import RECIPES
+from bigbatch_recipes.recipe_registry import RECIPES
 from bigbatch_recipes.run_config import read_study, read_sweep
 from bigbatch_recipes.study import settings_from, start_sweep
 from bigbatch_recipes.sweep import points_of, sweep_of

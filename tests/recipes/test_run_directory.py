@@ -12,9 +12,9 @@ import torch
 
 from bigbatch.errors import RunError, StateError
 from bigbatch.log.history import history_of
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.earlier_runs import init_from
 from bigbatch_recipes.new_directory import create_directory_atomically, release, reserve
+from bigbatch_recipes.recipe_registry import RECIPES
 from bigbatch_recipes.run_config import read_study, study_json
 from bigbatch_recipes.run_directory import RunDirectory, file_digest, require_digests
 from bigbatch_recipes.study import start_study

@@ -16,9 +16,9 @@ import pytest
 
 from bigbatch.errors import SettingError
 from bigbatch.log.row_schema import METRICS
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep
+from bigbatch_recipes.recipe_registry import RECIPES
 from bigbatch_recipes.run_config import read_sweep
 from bigbatch_recipes.study import start_sweep, trainings_of
 from bigbatch_recipes.sweep import points_of, sweep_of
@@ -145,15 +145,11 @@ def test_an_arm_brings_its_changes_and_the_grid_changes_them():
 @pytest.mark.thorough
 def test_every_recipe_sweeps_what_it_can_train():
     for recipe in RECIPES.values():
-        for paper_scale in (False, True):
-            sweep = recipe.paper_sweep if paper_scale else recipe.sweep
-            if paper_scale and not recipe.small:  # there is one scale
-                continue
-            found = points_of(
-                recipe, sweep, recipe.settings(paper_scale=paper_scale), paper_scale=paper_scale
-            )
+        # where nothing is small there is one scale
+        for one in (recipe, recipe.at_scale(paper=True)) if recipe.small else (recipe,):
+            found = points_of(one, one.sweep, one.settings())
             assert len({point.name for point in found}) == len(found) > 1
-            trainings_of(recipe, found, 1)  # every run that another needs is there
+            trainings_of(one, found, 1)  # every run that another needs is there
 
 
 def test_a_run_begins_from_the_one_of_the_same_values_and_seed():

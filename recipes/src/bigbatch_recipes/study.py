@@ -13,11 +13,11 @@ from bigbatch.log.atomic_files import write_atomically
 from bigbatch.log.history import find_runs, history_of, seeds_of, table_of
 from bigbatch.log.html_report import write_report
 from bigbatch.log.paired_differences import differences_of
-from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.new_directory import LAUNCH, create_directory_atomically
 from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch_recipes.recipe import Recipe
+from bigbatch_recipes.recipe_registry import get_recipe
 from bigbatch_recipes.run_config import STUDY, read_study, study_json
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings, Value
@@ -31,19 +31,10 @@ FIRST_TUNING_SEED = 1000  # seeds that tune are not those that are shown
 
 
 def start_study(
-    recipe: Recipe,
-    path: Path,
-    settings: Settings,
-    seeds: int,
-    launch: str | None = None,
-    *,
-    paper_scale: bool = False,
+    recipe: Recipe, path: Path, settings: Settings, seeds: int, launch: str | None = None
 ) -> None:
     """Writes the trainings of a study to `path`, and the launch of torchrun that began it."""
-    points = [
-        Point(arm, {"arm": arm}, recipe.arm(arm, settings, paper_scale=paper_scale))
-        for arm in recipe.arms_at(paper_scale=paper_scale)
-    ]
+    points = [Point(arm, {"arm": arm}, recipe.arm(arm, settings)) for arm in recipe.arm_tables]
     require_packages(recipe)
     require_trainable(recipe, *(point.settings for point in points))
     write_study(path, trainings_of(recipe, points, seeds), launch)

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from bigbatch.errors import RunError
-from bigbatch_recipes import get_recipe
 from bigbatch_recipes.build_loop import build_controller
+from bigbatch_recipes.recipe_registry import get_recipe
 from bigbatch_recipes.run_config import read_study
 from bigbatch_recipes.study import start_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
