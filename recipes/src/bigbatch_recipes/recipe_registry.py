@@ -30,7 +30,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 # what does not train one model, and has no settings, arms or checkpoints: a description of each in
-# one line; its module writes it by `run`
+# one line; `run` of its module writes it, and returns a table
 EXPERIMENTS = {
     "linear-regression": "figures 1 and 3 of the VRGD paper, both upper clips, five input "
     "distributions"

@@ -63,7 +63,11 @@ def train(arguments: list[str], launch: Launch) -> None:
     own = (chosen - {"epochs"}) | (given.keys() & {"arm"})  # of a single training, not of the study
     seeds = given.get("seeds") or recipe.seeds
     if own:
-        _require_single(recipe, settings, given, own, names, is_dry=is_dry)
+        _require_effect(settings, names)
+        single = f"{options.format_options(own)}, of a single training,"
+        refuse_options(single, given.keys() & {"seeds"})
+        if not is_dry:
+            _require_runs(recipe, settings)
     if "data" in given or not is_dry:
         settings = settings.with_changes({"data": options.find_data(recipe, given.get("data"))})
     if is_dry:
@@ -116,32 +120,25 @@ def _run_experiment(given: Mapping[str, Any], view: LiveView, *, is_dry: bool) -
     path = options.new_directory(given, name)
     try:
         module = import_module(f"bigbatch_recipes.{name.replace('-', '_')}")
-        view.print(module.run(path, seeds))
+        view.table(module.run(path, seeds), f"{name}: {EXPERIMENTS[name]}")
         view.print(f"table and figures: {path}")
     finally:
         release(path)
 
 
-def _require_single(
-    recipe: Recipe,
-    settings: Settings,
-    given: Mapping[str, Any],
-    own: set[str],
-    names: set[str],
-    *,
-    is_dry: bool,
-) -> None:
-    """Raises SettingError where options do not go with one training, or it lacks an arm's run."""
-    unused = sorted(unused_in(settings) & names)
-    if unused:  # in a study an arm may use a setting that others do not
+def _require_effect(settings: Settings, names: set[str]) -> None:
+    """Raises SettingError where a training has no use for a setting; another arm may have one."""
+    if unused := sorted(unused_in(settings) & names):
         raise SettingError(
             f"{', '.join(unused)} has no effect with policy={settings.policy} "
             f"and optimizer={settings.optimizer}; leave it out, or choose others"
         )
-    single = f"{options.format_options(own)}, of a single training,"
-    refuse_options(single, given.keys() & {"seeds"})
+
+
+def _require_runs(recipe: Recipe, settings: Settings) -> None:
+    """Raises SettingError where one arm needs a run that its study would train before."""
     for name, run in settings.required_runs.items():
-        if run in recipe.arm_names and not is_dry:
+        if run in recipe.arm_names:
             raise SettingError(
                 f"{name} of arm {settings.arm} is arm {run}; name a run of it by "
                 f"--{name.replace('_', '-')}, or train the study, which has both"
