@@ -64,7 +64,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument(option, metavar="<int>", type=count, help=text)
 
     def add_training(self, *without: str) -> None:
-        """Adds what `train` and `sweep` share, with an option for each setting that has no other."""
+        """Adds what `train` and `sweep` share, with an option for each setting without another."""
         self.add_argument("recipe", nargs="?", help="one of `bigbatch list` [digits]")
         self.add_argument(
             "--set",
