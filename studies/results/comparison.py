@@ -15,10 +15,10 @@ from bigbatch.errors import RunError
 from bigbatch.log.atomic_files import write_atomically
 from bigbatch.log.history import history_of
 from bigbatch.log.time_to_score import evaluations
-from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.parallel_runs import train_sweep
-from bigbatch_recipes.run_config import read_trainings
+from bigbatch_recipes.recipe_registry import get_recipe
+from bigbatch_recipes.run_config import STUDY, read_study
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.study import settings_from, start_sweep, trainings_of
 from bigbatch_recipes.sweep import Point
@@ -120,16 +120,15 @@ class Comparison:
             start_sweep(recipe, path, points, tuned, self.seeds, self.tune_seeds)
         failures = train_sweep(path, jobs, LiveView())
         results = read_sweep_results(path)
-        assert results is not None
         return logged_runs(results, failures), results
 
 
 def _require_trainings(path: Path, expected: Mapping[str, Settings]) -> None:
     """Raises RunError where the study at `path` has other trainings, as of older code."""
-    file = path / "study.yaml"
+    file = path / STUDY
     actual = {
         name: settings_from(f"{file}, training {name}", values)
-        for name, values in read_trainings(path).items()
+        for name, values in read_study(path).trainings.items()
     }
     if actual != expected:
         raise RunError(f"{file} has other trainings than this comparison; move {path} away")
@@ -160,7 +159,7 @@ def logged_runs(results: SweepResults, failures: Mapping[str, str]) -> list[Logg
         for run in finished
         if run.path.name not in failures
     ]
-    trainings = read_trainings(results.path)
+    trainings = read_study(results.path).trainings
     points = {point.name: point for point in results.points}
     for name, reason in failures.items():
         point, seed = points[trainings[name]["arm"]], trainings[name]["seed"]

@@ -10,8 +10,9 @@ from dataclasses import replace
 from itertools import count
 
 from bigbatch.cli import main
-from bigbatch_recipes import RECIPES, digits
+from bigbatch_recipes import digits
 from bigbatch_recipes.recipe import OURS, sourced
+from bigbatch_recipes.recipe_registry import RECIPES
 
 NAME = "noisy-digits"
 

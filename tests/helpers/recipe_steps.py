@@ -2,7 +2,7 @@
 
 import torch
 
-from bigbatch_recipes import get_recipe
+from bigbatch_recipes.recipe_registry import get_recipe
 from bigbatch_recipes.train_run import Training
 
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from bigbatch.cli import main
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.recipe_registry import RECIPES
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import HELP, SECTIONS, SETTING_TYPES
 
@@ -121,9 +121,10 @@ def test_an_output_directory_in_use_is_left_alone(bigbatch, tmp_path):
     [
         ("settings.json", '{"schema": 3, "settings": {"recipe": 5}}', "are missing"),
         ("settings.json", '{"schema": 3, "settings": {"wings": 2}}', "unknown settings ['wings']"),
-        ("study.yaml", "kind: study\nschema: 3\nsettings: {}", "lists no trainings"),
-        ("study.yaml", "kind: study\nschema: 3\nsettings: {trainings: [1]}", "lists no trainings"),
-        ("study.yaml", "kind: run\nschema: 3\nsettings: {}", "is a run of schema 3"),
+        ("study.json", '{"schema": 3, "trainings": {}, "sweep": null}', "lists no trainings"),
+        ("study.json", '{"schema": 3, "trainings": [1], "sweep": null}', "lists no trainings"),
+        ("study.json", '{"schema": 2, "trainings": {}, "sweep": null}', "is of schema 2, and 3 is"),
+        ("study.json", '{"schema": 3, "settings": {}}', "cannot be read as a study of bigbatch"),
     ],
 )
 def test_a_damaged_config_is_one_line(bigbatch, tmp_path, name, content, message):

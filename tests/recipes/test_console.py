@@ -71,3 +71,7 @@ def test_the_bars_of_a_constant_batch_are_level_and_those_of_a_growing_one_rise(
     assert "▁▁▁" == sparkline({0: [32], 1: [35], 2: [32]})
     assert "▁▃▅▇" == sparkline({0: [32], 1: [64], 2: [128], 3: [256]})
     assert "▁█" == sparkline({0: [1], 1: [1_000_000]})
+
+
+def test_a_training_that_is_resumed_has_no_bars_for_its_first_part():
+    assert "  ▁▃" == sparkline({2: [32], 3: [64]})

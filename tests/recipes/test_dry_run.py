@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from bigbatch.errors import SettingError
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.dry_run import dry_run, sources
 from bigbatch_recipes.recipe import Sweep
+from bigbatch_recipes.recipe_registry import RECIPES
 from bigbatch_recipes.study import start_study, start_sweep
 from bigbatch_recipes.sweep import points_of
 from bigbatch_recipes.train_run import Training
@@ -38,12 +38,9 @@ def settings(**changes):
 @pytest.mark.parametrize("paper_scale", [False, True], ids=["small", "full"])
 @pytest.mark.parametrize(("recipe", "arm"), ARMS)
 def test_every_arm_of_every_recipe_can_be_planned_at_both_scales(recipe, arm, paper_scale):
-    asked = recipe.settings(paper_scale=paper_scale)
-    run = dry_run(
-        recipe,
-        recipe.arm(arm, asked, paper_scale=paper_scale) if arm else asked,
-        recipe.paper_ranks,
-    )
+    scaled = recipe.at_scale(paper=paper_scale)
+    asked = scaled.settings()
+    run = dry_run(scaled, scaled.arm(arm, asked) if arm else asked, recipe.paper_ranks)
     assert run.parameters > 0
     for planned in run.plans.values():
         plan = planned.plan
@@ -58,7 +55,7 @@ IN_ALL = {"squad": 2 * 87_599, "cifar10-resnet18": 200 * 50_000}
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", IN_ALL)
 def test_the_paper_sees_its_samples_once_an_epoch(name):
-    asked = RECIPES[name].settings(paper_scale=True)
+    asked = RECIPES[name].at_scale(paper=True).settings()
     assert IN_ALL[name] == asked.epochs * dry_run(RECIPES[name], asked).samples
 
 
@@ -96,7 +93,7 @@ def test_the_plan_at_the_start_is_that_of_the_training(arm, ranks):
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_samples_of_a_paper_are_counted_and_not_listed(recipe, ranks):
     """In a second, also for the billions of rows of a click log."""
-    run = dry_run(recipe, recipe.settings(paper_scale=True), ranks)
+    run = dry_run(recipe, recipe.at_scale(paper=True).settings(), ranks)
     expected = min(run.settings.samples or recipe.paper_samples, recipe.paper_samples)
     assert expected == run.samples
 
@@ -125,7 +122,7 @@ def test_samples_of_the_settings_are_the_epoch_where_they_are_fewer():
 
 def test_each_setting_says_whose_it_is():
     asked = DIGITS.arm("simigrad-vr", settings(lr=0.5))
-    found = sources(dataclasses.replace(DIGITS, small={"epochs": 25}), asked, paper_scale=False)
+    found = sources(dataclasses.replace(DIGITS, small={"epochs": 25}), asked)
     assert (0.5, "given here") == found["lr"]
     assert ("vr-momentum", "arm simigrad-vr, ours") == found["optimizer"]
     assert (25, "small scale, ours") == found["epochs"]
@@ -134,16 +131,16 @@ def test_each_setting_says_whose_it_is():
 
 
 def test_what_an_arm_changes_says_whose_it_is():
-    recipe = RECIPES["bert-pretrain"]
-    arm = recipe.arm("simigrad-long", recipe.settings(paper_scale=True), paper_scale=True)
-    found = sources(recipe, arm, paper_scale=True)
+    recipe = RECIPES["bert-pretrain"].at_scale(paper=True)
+    arm = recipe.arm("simigrad-long", recipe.settings())
+    found = sources(recipe, arm)
     code = "SimiGrad's code, BERT-Large, rows of 512"
     assert (0.002, f"arm simigrad-long, {code}") == found["lr"]
     assert (16, "arm simigrad-long, ours") == found["micro_batch"]
-    lamb = recipe.arm("lamb-short", recipe.settings(paper_scale=True), paper_scale=True)
-    batch = sources(recipe, lamb, paper_scale=True)["batch_size"]
+    lamb = recipe.arm("lamb-short", recipe.settings())
+    batch = sources(recipe, lamb)["batch_size"]
     assert (65_536, "arm lamb-short, VRGD, table 1") == batch
-    assert 65_536 == recipe.arms_at(paper_scale=True)["lamb-short"]["batch_size"]
+    assert 65_536 == recipe.arm_changes["lamb-short"]["batch_size"]
 
 
 @pytest.mark.parametrize(
@@ -298,4 +295,4 @@ def test_a_missing_package_is_named_before_anything_is_written(arguments, tmp_pa
     assert note.startswith("bigbatch: note: no --data")
     assert line.startswith("bigbatch: bigbatch-recipes[bert] needs tokenizers, which is not")
     assert "; run: pip install " in line
-    assert [] == list(tmp_path.rglob("*.yaml"))
+    assert [] == list(tmp_path.rglob("*.json"))

@@ -6,12 +6,12 @@ import numpy
 import pytest
 
 from bigbatch.errors import RunError
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets.click_log import read_clicks
 from bigbatch_recipes.datasets.files import text_of
 from bigbatch_recipes.datasets.idx_files import read_images
 from bigbatch_recipes.datasets.squad_questions import read_questions
 from bigbatch_recipes.datasets.text import corpus_of
+from bigbatch_recipes.recipe_registry import RECIPES
 
 CONTENT = numpy.random.default_rng(0).integers(97, 123, 20_000, dtype=numpy.uint8).tobytes()
 WHOLE = gzip.compress(CONTENT, mtime=0)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from bigbatch.errors import RunError
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets import cifar10
 from bigbatch_recipes.datasets.idx_files import read_images
 from bigbatch_recipes.datasets.locations import CIFAR10
+from bigbatch_recipes.recipe_registry import RECIPES
 from cifar_files import NAMES, dumped
 from real_data import FOLDER, needs
 

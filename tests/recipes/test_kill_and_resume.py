@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigbatch_recipes import RECIPES
+from bigbatch_recipes.recipe_registry import RECIPES
 from distributed_states import states_of
 from dropout_digits import NAME, register
 

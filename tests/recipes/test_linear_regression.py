@@ -213,9 +213,12 @@ def test_the_command_leaves_its_directory_and_shows_its_table(bigbatch, tmp_path
     place = tmp_path / "linear-regression-1"
     assert [place] == list(tmp_path.iterdir())
     assert {"table.md", "figure1.svg", "figure3.svg"} == {path.name for path in place.iterdir()}
+    assert all(len(line) <= 80 or str(tmp_path) in line for line in out.splitlines())
+    table = (place / "table.md").read_text()
+    assert "U(0, 1)" in out
     for inputs in DISTRIBUTIONS:
-        assert inputs.name in out
+        assert inputs.name in table
     row = next(
-        one for one in out.splitlines() if "N, sine" in one and "0.05 " in one and "/g" in one
+        one for one in table.splitlines() if "N, sine" in one and "0.05 " in one and "/g" in one
     )
     assert 40 <= float(row.split("|")[-2]) <= 60  # one seed, far from both bounds

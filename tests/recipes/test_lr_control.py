@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from bigbatch.errors import RunError
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.earlier_runs import mean_factor
+from bigbatch_recipes.recipe_registry import RECIPES
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.train_run import Training, train_run
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bigbatch.optim import VRLAMB, VRAdam
-from bigbatch_recipes import EXPERIMENTS, RECIPES
 from bigbatch_recipes import linear_regression as experiment
+from bigbatch_recipes.recipe_registry import EXPERIMENTS, RECIPES
 from bigbatch_recipes.vrgd_paper import COLUMNS
 
 PAGE = Path(__file__).parents[2] / "docs/published-numbers.md"
@@ -105,8 +105,8 @@ def test_a_command_has_options_and_names_that_exist(bigbatch, command):
     if rest[0] in EXPERIMENTS:
         assert not given
         return
-    recipe = RECIPES[rest[0]]
-    assert given.get("arm") in {None, *recipe.arms_at(paper_scale="--paper-scale" in command)}
+    recipe = RECIPES[rest[0]].at_scale(paper="--paper-scale" in command)
+    assert given.get("arm") in {None, *recipe.arm_changes}
     assert given.get("result") in {None, *recipe.results}
 
 
@@ -145,7 +145,7 @@ def settings_of_the_papers(name):
     recipe = RECIPES[name]
     parts = {"": recipe.paper_scale}
     if name == "bert-pretrain":
-        parts[", arm simigrad-long"] = recipe.arm_tables(paper_scale=True)["simigrad-long"]
+        parts[", arm simigrad-long"] = recipe.at_scale(paper=True).arm_tables["simigrad-long"]
     for part, rows in parts.items():
         by_source = defaultdict(list)
         for key, (value, source) in rows.items():

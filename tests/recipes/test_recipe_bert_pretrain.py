@@ -22,10 +22,10 @@ from bigbatch_recipes.datasets.sequence_pair import SequencePair
 from bigbatch_recipes.datasets.text import corpus_of
 from bigbatch_recipes.models.hf_bert.bert_heads import Pretraining, SpanFinder
 from bigbatch_recipes.models.hf_bert.wordpiece import SPECIAL, WordPieceTokenizer, train_wordpiece
-from bigbatch_recipes.pretraining_loss import scores_of
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings
 from bigbatch_recipes.study import build_training
+from bigbatch_recipes.tasks.masked_tokens import scores_of
 from real_data import FOLDER, needs
 from recipe_steps import few_steps
 
@@ -314,10 +314,8 @@ def test_the_arms_of_both_scales_have_the_same_names_and_phases():
     assert BERT_PRETRAIN.arms.keys() <= BERT_PRETRAIN.paper_arms.keys()
     for name in BERT_PRETRAIN.arms:
         small, paper_scale = (
-            BERT_PRETRAIN.arm(
-                name, BERT_PRETRAIN.settings(paper_scale=paper_scale), paper_scale=paper_scale
-            )
-            for paper_scale in (False, True)
+            recipe.arm(name, recipe.settings())
+            for recipe in (BERT_PRETRAIN, BERT_PRETRAIN.at_scale(paper=True))
         )
         assert (small.init_from, small.optimizer) == (paper_scale.init_from, paper_scale.optimizer)
         assert {"short": 128, "long": 512}[name.rpartition("-")[2]] == paper_scale.task["length"]
@@ -325,7 +323,7 @@ def test_the_arms_of_both_scales_have_the_same_names_and_phases():
 
 @pytest.mark.parametrize("paper_scale", [False, True])
 def test_the_example_goes_through_loss_and_model_without_data(paper_scale):
-    settings = BERT_PRETRAIN.settings(paper_scale=paper_scale)
+    settings = BERT_PRETRAIN.at_scale(paper=paper_scale).settings()
     with torch.device("meta"):
         model = BERT_PRETRAIN.model(settings)
     batch = BERT_PRETRAIN.example(settings, 3)

@@ -43,7 +43,7 @@ def test_it_has_so_many_parameters():
     width, depth, length = 384, 6, 256
     layer = 12 * width**2 + 13 * width  # attention, two layers of 4 times the width, two norms
     rest = 2 * 128 * width + 128 + length * width + 2 * width
-    model = CHAR_LM.model(CHAR_LM.settings(paper_scale=True))
+    model = CHAR_LM.model(CHAR_LM.at_scale(paper=True).settings())
     assert depth * layer + rest == sum(p.numel() for p in model.parameters())
 
 
@@ -95,7 +95,9 @@ def test_the_held_out_text_is_the_end():
 
 @needs("tinyshakespeare")
 def test_shakespeare_has_as_many_characters_as_published():
-    data = CHAR_LM.data(CHAR_LM.settings(paper_scale=True).with_changes({"data": str(SHAKESPEARE)}))
+    data = CHAR_LM.data(
+        CHAR_LM.at_scale(paper=True).settings().with_changes({"data": str(SHAKESPEARE)})
+    )
     assert CHAR_LM.paper_samples == len(data.train) == (1_115_394 * 9 // 10 - 1) // 256
     (first,) = data.train[0]
     assert "First Citizen:\nBefore we proceed" == "".join(map(chr, first))[:32]

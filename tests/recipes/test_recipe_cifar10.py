@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.build_loop import build_controller, build_optimizer
 from bigbatch_recipes.datasets import cifar10
 from bigbatch_recipes.datasets.in_memory import chosen_indices
+from bigbatch_recipes.recipe_registry import RECIPES
 from bigbatch_recipes.study import trainings_of
 from bigbatch_recipes.sweep import points_of
 from bigbatch_recipes.train_run import Training
@@ -35,14 +35,14 @@ def few(tmp_path_factory):
 @pytest.mark.parametrize(("recipe", "parameters"), [(RESNET18, 11_173_962), (RESNET56, 853_018)])
 def test_the_full_network_is_that_of_the_paper(recipe, parameters):
     with torch.device("meta"):
-        network = recipe.model(recipe.settings(paper_scale=True))
+        network = recipe.model(recipe.at_scale(paper=True).settings())
     assert parameters == sum(p.numel() for p in network.parameters())
 
 
 @pytest.mark.parametrize("paper_scale", [False, True])
 @pytest.mark.parametrize("recipe", IMAGE_RECIPES, ids=NAMES)
 def test_every_arm_can_be_built_and_takes_a_batch(recipe, paper_scale):
-    settings = recipe.settings(paper_scale=paper_scale)
+    settings = recipe.at_scale(paper=paper_scale).settings()
     with torch.device("meta"):
         model = recipe.model(settings)
     loss = recipe.loss(settings)(model, recipe.example(settings, 8))
@@ -104,10 +104,8 @@ def test_linear_and_square_root_scaling_are_tuned_over_the_same_rates():
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", IMAGE_RECIPES[:2], ids=NAMES[:2])
 def test_every_point_of_a_sweep_can_be_trained(recipe):
-    for paper_scale, sweep in ((False, recipe.sweep), (True, recipe.paper_sweep)):
-        for point in points_of(
-            recipe, sweep, recipe.settings(paper_scale=paper_scale), paper_scale=paper_scale
-        ):
+    for one in (recipe, recipe.at_scale(paper=True)):
+        for point in points_of(one, one.sweep, one.settings()):
             assert point.settings.min_batch < point.settings.max_batch
 
 
@@ -116,11 +114,8 @@ SWEPT = ("lr", "batch_size", "lr_schedule", "weight_decay", "momentum")
 
 def swept(*, paper_scale):
     """Of each optimizer with its upper clip: the rest of each of its points."""
-    sweep = RESNET56.paper_sweep if paper_scale else RESNET56.sweep
-    found = {}
-    for point in points_of(
-        RESNET56, sweep, RESNET56.settings(paper_scale=paper_scale), paper_scale=paper_scale
-    ):
+    recipe, found = RESNET56.at_scale(paper=paper_scale), {}
+    for point in points_of(recipe, recipe.sweep, recipe.settings()):
         one = point.settings
         key = (one.optimizer, one.r_max if one.optimizer.startswith("vr-") else one.lr_control_from)
         found.setdefault(key, set()).add(tuple(getattr(one, name) for name in SWEPT))
@@ -141,10 +136,8 @@ def test_a_base_and_its_vr_arms_are_swept_over_the_same_values(paper_scale, base
 @pytest.mark.thorough
 @pytest.mark.parametrize("paper_scale", [False, True])
 def test_every_point_of_vr_momentum_has_a_control_at_its_mean_rate(paper_scale):
-    sweep = RESNET56.paper_sweep if paper_scale else RESNET56.sweep
-    found = points_of(
-        RESNET56, sweep, RESNET56.settings(paper_scale=paper_scale), paper_scale=paper_scale
-    )
+    recipe = RESNET56.at_scale(paper=paper_scale)
+    found = points_of(recipe, recipe.sweep, recipe.settings())
     trainings = trainings_of(RESNET56, found, 1)
     vr_arms = {name for name, one in trainings.items() if one.optimizer == "vr-momentum"}
     controls = [one for one in trainings.values() if one.lr_control_from]

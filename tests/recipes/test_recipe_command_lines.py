@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from bigbatch_recipes.run_config import study_yaml, trainings_as_dict
+from bigbatch_recipes.run_config import study_json
 from log_rows import row, write_log
 from torchrun import said, torchrun
 
@@ -110,7 +110,7 @@ def places(tmp_path, monkeypatch):
     settings = {"recipe": "digits", "epochs": 1}
     trainings = {name: {**settings, "arm": name} for name in ("one", "two")}
     write_log(tmp_path / "study" / "one", [row(1)], trainings["one"])
-    (tmp_path / "study" / "study.yaml").write_bytes(study_yaml(trainings_as_dict(trainings)))
+    (tmp_path / "study" / "study.json").write_bytes(study_json(trainings))
     return tmp_path
 
 

@@ -17,7 +17,6 @@ import torch
 from torch.nn import functional
 
 from bigbatch.errors import RunError, SettingError
-from bigbatch_recipes.ctr_metrics import click_scores
 from bigbatch_recipes.datasets.click_log import (
     CLICK,
     Clicks,
@@ -31,6 +30,7 @@ from bigbatch_recipes.datasets.click_log import (
 from bigbatch_recipes.datasets.locations import CRITEO
 from bigbatch_recipes.dlrm import DLRM_CRITEO
 from bigbatch_recipes.models.dlrm_network import DLRM
+from bigbatch_recipes.tasks.clicks import click_scores
 from bigbatch_recipes.train_run import Training
 from real_data import FOLDER, needs
 
@@ -282,7 +282,7 @@ def test_missing_data_are_one_line(bigbatch, tmp_path):
 
 
 def test_the_published_network_has_its_parameters():
-    settings = DLRM_CRITEO.settings(paper_scale=True)
+    settings = DLRM_CRITEO.at_scale(paper=True).settings()
     with torch.device("meta"):
         model = DLRM_CRITEO.model(settings)
         logits = model(*DLRM_CRITEO.example(settings, 3)[:2])

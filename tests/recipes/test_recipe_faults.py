@@ -12,9 +12,9 @@ from torch import nn
 from bigbatch.errors import RunError
 from bigbatch.gradients import is_of_network, note_waiting
 from bigbatch.log.history import history_of
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.digits import DIGITS
+from bigbatch_recipes.recipe_registry import RECIPES
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.train_run import Training, train_run
 

@@ -72,7 +72,7 @@ def taken(training, steps):
 
 
 def test_the_full_model_is_resnet50_and_takes_its_example():
-    settings = RECIPE.settings(paper_scale=True)
+    settings = RECIPE.at_scale(paper=True).settings()
     with torch.device("meta"):
         model = RECIPE.model(settings)
     assert 25_557_032 == sum(p.numel() for p in model.parameters())
@@ -83,7 +83,7 @@ def test_the_full_model_is_resnet50_and_takes_its_example():
 
 
 def test_the_full_training_is_simigrads():
-    settings = RECIPE.settings(paper_scale=True)
+    settings = RECIPE.at_scale(paper=True).settings()
     assert (2.048, 2048, 0.875, 2**-15) == (
         settings.lr,
         settings.base_batch,
@@ -98,13 +98,14 @@ def test_the_full_training_is_simigrads():
 
 @pytest.mark.parametrize("paper_scale", [False, True])
 def test_every_arm_and_every_point_can_be_built(paper_scale):
-    for name in RECIPE.arms:
-        settings = RECIPE.arm(name, RECIPE.settings(paper_scale=paper_scale))
+    recipe = RECIPE.at_scale(paper=paper_scale)
+    for name in recipe.arms:
+        settings = recipe.arm(name, recipe.settings())
         assert settings.batch_size == build_controller(settings).decision.batch_size
-    for grid in (RECIPE.paper_sweep if paper_scale else RECIPE.sweep).grids:
+    for grid in recipe.sweep.grids:
         for name, values in grid.items():
             for value in values:
-                RECIPE.settings(paper_scale=paper_scale).with_changes({name: value})
+                recipe.settings().with_changes({name: value})
 
 
 # at a small one

@@ -17,11 +17,11 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.log.history import history_of
 from bigbatch.log.row_schema import finite, require_step, row_of
 from bigbatch.policies.amounts import Amount
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.datasets.files import DatasetLocation
 from bigbatch_recipes.datasets.in_memory import InMemoryDataset, chosen_indices
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.distributed_eval import accuracy_and_loss, finite_scores
+from bigbatch_recipes.recipe_registry import RECIPES
 from bigbatch_recipes.train_run import Training, ends_in_step
 
 FIXED = {"policy": "fixed", "batch_size": 64, "epochs": 1}

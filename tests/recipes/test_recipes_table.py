@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import bigbatch_recipes
-from bigbatch_recipes import EXPERIMENTS, RECIPES
+from bigbatch_recipes.recipe_registry import EXPERIMENTS, RECIPES
 from bigbatch_recipes.validate import count_parameters
 
 FOLDER = Path(bigbatch_recipes.__file__).parent
@@ -33,7 +33,7 @@ def test_a_recipe_says_its_arms_data_and_commands(bigbatch, name):
     said = " ".join(out.split())
     assert 0 == status
     assert " ".join(f"{name}: {recipe.summary}".split()) in said
-    for arm, changes in recipe.arms_at(paper_scale=False).items():
+    for arm, changes in recipe.arm_changes.items():
         listed = ", ".join(f"{key}={value}" for key, value in changes.items())
         assert f"{arm}: {listed}" in said
     assert f"bigbatch train {name} --dry-run" in said
@@ -68,14 +68,15 @@ def test_an_unknown_recipe_is_refused(bigbatch):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_every_number_of_the_paper_has_a_source(recipe):
-    tables = [recipe.paper_scale, *recipe.arm_tables(paper_scale=False).values()]
-    tables += recipe.arm_tables(paper_scale=True).values()
+    tables = [recipe.paper_scale, *recipe.arm_tables.values()]
+    tables += recipe.at_scale(paper=True).arm_tables.values()
     assert [] == [one for table in tables for one in table.items() if not one[1][1].strip()]
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_recipe_with_variance_reduction_has_the_clips_of_the_paper(recipe):
-    arms = [*recipe.arms_at(paper_scale=False).values(), *recipe.arms_at(paper_scale=True).values()]
+    scales = recipe, recipe.at_scale(paper=True)
+    arms = [arm for one in scales for arm in one.arm_changes.values()]
     assert any(str(arm.get("optimizer")).startswith("vr-") for arm in arms)
     clips = {"gamma": (0.1, "VRGD"), "r_max": (1.0, "VRGD, equation 9")}
     assert clips == {name: recipe.paper_scale.get(name) for name in clips}
@@ -83,12 +84,12 @@ def test_a_recipe_with_variance_reduction_has_the_clips_of_the_paper(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_virtual_ranks_of_the_paper_can_be_assigned_to_its_ranks(recipe):
-    assert 0 == recipe.settings(paper_scale=True).virtual_ranks % recipe.paper_ranks
+    assert 0 == recipe.at_scale(paper=True).settings().virtual_ranks % recipe.paper_ranks
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_number_of_weights_is_that_of_the_network(recipe):
-    scales = [recipe.settings(paper_scale=scale) for scale in (False, True)]
+    scales = [recipe.at_scale(paper=scale).settings() for scale in (False, True)]
     assert tuple(count_parameters(recipe, settings) for settings in scales) == recipe.parameters
 
 

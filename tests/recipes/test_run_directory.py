@@ -12,10 +12,10 @@ import torch
 
 from bigbatch.errors import RunError, StateError
 from bigbatch.log.history import history_of
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.earlier_runs import init_from
 from bigbatch_recipes.new_directory import create_directory_atomically, release, reserve
-from bigbatch_recipes.run_config import read_trainings, study_yaml, trainings_as_dict
+from bigbatch_recipes.recipe_registry import RECIPES
+from bigbatch_recipes.run_config import read_study, study_json
 from bigbatch_recipes.run_directory import RunDirectory, file_digest, require_digests
 from bigbatch_recipes.study import start_study
 from made_records import made_record
@@ -42,18 +42,13 @@ def test_settings_and_versions_are_in_the_settings_file(run):
     assert '"bigbatch":' in text
 
 
-def test_a_study_has_what_is_common_once_and_gives_all_settings_back(tmp_path):
+def test_a_study_gives_all_settings_back(tmp_path):
     trainings = {
         "one": {"recipe": "digits", "arm": "a", "lr": 1.0, "every": 1, "task": {"depth": 2}},
         "two": {"recipe": "digits", "arm": "b", "lr": 1.0, "every": True, "task": {"depth": 2}},
     }
-    content = trainings_as_dict(trainings)
-    assert {"recipe": "digits", "lr": 1.0, "task": {"depth": 2}} == content["common"]
-    for written in (content, {"trainings": trainings}):  # the second is of older code
-        (tmp_path / "study.yaml").write_bytes(study_yaml(written))
-        assert repr(trainings["two"]) == repr(
-            {name: read_trainings(tmp_path)["two"][name] for name in trainings["two"]}
-        )
+    (tmp_path / "study.json").write_bytes(study_json(trainings))
+    assert repr((trainings, None)) == repr((*read_study(tmp_path),))
 
 
 def test_a_directory_in_use_is_refused_and_left_alone(run):

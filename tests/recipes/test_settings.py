@@ -55,7 +55,7 @@ def test_the_small_scale_changes_the_papers():
     recipe = replace(
         DIGITS, paper_scale={**DIGITS.paper_scale, "epochs": (200, OURS)}, small={"dropout": 0.5}
     )
-    paper_scale, small = recipe.settings(paper_scale=True), recipe.settings()
+    paper_scale, small = recipe.at_scale(paper=True).settings(), recipe.settings()
     assert (200, 0.0) == (paper_scale.epochs, paper_scale.task["dropout"])
     assert (200, 0.5) == (small.epochs, small.task["dropout"])
 

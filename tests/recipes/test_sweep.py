@@ -16,10 +16,10 @@ import pytest
 
 from bigbatch.errors import SettingError
 from bigbatch.log.row_schema import METRICS
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.digits import DIGITS
 from bigbatch_recipes.recipe import Sweep
-from bigbatch_recipes.run_config import read_sweep, read_trainings
+from bigbatch_recipes.recipe_registry import RECIPES
+from bigbatch_recipes.run_config import read_sweep
 from bigbatch_recipes.study import start_sweep, trainings_of
 from bigbatch_recipes.sweep import points_of, sweep_of
 from bigbatch_recipes.sweep_page import sweep_panel, write_sweep
@@ -106,11 +106,9 @@ def test_values_that_may_be_left_out_vary_and_are_read_again(tmp_path, text, val
     key, found = text.partition("=")[0], points(text)
     assert values == tuple(point.values[key] for point in found)
     start_sweep(DIGITS, tmp_path / "sweep", found, (), 1)
-    trainings = read_trainings(tmp_path / "sweep")
+    trainings, shown = read_sweep(tmp_path / "sweep")
     assert values == tuple(settings[key] for settings in trainings.values())
-    assert values == tuple(
-        point[key] for point in read_sweep(tmp_path / "sweep")["points"].values()
-    )
+    assert values == tuple(point[key] for point in shown["points"].values())
 
 
 def test_points_whose_least_batch_exceeds_their_largest_are_left_out():
@@ -147,15 +145,11 @@ def test_an_arm_brings_its_changes_and_the_grid_changes_them():
 @pytest.mark.thorough
 def test_every_recipe_sweeps_what_it_can_train():
     for recipe in RECIPES.values():
-        for paper_scale in (False, True):
-            sweep = recipe.paper_sweep if paper_scale else recipe.sweep
-            if paper_scale and not recipe.small:  # there is one scale
-                continue
-            found = points_of(
-                recipe, sweep, recipe.settings(paper_scale=paper_scale), paper_scale=paper_scale
-            )
+        # where nothing is small there is one scale
+        for one in (recipe, recipe.at_scale(paper=True)) if recipe.small else (recipe,):
+            found = points_of(one, one.sweep, one.settings())
             assert len({point.name for point in found}) == len(found) > 1
-            trainings_of(recipe, found, 1)  # every run that another needs is there
+            trainings_of(one, found, 1)  # every run that another needs is there
 
 
 def test_a_run_begins_from_the_one_of_the_same_values_and_seed():

@@ -8,7 +8,7 @@ import pytest
 from bigbatch.log.chart_svg import svg
 from bigbatch.log.series_style import NEUTRAL
 from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.run_config import study_yaml
+from bigbatch_recipes.run_config import study_json
 from bigbatch_recipes.study import report_study
 from bigbatch_recipes.sweep_page import sweep_panel, write_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
@@ -33,8 +33,7 @@ def sweep(path, scores, tuned=()):
         "points": points,
     }
     path.mkdir()
-    content = {"trainings": trainings, "sweep": description}
-    (path / "study.yaml").write_bytes(study_yaml(content))
+    (path / "study.json").write_bytes(study_json(trainings, description))
     for name, settings in trainings.items():
         score = of_point[settings["arm"]][settings["seed"]]
         if score is not None:
@@ -96,7 +95,7 @@ def test_a_study_ends_with_its_differences(tmp_path, capsys):
         for arm in scores
         for seed in range(3)
     }
-    (path / "study.yaml").write_bytes(study_yaml({"trainings": trainings}))
+    (path / "study.json").write_bytes(study_json(trainings))
     for name, settings in trainings.items():
         score = scores[settings["arm"]][settings["seed"]]
         write_log(path / name, [row(1, metrics={ACCURACY: score})], settings)

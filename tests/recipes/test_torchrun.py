@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from bigbatch.errors import RankError, RunError
-from bigbatch_recipes import RECIPES
 from bigbatch_recipes.new_directory import reserve
+from bigbatch_recipes.recipe_registry import RECIPES
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.study import start_study
 from bigbatch_recipes.torchrun import Launch

@@ -88,7 +88,7 @@ BERT_PRETRAIN = Recipe(
         "simigrad-long": {"init_from": "simigrad-short", **_SIMIGRAD_LONG},
         **_LAMB,
     },
-    sweep=Sweep(
+    small_sweep=Sweep(
         ({"arm": ("simigrad-short", "lamb-short", "vr-lamb-short"), "lr": (0.005, 0.01, 0.02)},),
         ("lr",),
     ),

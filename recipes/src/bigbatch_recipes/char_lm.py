@@ -57,7 +57,7 @@ CHAR_LM = Recipe(
         "simigrad": {"policy": "simigrad"},
         "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-adam"},
     },
-    sweep=Sweep(({"arm": ("fixed", "simigrad"), "lr": (1e-3, 3e-3, 1e-2)},), tuned=("lr",)),
+    small_sweep=Sweep(({"arm": ("fixed", "simigrad"), "lr": (1e-3, 3e-3, 1e-2)},), tuned=("lr",)),
     paper_sweep=Sweep(
         ({"arm": ("fixed", "simigrad", "simigrad-vr"), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)
     ),

@@ -53,7 +53,7 @@ CIFAR10_RESNET18 = Recipe(
         "simigrad": {"policy": "simigrad"},
         "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
     },
-    sweep=Sweep(
+    small_sweep=Sweep(
         (
             {**_SIMIGRAD_GRID, "target": (0.1, 0.4), "min_batch": (64, 256), "lr": _RATES[1::2]},
             {
@@ -89,5 +89,5 @@ CIFAR10_RESNET18 = Recipe(
         ),
         tuned=("lr",),
     ),
-    **task("cifar10_basic_blocks"),
+    **task("cifar10_images", model="basic_blocks"),
 )

@@ -115,7 +115,7 @@ CIFAR10_RESNET56 = Recipe(
     minutes=1.6,
     origin=locations.CIFAR10,
     arms={name: arm for base in _LR for name, arm in _arms(base).items()},
-    sweep=Sweep(_grids(("momentum", "lamb"), _RATES[1:4:2], batch_size=(128, 1024)), ("lr",)),
+    small_sweep=Sweep(_grids(("momentum", "lamb"), _RATES[1:4:2], batch_size=(128, 1024)), ("lr",)),
     paper_sweep=Sweep(_grids(_LR, _RATES, batch_size=(256, 512, 1024, 2048, 4096, 8192)), ("lr",)),
-    **task("cifar10_three_stages"),
+    **task("cifar10_images", model="three_stages", data="data_with_gap"),
 )

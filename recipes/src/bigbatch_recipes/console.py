@@ -138,8 +138,9 @@ def sparkline(batches: dict[int, list[int]]) -> str:
     """A bar for each part of the samples of a training, as high as its mean batch size.
 
     A bar is one higher for each factor of 1.4 above the smallest mean, or of more where the largest
-    would be too high.
+    would be too high. The parts before a training was resumed are blank.
     """
     means = [math.log2(sum(sizes) / len(sizes)) for sizes in batches.values()]
     scale = min(2.0, (len(_BARS) - 1) / ((max(means) - min(means)) or 1.0))
-    return "".join(_BARS[round(scale * (mean - min(means)))] for mean in means)
+    bars = (_BARS[round(scale * (mean - min(means)))] for mean in means)
+    return " " * min(batches) + "".join(bars)

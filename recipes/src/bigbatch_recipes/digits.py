@@ -41,7 +41,7 @@ DIGITS = Recipe(
         "simigrad": {"policy": "simigrad"},
         "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
     },
-    sweep=Sweep(
+    small_sweep=Sweep(
         (
             {"policy": ("fixed",), "batch_size": (32, 128, 512), "lr": (0.01, 0.02, 0.04)},
             {"policy": ("simigrad",), "target": (0.1, 0.3, 0.5), "lr": (0.01, 0.02, 0.04)},

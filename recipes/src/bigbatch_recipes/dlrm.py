@@ -63,7 +63,9 @@ DLRM_CRITEO = Recipe(
     minutes=0.3,
     origin=locations.CRITEO,
     arms=_ARMS,
-    sweep=Sweep(({**_ALL, "batch_size": (256, 1_024, 4_096), "lr": (0.5, 1.0, 2.0)},), ("lr",)),
+    small_sweep=Sweep(
+        ({**_ALL, "batch_size": (256, 1_024, 4_096), "lr": (0.5, 1.0, 2.0)},), ("lr",)
+    ),
     paper_sweep=Sweep(({**_ALL, "batch_size": _BATCHES, "lr": (0.2, 0.4, 0.8)},), ("lr",)),
     **task("clicks", "without_vr"),
 )

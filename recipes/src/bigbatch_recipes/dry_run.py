@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import fill
 
 from bigbatch.log.history import Table, history_of
 from bigbatch.policies.batch_schedule import Schedule
@@ -21,7 +20,7 @@ from bigbatch_recipes.build_loop import build_controller, lr_scaling_of
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.lr_schedule import LRSchedule
 from bigbatch_recipes.recipe import OURS, Recipe
-from bigbatch_recipes.run_config import read_trainings
+from bigbatch_recipes.run_config import STUDY, read_study
 from bigbatch_recipes.settings import Settings, Value
 from bigbatch_recipes.validate import count_parameters, require_trainable
 
@@ -30,7 +29,6 @@ NOT_TIMED = "How long a training of the paper's scale takes was not measured."
 
 _FEWEST_BACKWARDS = 4  # of a step; a VR optimizer compares 8
 _SCHEDULE_POINTS = 1_000  # at which a schedule's smallest and largest batch are searched
-_WIDTH = 80  # letters of a line
 
 
 @dataclass(frozen=True)
@@ -117,20 +115,18 @@ def _rates(settings: Settings, batch: int, samples: int) -> tuple[float, ...]:
     return tuple(lr * factor((tick + 0.5) * base) for tick in ticks)
 
 
-def sources(
-    recipe: Recipe, settings: Settings, *, paper_scale: bool
-) -> dict[str, tuple[Value, str]]:
+def sources(recipe: Recipe, settings: Settings) -> dict[str, tuple[Value, str]]:
     """Every setting with its source, those of the recipe first, in the recipe's order."""
     values = _values(settings)
-    recipe_values = _values(recipe.settings(paper_scale=paper_scale))
+    recipe_values = _values(recipe.settings())
     names = dict.fromkeys([*recipe.paper_scale, *recipe.small_scale, *values])
-    arm = recipe.arm_tables(paper_scale=paper_scale).get(settings.arm, {})
+    arm = recipe.arm_tables.get(settings.arm, {})
 
     def source(name: str) -> str:
         if values[name] != recipe_values[name]:
             value, arm_source = arm.get(name, (None, ""))
             return f"arm {settings.arm}, {arm_source}" if value == values[name] else "given here"
-        if name in recipe.small_scale and not paper_scale:
+        if name in recipe.small_scale and not recipe.at_paper_scale:
             return f"small scale, {OURS}"
         return recipe.paper_scale[name][1] if name in recipe.paper_scale else f"default, {OURS}"
 
@@ -144,31 +140,24 @@ def _values(settings: Settings) -> dict[str, Value]:
 
 
 def show_dry_run(
-    recipe: Recipe,
-    settings: Settings,
-    ranks: int | None,
-    view: LiveView,
-    *,
-    seeds: int,
-    paper_scale: bool,
+    recipe: Recipe, settings: Settings, ranks: int | None, seeds: int, view: LiveView
 ) -> None:
-    """Prints the settings of one scale with their sources, then sizes, plans and rates."""
-    run = dry_run(recipe, settings, ranks or (recipe.paper_ranks if paper_scale else 1))
+    """Prints the settings with their sources, then sizes, plans and rates."""
+    run = dry_run(recipe, settings, ranks or (recipe.paper_ranks if recipe.at_paper_scale else 1))
     rows: list[tuple[str, ...]] = [
         (name, f"{value:g}" if isinstance(value, float) else str(value), source)
-        for name, (value, source) in sources(recipe, settings, paper_scale=paper_scale).items()
+        for name, (value, source) in sources(recipe, settings).items()
     ]
-    title = fill(f"{recipe.name}: {recipe.summary}", _WIDTH)
-    view.table(Table(("setting", "value", "source"), rows), title)
+    view.table(Table(("setting", "value", "source"), rows), f"{recipe.name}: {recipe.summary}")
     view.table(Table(("fact", "value"), list(_facts(run))), f"source: {recipe.paper}")
-    for line in _notes(recipe, run, seeds, paper_scale=paper_scale):
-        view.print(fill(line, _WIDTH))
+    for line in _notes(recipe, run, seeds):
+        view.print(line)
 
 
 def show_resumption(path: Path, view: LiveView) -> None:
     """Prints how far each training of a run, a study or a sweep is, which resuming would finish."""
-    is_study = (path / "study.yaml").exists()
-    runs = {name: path / name for name in read_trainings(path)} if is_study else {path.name: path}
+    names = read_study(path).trainings if (path / STUDY).exists() else None
+    runs = {path.name: path} if names is None else {name: path / name for name in names}
     rows: list[tuple[str, ...]] = []
     for name, run in runs.items():
         history = history_of(run) if run.exists() else None
@@ -203,7 +192,7 @@ def _facts(run: DryRun) -> Iterator[tuple[str, ...]]:
             yield f"{name}: {rate}", f"{lr:.4g}{more}"
 
 
-def _notes(recipe: Recipe, run: DryRun, seeds: int, *, paper_scale: bool) -> Iterator[str]:
+def _notes(recipe: Recipe, run: DryRun, seeds: int) -> Iterator[str]:
     settings = run.settings
     if settings.lr_control_from:
         yield (
@@ -214,7 +203,7 @@ def _notes(recipe: Recipe, run: DryRun, seeds: int, *, paper_scale: bool) -> Ite
     if note := LRSchedule(settings.lr_schedule).truncation_warning(settings.epochs, run.samples):
         yield note
     yield "A batch is ranks x backwards x samples; steps and rates assume that it stays constant."
-    if paper_scale:
+    if recipe.at_paper_scale:
         yield NOT_TIMED
     else:
         minutes = recipe.minutes_of(settings)
@@ -223,7 +212,7 @@ def _notes(recipe: Recipe, run: DryRun, seeds: int, *, paper_scale: bool) -> Ite
             f"A training takes {about_minutes(minutes)}, measured on two cores; the study of "
             f"{len(recipe.arms)} arms and {seeds} seeds {study}."
         )
-    yield f"Arms of the study, each by --arm: {', '.join(recipe.arms_at(paper_scale=paper_scale))}"
+    yield f"Arms of the study, each by --arm: {', '.join(recipe.arm_tables)}"
 
 
 def about_minutes(minutes: float) -> str:

@@ -50,7 +50,7 @@ FASHION_MNIST = Recipe(
         "simigrad": {"policy": "simigrad"},
         "simigrad-vr": {"policy": "simigrad", "optimizer": "vr-momentum"},
     },
-    sweep=_sweep((0.1, 0.3), (64, 1024)),
+    small_sweep=_sweep((0.1, 0.3), (64, 1024)),
     paper_sweep=_sweep((0.1, 0.2, 0.3, 0.5), (64, 256, 1024, 4096)),
     **task("fashion_images"),
 )

@@ -75,7 +75,7 @@ IMAGENET_RESNET50 = Recipe(
         "vr-lars": {"r_max": CLIPS["r_max"], **_VR_LARS},
         "vr-lars-10": {"r_max": TO_TEN, **_VR_LARS},
     },
-    sweep=Sweep(
+    small_sweep=Sweep(
         ({**_SIMIGRAD_GRID, "target": (0.05, 0.1, 0.2)}, {**_FIXED_GRID, "batch_size": (128, 512)})
     ),
     paper_sweep=Sweep(

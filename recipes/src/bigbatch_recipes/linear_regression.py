@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bigbatch.log.history import Table
 from bigbatch.optim.functional import gsnr
 from bigbatch_recipes.new_directory import create_directory_atomically
 
@@ -293,7 +294,7 @@ def study(inputs: InputDistribution, seeds: int, steps: int = STEPS) -> Findings
     return findings
 
 
-def run(path: Path, seeds: int) -> str:
+def run(path: Path, seeds: int) -> Table:
     """Trains all arms, and writes table.md, figure1.svg and figure3.svg to a new directory.
 
     Returns:
@@ -304,21 +305,15 @@ def run(path: Path, seeds: int) -> str:
         return write([study(inputs, seeds) for inputs in DISTRIBUTIONS], folder)
 
 
-def write(findings: Sequence[Findings], folder: Path) -> str:
+def write(findings: Sequence[Findings], folder: Path) -> Table:
     """Writes the table and both figures into `folder`; returns the table."""
     from bigbatch_recipes import linear_regression_figures as figures
 
     (folder / "figure1.svg").write_text(figures.figure1(findings))
     (folder / "figure3.svg").write_text(figures.figure3(findings))
-    cells = [COLUMNS, *(row for finding in findings for row in rows_of(finding))]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    cells.insert(1, tuple("-" * width for width in widths))
-    lines = (
-        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in cells
-    )
-    table = "".join(f"| {line} |\n" for line in lines)
-    (folder / "table.md").write_text(table)
+    table = Table(COLUMNS, [row for finding in findings for row in rows_of(finding)])
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *table.rows]
+    (folder / "table.md").write_text("".join(f"| {' | '.join(cells)} |\n" for cells in lines))
     return table
 
 

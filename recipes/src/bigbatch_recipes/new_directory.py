@@ -7,10 +7,10 @@ from pathlib import Path
 from uuid import uuid4
 
 from bigbatch.errors import RunError
+from bigbatch.log.row_schema import SETTINGS
+from bigbatch_recipes.run_config import STUDY
 
 LAUNCH = "launch.txt"  # the launch of torchrun that began a run or a study
-
-_BEGUN = ("settings.json", "study.yaml")  # of a run, of a study
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def launch_of(path: Path) -> str | None:
 
 def has_begun(path: Path) -> bool:
     """Whether a run or a study is at `path`, which can be resumed."""
-    return any((path / name).exists() for name in _BEGUN)
+    return any((path / name).exists() for name in (SETTINGS, STUDY))
 
 
 def require_free(path: Path) -> None:

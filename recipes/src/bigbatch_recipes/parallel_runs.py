@@ -30,9 +30,9 @@ from bigbatch.log.atomic_files import lock_folder
 from bigbatch.log.history import history_of
 from bigbatch.setting_types import Count, check_setting
 from bigbatch_recipes.console import LiveView, score_text
-from bigbatch_recipes.run_config import PREREQUISITES, read_trainings, require_sweep
+from bigbatch_recipes.run_config import PREREQUISITES, STUDY, read_sweep
 from bigbatch_recipes.study import settings_from, train_directory
-from bigbatch_recipes.sweep_results import SweepResults, read_sweep_results
+from bigbatch_recipes.sweep_results import read_sweep_results
 
 LOG = "log.txt"  # in a run directory: the notes of its training, and an unexpected error
 
@@ -55,21 +55,14 @@ def train_sweep(path: Path, jobs: int | None, view: LiveView) -> dict[str, str]:
         RunError: `path` holds no sweep, another process runs it, or a worker process was killed.
         SettingError: fewer jobs than one.
     """
-    tuning_seeds, trainings = _results(path).tuning_seeds, read_trainings(path)
-    if not tuning_seeds:
+    trainings, sweep = read_sweep(path)
+    tuning = {n: s for n, s in trainings.items() if s["seed"] in sweep["tuning_seeds"]}
+    if not tuning:
         return _train_all(path, trainings, jobs, view)
-    tuning = {n: s for n, s in trainings.items() if s["seed"] in tuning_seeds}
     failures = _train_all(path, tuning, jobs, view)
-    shown = {point.name for point in _results(path).shown}
+    shown = {point.name for point in read_sweep_results(path).shown}
     best = {n: s for n, s in trainings.items() if n not in tuning and s["arm"] in shown}
     return failures | _train_all(path, best, jobs, view)
-
-
-def _results(path: Path) -> SweepResults:
-    require_sweep(path)
-    results = read_sweep_results(path)
-    assert results is not None
-    return results
 
 
 def _train_all(
@@ -80,7 +73,7 @@ def _train_all(
     In rounds: a run that needs another one is in a round after it.
     """
     for name, settings in trainings.items():
-        settings_from(f"{path / 'study.yaml'}, training {name}", settings)
+        settings_from(f"{path / STUDY}, training {name}", settings)
     jobs = check_setting("jobs", jobs or default_jobs(trainings.values()), Count)
     left = {n: s for n, s in trainings.items() if not is_finished(path / n)}
     failures: dict[str, str] = {}

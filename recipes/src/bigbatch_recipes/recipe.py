@@ -30,16 +30,18 @@ def sourced(source: str, **values: Value) -> Rows:
     return {name: (value, source) for name, value in values.items()}
 
 
-def task(module: str, *more: str) -> dict[str, Any]:
+def task(module: str, *more: str, **names: str) -> dict[str, Any]:
     """Functions of a module in `tasks` for a recipe, which is imported when one is called.
 
-    These are `model`, `loss`, `data`, `example` and the named ones.
+    These are `model`, `loss`, `data`, `example` and the named ones; `names` has those that the
+    module calls otherwise.
     """
 
     def function(name: str) -> Callable[..., Any]:
         return lambda *args: getattr(import_module(f"{__package__}.tasks.{module}"), name)(*args)
 
-    return {name: function(name) for name in ("model", "loss", "data", "example", *more)}
+    fields = ("model", "loss", "data", "example", *more)
+    return {field: function(names.get(field, field)) for field in fields}
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Recipe:
     """One experiment."""
 
     name: str  # name on the command line
+    at_paper_scale: bool = False  # whether settings, arms, seeds and sweep are the paper's
     summary: str  # description in one line
     paper: str  # the paper that has the experiment
     # every setting of the paper with its source, `OURS` where no paper has it; names that are no
@@ -103,7 +106,7 @@ class Recipe:
     paper_seeds: tuple[int, str] = (SEEDS, OURS)
     # tables and figures of the paper, by name
     results: Mapping[str, Result] = field(default_factory=dict)
-    sweep: Sweep = Sweep(())  # sweep, paper_sweep: the sweep of `bigbatch sweep` at each scale
+    small_sweep: Sweep = Sweep(())  # small_sweep, paper_sweep: of `bigbatch sweep` at each scale
     paper_sweep: Sweep = Sweep(())
     higher_is_better: bool = True  # whether the main score is better when higher
     # builds the network; draws from torch's global generator
@@ -127,18 +130,21 @@ class Recipe:
         paper = {name: self.paper_scale[name][0] for name in _CPU if name in self.paper_scale}
         return {name: _CPU[name] for name in paper if paper[name] != _CPU[name]} | {**self.small}
 
-    def settings(self, *, paper_scale: bool = False) -> Settings:
-        """The settings of the paper's scale, or of the small one."""
+    def at_scale(self, *, paper: bool) -> "Recipe":
+        """The recipe at the paper's scale, or at the small one."""
+        return replace(self, at_paper_scale=paper)
+
+    def settings(self) -> Settings:
+        """The settings of this scale."""
         values = {name: value for name, (value, _) in self.paper_scale.items()}
         task = {name: values.pop(name) for name in list(values) if name not in _FIELDS}
         paper = Settings(recipe=self.name, task=task, **values)  # type: ignore[arg-type]
-        return paper if paper_scale else paper.with_changes(self.small_scale)
+        return paper if self.at_paper_scale else paper.with_changes(self.small_scale)
 
-    def arm(self, name: str, settings: Settings, *, paper_scale: bool = False) -> Settings:
-        """The settings of one arm of the study, at the scale of `settings`."""
-        arms = self.arms_at(paper_scale=paper_scale)
-        require_choice("arm", name, arms)
-        return settings.with_changes({**arms[name], "arm": name})
+    def arm(self, name: str, settings: Settings) -> Settings:
+        """The settings, as one arm of the study changes them."""
+        require_choice("arm", name, self.arm_changes)
+        return settings.with_changes({**self.arm_changes[name], "arm": name})
 
     def for_result(self, result: str) -> "Recipe":
         """The recipe with the settings and arms of one table or figure, also in its sweep."""
@@ -167,18 +173,28 @@ class Recipe:
         """Estimate of `minutes` for settings of the small scale with another number of epochs."""
         return self.minutes * settings.epochs / self.settings().epochs
 
-    def seeds_at(self, *, paper_scale: bool) -> int:
-        """Number of seeds of each arm at a scale."""
-        return self.paper_seeds[0] if paper_scale else SEEDS
+    @property
+    def sweep(self) -> Sweep:
+        """The sweep of this scale."""
+        return self.paper_sweep if self.at_paper_scale else self.small_sweep
 
-    def arms_at(self, *, paper_scale: bool) -> Mapping[str, Changes]:
-        """Changes of the settings for each arm at a scale."""
-        tables = self.arm_tables(paper_scale=paper_scale)
-        return {arm: {name: one for name, (one, _) in rows.items()} for arm, rows in tables.items()}
+    @property
+    def seeds(self) -> int:
+        """Number of seeds of each arm."""
+        return self.paper_seeds[0] if self.at_paper_scale else SEEDS
 
-    def arm_tables(self, *, paper_scale: bool) -> Mapping[str, Rows]:
+    @property
+    def arm_changes(self) -> Mapping[str, Changes]:
+        """Changes of the settings for each arm."""
+        return {
+            arm: {name: one for name, (one, _) in rows.items()}
+            for arm, rows in self.arm_tables.items()
+        }
+
+    @property
+    def arm_tables(self) -> Mapping[str, Rows]:
         """The changes for each arm, each value with its source."""
-        arms = (paper_scale and self.paper_arms) or self.arms
+        arms = (self.at_paper_scale and self.paper_arms) or self.arms
         return {
             arm: {name: one if isinstance(one, tuple) else (one, OURS) for name, one in own.items()}
             for arm, own in arms.items()

@@ -1,10 +1,5 @@
 """The recipes and the experiments by name."""
 
-from collections.abc import Callable
-from importlib import import_module
-from pathlib import Path
-from typing import Any, NamedTuple
-
 from bigbatch.errors import SettingError
 from bigbatch_recipes.bert_pretrain import BERT_PRETRAIN
 from bigbatch_recipes.char_lm import CHAR_LM
@@ -17,15 +12,6 @@ from bigbatch_recipes.imagenet_resnet50 import IMAGENET_RESNET50
 from bigbatch_recipes.recipe import Recipe
 from bigbatch_recipes.settings import require_choice
 from bigbatch_recipes.squad import SQUAD
-
-
-class Experiment(NamedTuple):
-    """An experiment that does not train one model, and has no settings, arms or checkpoints."""
-
-    summary: str  # description in one line
-    # runs it; takes the directory to create and the number of seeds; returns its table
-    run: Callable[[Path, int], str]
-
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -43,16 +29,11 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def _module(name: str) -> Any:
-    """A module of an experiment, with torch."""
-    return import_module(f"{__package__}.{name}")
-
-
-EXPERIMENTS: dict[str, Experiment] = {
-    "linear-regression": Experiment(
-        "figures 1 and 3 of the VRGD paper, both upper clips, five input distributions",
-        lambda path, seeds: _module("linear_regression").run(path, seeds),
-    )
+# what does not train one model, and has no settings, arms or checkpoints: a description of each in
+# one line; `run` of its module writes it, and returns a table
+EXPERIMENTS = {
+    "linear-regression": "figures 1 and 3 of the VRGD paper, both upper clips, five input "
+    "distributions"
 }
 
 

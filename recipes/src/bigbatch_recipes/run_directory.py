@@ -9,7 +9,7 @@
     log.txt          standard error of a training that a sweep started
     vocab.txt        the vocabulary of a language model, for runs that begin with its weights
 
-A folder of runs is a study; it has a study.yaml instead. Both are created atomically.
+A folder of runs is a study; it has a study.json instead. Both are created atomically.
 """
 
 import hashlib

@@ -49,7 +49,7 @@ SQUAD = Recipe(
     minutes=1.8,
     origin=locations.SQUAD,
     arms=_ARMS,
-    sweep=Sweep(({"arm": tuple(_ARMS), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
+    small_sweep=Sweep(({"arm": tuple(_ARMS), "lr": (5e-4, 1e-3, 2e-3)},), tuned=("lr",)),
     paper_sweep=Sweep(({"arm": tuple(_ARMS), "lr": (2e-5, 3e-5, 5e-5)},), ("lr",)),
     packages=bert_pretrain.PACKAGES,
     saved_as=bert_pretrain.SAVED_AS,

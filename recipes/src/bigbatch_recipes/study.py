@@ -13,12 +13,12 @@ from bigbatch.log.atomic_files import write_atomically
 from bigbatch.log.history import find_runs, history_of, seeds_of, table_of
 from bigbatch.log.html_report import write_report
 from bigbatch.log.paired_differences import differences_of
-from bigbatch_recipes import get_recipe
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.new_directory import LAUNCH, create_directory_atomically
 from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch_recipes.recipe import Recipe
-from bigbatch_recipes.run_config import read_trainings, study_yaml, trainings_as_dict
+from bigbatch_recipes.recipe_registry import get_recipe
+from bigbatch_recipes.run_config import STUDY, read_study, study_json
 from bigbatch_recipes.run_directory import RunDirectory
 from bigbatch_recipes.settings import Settings, Value
 from bigbatch_recipes.sweep import Point
@@ -31,19 +31,10 @@ FIRST_TUNING_SEED = 1000  # seeds that tune are not those that are shown
 
 
 def start_study(
-    recipe: Recipe,
-    path: Path,
-    settings: Settings,
-    seeds: int,
-    launch: str | None = None,
-    *,
-    paper_scale: bool = False,
+    recipe: Recipe, path: Path, settings: Settings, seeds: int, launch: str | None = None
 ) -> None:
     """Writes the trainings of a study to `path`, and the launch of torchrun that began it."""
-    points = [
-        Point(arm, {"arm": arm}, recipe.arm(arm, settings, paper_scale=paper_scale))
-        for arm in recipe.arms_at(paper_scale=paper_scale)
-    ]
+    points = [Point(arm, {"arm": arm}, recipe.arm(arm, settings)) for arm in recipe.arm_tables]
     require_packages(recipe)
     require_trainable(recipe, *(point.settings for point in points))
     write_study(path, trainings_of(recipe, points, seeds), launch)
@@ -114,11 +105,9 @@ def write_study(
         for run in settings.required_runs.values():
             if run not in trainings:
                 RunDirectory.open(path / run)
-    content: dict[str, Any] = trainings_as_dict({n: s.as_dict() for n, s in trainings.items()})
-    if sweep:
-        content["sweep"] = sweep
+    content = study_json({name: one.as_dict() for name, one in trainings.items()}, sweep)
     with create_directory_atomically(path) as folder:
-        write_atomically(folder / "study.yaml", study_yaml(content))
+        write_atomically(folder / STUDY, content)
         if launch:
             write_atomically(folder / LAUNCH, launch.encode())
 
@@ -168,7 +157,7 @@ def start_sweep(
 
 def train_study(path: Path, view: LiveView) -> None:
     """Trains the unfinished runs, then shows the table and writes the report."""
-    trainings = run_on_rank_zero(lambda: read_trainings(path))
+    trainings = run_on_rank_zero(lambda: read_study(path).trainings)
     for number, (name, settings) in enumerate(trainings.items(), start=1):
         train_directory(path / name, settings, view, f"{number}/{len(trainings)} {name}")
     if is_rank_zero():
@@ -177,11 +166,13 @@ def train_study(path: Path, view: LiveView) -> None:
 
 def report_study(path: Path, view: LiveView) -> None:
     """Writes and shows the results of the study at `path`; of a sweep a figure and tables too."""
-    sweep, report = read_sweep_results(path), path / "report.html"
-    if sweep is None:
+    report = path / "report.html"
+    if read_study(path).sweep is None:
         write_report([history_of(run) for run in find_runs(path)], report, path.name)
         _show_runs(path, view)
-    elif not sweep.begun:
+        return
+    sweep = read_sweep_results(path)
+    if not sweep.begun:
         view.print(f"{path.name}: no run has logged a step, so there is nothing to report")
     else:
         write_sweep(sweep, path)
@@ -220,7 +211,7 @@ def create_run(path: Path, settings: dict[str, Any], launch: str | None = None) 
 
 def resume(path: Path, view: LiveView) -> None:
     """Resumes the run or the study at `path`."""
-    if run_on_rank_zero((path / "study.yaml").exists):
+    if run_on_rank_zero((path / STUDY).exists):
         train_study(path, view)
         return
     run = run_on_rank_zero(lambda: RunDirectory.open(path))

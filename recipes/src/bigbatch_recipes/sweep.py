@@ -25,12 +25,7 @@ class Point:
 
 
 def sweep_of(
-    recipe: Recipe,
-    settings: Settings,
-    texts: Sequence[str],
-    tuned: Sequence[str],
-    *,
-    paper_scale: bool = False,
+    recipe: Recipe, settings: Settings, texts: Sequence[str], tuned: Sequence[str]
 ) -> Sweep:
     """The product of the values in the texts; the recipe's own sweep without texts.
 
@@ -39,15 +34,13 @@ def sweep_of(
         settings: settings with the types of the values.
         texts: KEY=V1,V2,... each; a text with a | is split there, and its values may have commas.
         tuned: settings of which each point shows only the best; () for those of the recipe.
-        paper_scale: whether to take the recipe's sweep at the paper's scale.
     Raises:
         SettingError: a key is unknown or repeated, a value has another type, or there is no sweep.
     """
-    recipe_sweep = recipe.paper_sweep if paper_scale else recipe.sweep
     if not texts:
-        if not recipe_sweep.grids:
+        if not recipe.sweep.grids:
             raise SettingError(f"recipe {recipe.name!r} has no sweep of its own; give --grid")
-        return Sweep(recipe_sweep.grids, tuple(tuned) or recipe_sweep.tuned)
+        return Sweep(recipe.sweep.grids, tuple(tuned) or recipe.sweep.tuned)
     grid: dict[str, tuple[Value, ...]] = {}
     for text in texts:
         key, _, values = (part.strip() for part in text.partition("="))
@@ -59,12 +52,10 @@ def sweep_of(
     return Sweep((grid,), tuple(tuned))
 
 
-def points_of(
-    recipe: Recipe, sweep: Sweep, settings: Settings, *, paper_scale: bool = False
-) -> list[Point]:
+def points_of(recipe: Recipe, sweep: Sweep, settings: Settings) -> list[Point]:
     """Every combination of each grid, once; without those whose min_batch exceeds their max_batch.
 
-    An `arm` changes the settings as at this scale; other values override its changes. A setting
+    An `arm` changes the settings as in the recipe; other values override its changes. A setting
     does not vary where another makes it ineffective: a fixed batch has no target.
 
     Raises:
@@ -75,9 +66,9 @@ def points_of(
         _require_sweepable(grid)
         for combination in product(*grid.values()):
             values = dict(zip(grid, combination, strict=True))
-            unused = unused_in(_apply(recipe, settings, values, paper_scale=paper_scale))
+            unused = unused_in(_apply(recipe, settings, values))
             values = {key: value for key, value in values.items() if key not in unused}
-            point = _apply(recipe, settings, values, paper_scale=paper_scale)
+            point = _apply(recipe, settings, values)
             is_new = all(point != other for _, other in combinations)
             if point.min_batch <= point.max_batch and is_new:
                 combinations.append((values, point))
@@ -96,11 +87,9 @@ def _require_sweepable(grid: Grid) -> None:
         raise SettingError(f"{key!r} cannot vary within a sweep: {_NOT_SWEEPABLE[key]}")
 
 
-def _apply(
-    recipe: Recipe, settings: Settings, values: Mapping[str, Value], *, paper_scale: bool
-) -> Settings:
+def _apply(recipe: Recipe, settings: Settings, values: Mapping[str, Value]) -> Settings:
     if "arm" in values:
-        settings = recipe.arm(str(values["arm"]), settings, paper_scale=paper_scale)
+        settings = recipe.arm(str(values["arm"]), settings)
     return settings.with_changes({key: value for key, value in values.items() if key != "arm"})
 
 

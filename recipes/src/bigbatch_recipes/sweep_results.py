@@ -21,7 +21,7 @@ from bigbatch.log.history import (
     steps_text,
 )
 from bigbatch.log.paired_differences import Differences, SeedScores, differences_between
-from bigbatch_recipes.run_config import read_sweep, read_trainings
+from bigbatch_recipes.run_config import read_sweep
 
 _MAX_CURVES = 60  # runs whose curves are on one page; more would overlap
 
@@ -247,18 +247,14 @@ class SweepResults:
         )
 
 
-def read_sweep_results(path: Path) -> SweepResults | None:
-    """Results of the sweep at `path`; None for another study, or a run.
-
-    A damaged run is left out with a warning.
+def read_sweep_results(path: Path) -> SweepResults:
+    """Results of the sweep at `path`; a damaged run is left out with a warning.
 
     Raises:
-        RunError: study.yaml is damaged.
+        RunError: no sweep is there, or its file is damaged.
     """
-    sweep = read_sweep(path)
-    if sweep is None:
-        return None
-    trainings, tuning_seeds = read_trainings(path), tuple(sweep["tuning_seeds"])
+    trainings, sweep = read_sweep(path)
+    tuning_seeds = tuple(sweep["tuning_seeds"])
     points = {name: SweepPoint(name, values) for name, values in sweep["points"].items()}
     begun: list[Path] = []
     for name, settings in trainings.items():

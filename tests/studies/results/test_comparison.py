@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from bigbatch.errors import RunError
-from bigbatch_recipes import get_recipe
 from bigbatch_recipes.build_loop import build_controller
-from bigbatch_recipes.run_config import read_trainings
+from bigbatch_recipes.recipe_registry import get_recipe
+from bigbatch_recipes.run_config import read_study
 from bigbatch_recipes.study import start_sweep
 from bigbatch_recipes.sweep_results import read_sweep_results
 from log_rows import add_rows, row, write_log
@@ -45,7 +45,7 @@ def trained(folder, comparison=SMALL, *, without=()):
         comparison.points(comparison.arms(COST), settings_of(comparison)),
     )
     start_sweep(recipe, folder / "arms", points, ["lr"], comparison.seeds, comparison.tune_seeds)
-    for name, settings in read_trainings(folder / "arms").items():
+    for name, settings in read_study(folder / "arms").trainings.items():
         if name not in without:
             run = write_log(folder / "arms" / name, [], settings)
             add_rows(run, [row(1, batch=20)])
@@ -86,7 +86,7 @@ def test_a_comparison_that_is_trained_is_collected_alone(tmp_path):
 )
 def test_trainings_of_another_comparison_are_not_mixed_in(tmp_path, changes):
     folder = trained(tmp_path / "runs")
-    with pytest.raises(RunError, match=r"study.yaml has other trainings than this comparison"):
+    with pytest.raises(RunError, match=r"study.json has other trainings than this comparison"):
         replace(SMALL, **changes).train(folder, None, 1)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch_recipes import get_recipe
 from bigbatch_recipes.image_classification import GAP, HELD_OUT, TEST
+from bigbatch_recipes.recipe_registry import get_recipe
 from bigbatch_recipes.study import trainings_of
 from bigbatch_recipes.sweep_results import SweepPoint, SweepResults
 from studies.results.comparison import Comparison

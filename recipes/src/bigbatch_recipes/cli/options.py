@@ -10,11 +10,15 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 from bigbatch.errors import RunError, SettingError
 from bigbatch.log.atomic_files import expanded_path
 from bigbatch.log.history import read_settings
-from bigbatch_recipes import get_recipe
+from bigbatch_recipes.new_directory import require_free, reserve
 from bigbatch_recipes.process_group import is_rank_zero, run_on_rank_zero
 from bigbatch_recipes.recipe import Recipe
-from bigbatch_recipes.settings import HELP, SECTIONS, SETTING_TYPES, Settings, Value
+from bigbatch_recipes.recipe_registry import get_recipe
+from bigbatch_recipes.run_config import STUDY
+from bigbatch_recipes.settings import HELP, SECTIONS, SETTING_TYPES, Settings
+from bigbatch_recipes.torchrun import is_single_process
 
+_OTHERWISE = ("recipe", "arm", "data", "task")  # settings that have other options
 _NOT_BY_SET = {
     "recipe": "it is the command's first argument",
     "arm": "give --arm, or --grid arm=... in a sweep",
@@ -60,7 +64,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument(option, metavar="<int>", type=count, help=text)
 
     def add_training(self, *without: str) -> None:
-        """Adds what `train` and `sweep` share, with an option for each setting but some."""
+        """Adds what `train` and `sweep` share, with an option for each setting without another."""
         self.add_argument("recipe", nargs="?", help="one of `bigbatch list` [digits]")
         self.add_argument(
             "--set",
@@ -77,7 +81,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_flag("--quiet", "show results only")
         groups: dict[str, Any] = {}
         for name, kind in SETTING_TYPES.items():
-            if name in without:
+            if name in (*_OTHERWISE, *without):
                 continue
             section = SECTIONS[name]
             if section not in groups:
@@ -99,12 +103,6 @@ def _metavar(kind: Any) -> str:
     return {int: "<int>", float: "<float>", bool: "true|false"}.get(kind, "<str>")
 
 
-def parse_settings(given: Mapping[str, Any], *without: str) -> dict[str, Value]:
-    """The values of the settings that were given as options, but for some."""
-    names = [name for name in given if name in SETTING_TYPES and name not in without]
-    return {name: Settings.parse_value(name, given[name]) for name in names}
-
-
 def format_options(names: Iterable[str]) -> str:
     """Options as the command line has them: --lr, --max-batch."""
     return ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
@@ -116,44 +114,69 @@ def refuse_options(reason: str, names: Iterable[str]) -> None:
         raise SettingError(f"{reason} does not go together with {options}; leave them out")
 
 
-def select_recipe(name: str | None, result: str | None, *, paper_scale: bool) -> Recipe:
-    """The recipe of that name, digits by default; limited to one result of its paper if given.
+def select_recipe(given: Mapping[str, Any]) -> Recipe:
+    """The recipe of that name, digits by default, at a scale; limited to one result if given.
 
     Raises:
         SettingError: there is no such recipe or result, or a result without the paper's scale.
     """
-    recipe = get_recipe(name or "digits")
+    recipe, result = get_recipe(given.get("recipe") or "digits"), given.get("result")
+    recipe = recipe.at_scale(paper=given.get("paper_scale", False))
     if result is None:
         return recipe
     if not recipe.results:
         raise SettingError(f"recipe {recipe.name!r} has no --result {result}; leave it out")
-    if not paper_scale:
+    if not recipe.at_paper_scale:
         raise SettingError(f"--result {result} is of the paper's scale; give --paper-scale too")
     return recipe.for_result(result)
 
 
-def apply_set_options(settings: Settings, texts: Sequence[str]) -> tuple[Settings, set[str]]:
-    """The settings with each --set applied, and the names of the settings that it changed.
+def select_settings(
+    recipe: Recipe, given: Mapping[str, Any]
+) -> tuple[Settings, set[str], set[str]]:
+    """The recipe's settings, changed by the arm, then by --set, then by other options.
 
+    Returns:
+        The settings; names of those that have an option of their own which was given; names of all
+        that were given.
     Raises:
-        SettingError: a text is not KEY=VALUE, or a key must be given by another option.
+        SettingError: a value of --set is not KEY=VALUE, or a key must be given by another option.
     """
-    names: set[str] = set()
-    for text in texts:
+    names = {name for name in given if name in SETTING_TYPES and name not in _OTHERWISE}
+    changes = {name: Settings.parse_value(name, given[name]) for name in names}
+    settings, set_names = recipe.settings(), set[str]()
+    if "arm" in given:
+        settings = recipe.arm(given["arm"], settings)
+    for text in given.get("set", []):
         change = settings.parse_change(text)
         for name in change.keys() & _NOT_BY_SET.keys():
             raise SettingError(f"--set cannot change {name!r}: {_NOT_BY_SET[name]}")
-        settings, names = settings.with_changes(change), names | change.keys()
-    return settings, names
+        settings, set_names = settings.with_changes(change), set_names | change.keys()
+    return settings.with_changes(changes), names, names | set_names
 
 
-def warn_of_arm_values(
-    recipe: Recipe, names: Iterable[str], remedy: str, *, paper_scale: bool
-) -> None:
+def require_new(given: Mapping[str, Any]) -> None:
+    """Refuses --run-dir with --runs-dir, or where something is in it.
+
+    Raises:
+        RunError: something is in it, which no launch of several processes continues.
+    """
+    if "run_dir" in given:
+        refuse_options("--run-dir", given.keys() & {"runs_dir"})
+        if is_single_process():
+            require_free(given["run_dir"])
+
+
+def new_directory(given: Mapping[str, Any], name: str, launch: str | None = None) -> Path:
+    """The directory of --run-dir, or one with a number in --runs-dir, which is reserved."""
+    run_dir: Path | None = given.get("run_dir")
+    return run_dir or reserve(given.get("runs_dir", Path("runs")), name, launch)
+
+
+def warn_of_arm_values(recipe: Recipe, names: Iterable[str], remedy: str) -> None:
     """Warns of arms whose own values take precedence over settings given for all arms."""
-    arms = recipe.arms_at(paper_scale=paper_scale)
     for name in sorted(names):
-        if own := [arm for arm, changes in arms.items() if name in changes]:
+        if own := [arm for arm, changes in recipe.arm_tables.items() if name in changes]:
             warnings.warn(f"{', '.join(own)}: {name} stays the arm's own; {remedy}", stacklevel=2)
 
 
@@ -161,7 +184,7 @@ def require_resumable(path: Path) -> None:
     """Raises RunError where no run or study is at `path`."""
 
     def require() -> None:
-        if not (path / "study.yaml").exists():
+        if not (path / STUDY).exists():
             read_settings(path)
 
     run_on_rank_zero(require)

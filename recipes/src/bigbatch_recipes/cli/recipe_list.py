@@ -4,11 +4,12 @@ from pathlib import Path
 from textwrap import fill
 
 from bigbatch.errors import RunError
-from bigbatch_recipes import EXPERIMENTS, RECIPES, get_recipe
+from bigbatch.log.text_table import terminal_width
 from bigbatch_recipes.cli.options import CommandParser
 from bigbatch_recipes.console import LiveView
 from bigbatch_recipes.datasets.files import DEFAULT_FOLDER, DatasetLocation
 from bigbatch_recipes.recipe import Changes, Recipe
+from bigbatch_recipes.recipe_registry import EXPERIMENTS, RECIPES, get_recipe
 from bigbatch_recipes.sweep import points_of
 from bigbatch_recipes.torchrun import Launch
 
@@ -29,21 +30,22 @@ def list_recipes(arguments: list[str], _: Launch) -> None:
     given, view = list_parser().given(arguments), LiveView()
     name, data = given.get("recipe"), given.get("data")
     if name in EXPERIMENTS:
-        view.print(f"{name}: {EXPERIMENTS[name].summary}\n  bigbatch train {name}")
+        view.print(f"{name}: {EXPERIMENTS[name]}\n  bigbatch train {name}")
     elif name is not None:
         view.print("\n".join(_description(get_recipe(name), data)))
     else:
         for recipe in RECIPES.values():
             view.print(_lines(recipe, data))
-        for name, experiment in EXPERIMENTS.items():
-            view.print(f"{name}: {experiment.summary}; one fixed experiment, no data")
+        for name, summary in EXPERIMENTS.items():
+            view.print(f"{name}: {summary}; one fixed experiment, no data")
         view.print("Arms, data and commands: bigbatch list NAME")
 
 
 def _lines(recipe: Recipe, data: Path | None) -> str:
-    lines = [fill(f"{recipe.name}: {recipe.summary}", 80, subsequent_indent=_INDENT)]
+    width = terminal_width()
+    lines = [fill(f"{recipe.name}: {recipe.summary}", width, subsequent_indent=_INDENT)]
     lines += [
-        fill(text, 80, initial_indent=f"    {name:9}", subsequent_indent=_INDENT)
+        fill(text, width, initial_indent=f"    {name:9}", subsequent_indent=_INDENT)
         for name, text in _facts(recipe, data).items()
     ]
     return "\n".join([*lines, ""])
@@ -62,11 +64,10 @@ def _facts(recipe: Recipe, data: Path | None) -> dict[str, str]:
 
 def _description(recipe: Recipe, data: Path | None) -> list[str]:
     origin = recipe.origin
-    sweeps = []
-    for sweep, scale in ((recipe.sweep, False), (recipe.paper_sweep, True)):
-        settings = recipe.settings(paper_scale=scale)
-        points = points_of(recipe, sweep, settings, paper_scale=scale) if sweep.grids else []
-        sweeps.append(len(points))
+    sweeps = [
+        len(points_of(one, one.sweep, one.settings())) if one.sweep.grids else 0
+        for one in (recipe, recipe.at_scale(paper=True))
+    ]
     with_data = f"bigbatch train {recipe.name}" + (" --data DIR" if origin.files else "")
     return [
         f"{recipe.name}: {recipe.summary}",
@@ -74,7 +75,7 @@ def _description(recipe: Recipe, data: Path | None) -> list[str]:
         f"files    {origin.needed if origin.files else 'none'}",
         f"sweep    {sweeps[0]:,} points at the small scale, {sweeps[1]:,} at the full one",
         "arms",
-        *(f"  {arm}: {_changes(own)}" for arm, own in recipe.arms_at(paper_scale=False).items()),
+        *(f"  {arm}: {_changes(own)}" for arm, own in recipe.arm_changes.items()),
         *(["results, each by --paper-scale --result"] if recipe.results else []),
         *(
             f"  {name}: {_changes({key: value for key, (value, _) in one.settings.items()})}"

@@ -9,9 +9,8 @@ from bigbatch.errors import SettingError
 from bigbatch_recipes.cli import options
 from bigbatch_recipes.cli.options import CommandParser, refuse_options
 from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.new_directory import require_free, reserve
 from bigbatch_recipes.recipe import Recipe, Sweep
-from bigbatch_recipes.run_config import require_sweep
+from bigbatch_recipes.run_config import read_sweep
 from bigbatch_recipes.sweep import Point, points_of, sweep_of
 from bigbatch_recipes.sweep_results import SweepPoint, combinations_of
 from bigbatch_recipes.torchrun import Launch, is_single_process
@@ -23,7 +22,6 @@ _EXAMPLES = """\
   bigbatch sweep digits --grid target=0.2,0.4,0.6 --grid lr=0.01,0.02 --tune lr
   bigbatch sweep ... --tune lr --tune-seeds 2 --held-out 300
 The last one tunes on other samples and seeds than those that are shown."""
-_NO_SETTINGS = ("recipe", "arm", "seed", "data", "task")  # which are no options of the command
 
 
 def sweep_parser() -> CommandParser:
@@ -43,7 +41,7 @@ def sweep_parser() -> CommandParser:
     parser.add_count("--jobs", "runs at a time [cores / threads, or GPUs]")
     parser.add_path("--resume", "directory of a sweep to resume")
     parser.add_flag("--dry-run", "list the points and how long they take; train nothing")
-    parser.add_training(*_NO_SETTINGS)
+    parser.add_training("seed")
     return parser
 
 
@@ -56,46 +54,41 @@ def sweep(arguments: list[str], launch: Launch) -> int:
         raise SettingError("a sweep starts processes of its own; run it without torchrun")
     if "resume" in given:
         refuse_options("--resume", given.keys() - {"resume", "jobs"})
-        require_sweep(given["resume"])
+        read_sweep(given["resume"])
         if not is_dry:
             return _train(given["resume"], jobs, launch, view)
         from bigbatch_recipes.dry_run import show_resumption
 
         show_resumption(given["resume"], view)
         return 0
-    if "run_dir" in given:
-        refuse_options("--run-dir", given.keys() & {"runs_dir"})
-        require_free(given["run_dir"])
-    scale = given.get("paper_scale", False)
-    recipe = options.select_recipe(given.get("recipe"), given.get("result"), paper_scale=scale)
-    seeds = given.get("seeds") or recipe.seeds_at(paper_scale=scale)
-    settings = recipe.settings(paper_scale=scale)
-    settings, names = options.apply_set_options(settings, given.get("set", []))
-    changes = options.parse_settings(given, *_NO_SETTINGS)
-    settings, names = settings.with_changes(changes), names | changes.keys()
+    options.require_new(given)
+    recipe = options.select_recipe(given)
+    seeds = given.get("seeds") or recipe.seeds
+    settings, _, names = options.select_settings(recipe, given)
     if "data" in given or not is_dry:
         settings = settings.with_changes({"data": options.find_data(recipe, given.get("data"))})
     grid, tune_seeds = given.get("grid", []), given.get("tune_seeds", 0)
-    grids = sweep_of(recipe, settings, grid, given.get("tune", []), paper_scale=scale)
+    grids = sweep_of(recipe, settings, grid, given.get("tune", []))
     if repeated := names & {key for one in grids.grids for key in one}:
         owner = "--grid" if grid else "the sweep of the recipe"
         remedy = "leave one of them out" + ", or give a --grid of your own" * (not grid)
         raise SettingError(f"{owner} has values of {', '.join(sorted(repeated))} too; {remedy}")
-    points = points_of(recipe, grids, settings, paper_scale=scale)
+    points = points_of(recipe, grids, settings)
     if any("arm" in one for one in grids.grids):
-        options.warn_of_arm_values(recipe, names, "--grid changes it", paper_scale=scale)
+        options.warn_of_arm_values(recipe, names, "--grid changes it")
     if is_dry:
         from bigbatch_recipes.dry_run import NOT_TIMED
         from bigbatch_recipes.validate import require_trainable
 
         require_trainable(recipe, *(point.settings for point in points))
         trainings = _list_points(points, grids, seeds, tune_seeds, view)
-        view.print(NOT_TIMED if scale else _duration(recipe, points, trainings, jobs))
+        view.print(
+            NOT_TIMED if recipe.at_paper_scale else _duration(recipe, points, trainings, jobs)
+        )
         return 0
     from bigbatch_recipes.study import start_sweep
 
-    folder = given.get("runs_dir", Path("runs"))
-    path = given.get("run_dir") or reserve(folder, f"{recipe.name}-sweep")
+    path = options.new_directory(given, f"{recipe.name}-sweep")
     with launch.resumable(path, "sweep"):
         start_sweep(recipe, path, points, grids.tuned, seeds, tune_seeds)
     return _train(path, jobs, launch, view)

@@ -1,20 +1,19 @@
 """`bigbatch train`: the study of a recipe, or one run where a setting is given."""
 
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 from bigbatch.errors import SettingError
-from bigbatch_recipes import EXPERIMENTS
 from bigbatch_recipes.cli import options
 from bigbatch_recipes.cli.options import CommandParser, refuse_options
 from bigbatch_recipes.console import LiveView
-from bigbatch_recipes.new_directory import release, require_free, reserve
+from bigbatch_recipes.new_directory import release
 from bigbatch_recipes.process_group import run_on_rank_zero, world_size
 from bigbatch_recipes.recipe import SEEDS, Recipe
+from bigbatch_recipes.recipe_registry import EXPERIMENTS
 from bigbatch_recipes.settings import Settings, policy_name, unused_in
-from bigbatch_recipes.torchrun import Launch, is_single_process
+from bigbatch_recipes.torchrun import Launch
 
 _EXAMPLES = """\
   bigbatch train                             the digits study, 3 seeds
@@ -28,7 +27,6 @@ _EXAMPLES = """\
   bigbatch train cifar10-resnet18 --paper-scale --data DIR --arm simigrad
   bigbatch train cifar10-resnet56 --paper-scale --result figure-2 --dry-run
   torchrun --nproc_per_node 2 -m bigbatch train digits"""
-_NO_SETTINGS = ("recipe", "arm", "data", "task")  # for which the command has other options
 
 
 def train_parser() -> CommandParser:
@@ -39,7 +37,7 @@ def train_parser() -> CommandParser:
     parser.add_path("--resume", "directory of a run, study or sweep to resume")
     parser.add_flag("--dry-run", "show settings, sizes, batches; train nothing")
     parser.add_count("--dry-run-ranks", "ranks of a dry run [1; with --paper-scale, the paper's]")
-    parser.add_training(*_NO_SETTINGS)
+    parser.add_training()
     return parser
 
 
@@ -54,53 +52,34 @@ def train(arguments: list[str], launch: Launch) -> None:
             "--dry-run-ranks is for dry runs; add --dry-run, or train by torchrun --nproc_per_node"
         )
     if "resume" in given:
-        refuse_options("--resume", given.keys() - {"resume", "dry_run_ranks"})
-        options.require_resumable(given["resume"])
-        if is_dry:
-            from bigbatch_recipes.dry_run import show_resumption
-
-            show_resumption(given["resume"], view)
-            return
-        from bigbatch_recipes import study
-
-        with launch.resumable(given["resume"]):
-            study.resume(given["resume"], view)
+        _resume(given, view, launch, is_dry=is_dry)
         return
-    run_dir, folder = given.get("run_dir"), given.get("runs_dir", Path("runs"))
-    if run_dir is not None:
-        refuse_options("--run-dir", given.keys() & {"runs_dir"})
-        if is_single_process():  # else a launch may continue it
-            require_free(run_dir)
-    name, scale = given.get("recipe"), given.get("paper_scale", False)
-    if name in EXPERIMENTS:
-        allowed = {"recipe", "seeds", "runs_dir", "run_dir", "dry_run_ranks"}
-        refuse_options(f"recipe {name}, which is one fixed experiment,", given.keys() - allowed)
-        if is_dry:
-            view.print(f"{name}: {EXPERIMENTS[name].summary}; {given.get('seeds', SEEDS)} seeds")
-        else:
-            _run_experiment(name, run_dir or reserve(folder, name), given.get("seeds", SEEDS), view)
+    options.require_new(given)
+    if given.get("recipe") in EXPERIMENTS:
+        _run_experiment(given, view, is_dry=is_dry)
         return
-    recipe = options.select_recipe(name, given.get("result"), paper_scale=scale)
-    settings, own, names = _settings(recipe, given, paper_scale=scale)
-    seeds = given.get("seeds") or recipe.seeds_at(paper_scale=scale)
+    recipe = options.select_recipe(given)
+    settings, chosen, names = options.select_settings(recipe, given)
+    own = (chosen - {"epochs"}) | (given.keys() & {"arm"})  # of a single training, not of the study
+    seeds = given.get("seeds") or recipe.seeds
     if own:
+        _require_effect(settings, names)
         single = f"{options.format_options(own)}, of a single training,"
         refuse_options(single, given.keys() & {"seeds"})
-    if own and not is_dry:
-        _require_runs(recipe, settings)
+        if not is_dry:
+            _require_runs(recipe, settings)
     if "data" in given or not is_dry:
         settings = settings.with_changes({"data": options.find_data(recipe, given.get("data"))})
     if is_dry:
         from bigbatch_recipes.dry_run import show_dry_run
 
-        ranks = given.get("dry_run_ranks")
-        show_dry_run(recipe, settings, ranks, view, seeds=seeds, paper_scale=scale)
+        show_dry_run(recipe, settings, given.get("dry_run_ranks"), seeds, view)
         return
     from bigbatch_recipes import study
 
     name = _run_name(settings) if own else recipe.name
     path, has_begun = run_on_rank_zero(
-        lambda: launch.choose_directory(lambda: run_dir or reserve(folder, name, launch.id))
+        lambda: launch.choose_directory(lambda: options.new_directory(given, name, launch.id))
     )
     with launch.resumable(path):
         if has_begun:
@@ -110,44 +89,50 @@ def train(arguments: list[str], launch: Launch) -> None:
             run = run_on_rank_zero(lambda: study.create_run(path, settings.as_dict(), launch.id))
             study.train_one(training, run, view)
         else:
-            start = partial(study.start_study, recipe, path, settings, seeds, launch.id)
-            run_on_rank_zero(partial(start, paper_scale=scale))
-            remedy = "--arm trains one alone with it"
-            options.warn_of_arm_values(recipe, names, remedy, paper_scale=scale)
+            run_on_rank_zero(lambda: study.start_study(recipe, path, settings, seeds, launch.id))
+            options.warn_of_arm_values(recipe, names, "--arm trains one alone with it")
             study.train_study(path, view)
 
 
-def _run_experiment(name: str, path: Path, seeds: int, view: LiveView) -> None:
+def _resume(given: Mapping[str, Any], view: LiveView, launch: Launch, *, is_dry: bool) -> None:
+    path = given["resume"]
+    refuse_options("--resume", given.keys() - {"resume", "dry_run_ranks"})
+    options.require_resumable(path)
+    if is_dry:
+        from bigbatch_recipes.dry_run import show_resumption
+
+        show_resumption(path, view)
+        return
+    from bigbatch_recipes import study
+
+    with launch.resumable(path):
+        study.resume(path, view)
+
+
+def _run_experiment(given: Mapping[str, Any], view: LiveView, *, is_dry: bool) -> None:
+    name, seeds = given["recipe"], given.get("seeds", SEEDS)
+    allowed = {"recipe", "seeds", "runs_dir", "run_dir", "dry_run_ranks"}
+    refuse_options(f"recipe {name}, which is one fixed experiment,", given.keys() - allowed)
+    if is_dry:
+        view.print(f"{name}: {EXPERIMENTS[name]}; {seeds} seeds")
+        return
+    _require_one_rank(name)
+    path = options.new_directory(given, name)
     try:
-        _require_one_rank(name)
-        view.print(EXPERIMENTS[name].run(path, seeds))
+        module = import_module(f"bigbatch_recipes.{name.replace('-', '_')}")
+        view.table(module.run(path, seeds), f"{name}: {EXPERIMENTS[name]}")
         view.print(f"table and figures: {path}")
     finally:
         release(path)
 
 
-def _settings(
-    recipe: Recipe, given: Mapping[str, Any], *, paper_scale: bool
-) -> tuple[Settings, set[str], set[str]]:
-    """The settings of a scale, changed by the arm, then by --set, then by other options.
-
-    Returns:
-        The settings; names of options that ask for a single training, not for the study; names of
-        all settings that were given.
-    """
-    changes = options.parse_settings(given, *_NO_SETTINGS)
-    settings, own = recipe.settings(paper_scale=paper_scale), changes.keys() - {"epochs"}
-    if "arm" in given:
-        settings, own = recipe.arm(given["arm"], settings, paper_scale=paper_scale), own | {"arm"}
-    settings, set_names = options.apply_set_options(settings, given.get("set", []))
-    settings, names = settings.with_changes(changes), set_names | changes.keys()
-    unused = sorted(unused_in(settings) & names)
-    if own and unused:  # in a study an arm may use a setting that others do not
+def _require_effect(settings: Settings, names: set[str]) -> None:
+    """Raises SettingError where a training has no use for a setting; another arm may have one."""
+    if unused := sorted(unused_in(settings) & names):
         raise SettingError(
             f"{', '.join(unused)} has no effect with policy={settings.policy} "
             f"and optimizer={settings.optimizer}; leave it out, or choose others"
         )
-    return settings, own, names
 
 
 def _require_runs(recipe: Recipe, settings: Settings) -> None:

@@ -1,5 +1,6 @@
 """BERT that points to the answer of a question, and SQuAD's scores."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -16,15 +17,8 @@ from bigbatch_recipes.models import bert
 from bigbatch_recipes.recipe import Data, LossOf
 from bigbatch_recipes.settings import Settings
 
-
-def model(settings: Settings) -> nn.Module:
-    """The network, which finds a span."""
-    return bert.network(settings, "SpanFinder")
-
-
-def outline(settings: Settings) -> nn.Module:
-    """Layers of torch with as many weights."""
-    return bert.outline(settings, "SpanFinder")
+model = partial(bert.network, head="SpanFinder")
+outline = partial(bert.outline, head="SpanFinder")
 
 
 def loss(_: Settings) -> LossOf:

@@ -1,16 +1,18 @@
-"""DLRM, and click logs: Criteo's, or a generated one."""
+"""DLRM, click logs (Criteo's, or a generated one), and the scores of predicted clicks."""
 
+import math
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from bigbatch.errors import SettingError
-from bigbatch_recipes.ctr_metrics import click_loss, click_scores
 from bigbatch_recipes.datasets import click_log
 from bigbatch_recipes.datasets.click_log import CATEGORIES, NUMBERS, Batch, Clicks
+from bigbatch_recipes.distributed_eval import all_gather_rows, local_batches
 from bigbatch_recipes.models.dlrm_network import DLRM
 from bigbatch_recipes.recipe import Data, LossOf
 from bigbatch_recipes.settings import Settings
@@ -52,9 +54,37 @@ def data(settings: Settings) -> Data:
     return Data(Clicks([log.rows], table_rows, train_rows), scores)
 
 
+def click_scores(
+    model: nn.Module, test: Clicks, settings: Settings, dataset: str
+) -> dict[str, float]:
+    """Area under the ROC curve and mean loss over the rows of all ranks. Collective.
+
+    The area is nan if a logit is not finite, for example after divergence.
+    """
+    metrics: Any = import_module("sklearn.metrics")  # its import takes two seconds
+    rank_rows = [
+        torch.stack([model(numbers, rows).float(), labels], 1)
+        for numbers, rows, labels in local_batches(test, settings)
+    ]
+    logits, labels = all_gather_rows(torch.cat(rank_rows)).double().unbind(1)
+    finite = bool(logits.isfinite().all())
+    return {
+        f"test AUC ({dataset})": float(metrics.roc_auc_score(labels, logits))
+        if finite
+        else math.nan,
+        f"test loss ({dataset})": float(binary_cross_entropy_with_logits(logits, labels)),
+    }
+
+
 def loss(_: Settings) -> LossOf:
     """The mean loss of a micro-batch."""
-    return click_loss
+    return _click_loss
+
+
+def _click_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean binary cross-entropy of the logits."""
+    numbers, rows, labels = batch
+    return binary_cross_entropy_with_logits(model(numbers, rows), labels)
 
 
 def example(settings: Settings, samples: int) -> Batch:

@@ -47,9 +47,8 @@ def loss(_: Settings) -> LossOf:
 
 def data(settings: Settings) -> Data:
     """Training data, and what scores a model."""
-    gap = bool(settings.task.get("gap"))  # earlier runs lack it
     train, test = read_images(Path(settings.data), FASHION_MNIST)
-    return image_classification.data_of(train, test, settings, gap=gap)
+    return image_classification.data_of(train, test, settings, gap=bool(settings.task["gap"]))
 
 
 example = image_classification.examples(1, _SIZE)
