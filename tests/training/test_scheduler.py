@@ -523,7 +523,8 @@ def test_schedules_of_base_steps_end_with_the_training_whatever_the_batch_does(
         lambda o, total: CosineAnnealingLR(o, total),
         lambda o, total: LinearLR(o, 1.0, 0.0, total_iters=total),
     ):
-        train = adaptive(samples, *sizes, batch_size=base, base_batch=base)
+        policy = bb.Controller(Walk(*sizes), base, max_batch=samples)
+        train = adaptive(samples, policy=policy, batch_size=None)
         total = train.base_steps(epochs)
         assert (total - 1) * base < epochs * samples <= total * base
         train.scheduler = build(train.optimizer, total)
