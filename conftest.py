@@ -17,12 +17,20 @@ from bigbatch.kernels import native
 from deepspeed_operations import compile_deepspeed, keep_compiled
 from property_tests import try_fewer
 from ranks import forking, ranks_of
+from studies.simulated_device import NAME, simulated_device
 from tiers import THOROUGH, is_on_deepspeed, is_on_ranks, mark_products
 
 collect_ignore = ["tests/advisor/scripts"]  # as users write them; tests start them
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=("cpu", NAME), default="cpu", help="of tensors by default")
+
+
 def pytest_configure(config):
+    if config.option.device == NAME:
+        simulated_device()
+        torch.set_default_device(NAME)
     config.pluginmanager.register(extras)  # for src/ too, which this file's own hooks do not reach
     torch.set_num_threads(1)  # the test processes share the cores; sums also come in one order
     keep_compiled()
@@ -33,8 +41,10 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects tests
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     mark_products(items)
+    if config.option.device == NAME:  # which other processes do not have
+        items[:] = [item for item in items if not is_on_ranks(item)]
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         skip = pytest.mark.skip(reason="DeepSpeed needs a C++ compiler")
         for item in items:

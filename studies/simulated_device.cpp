@@ -14,13 +14,12 @@
 #include <set>
 #include <string>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/ops/_local_scalar_dense.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -173,6 +172,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// Draws by the CPU's kernels, which take a generator of the CPU alone: `HostGenerators`.
+struct DeviceGenerator final : at::CPUGeneratorImpl {
+  DeviceGenerator() {
+    device_ = kDevice;
+    key_set_ = c10::DispatchKeySet(DispatchKey::PrivateUse1);
+  }
+};
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -183,6 +190,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
   Device getDeviceFromPtr(void*) const override { return kDevice; }
+  at::Generator getNewGenerator(DeviceIndex) const override {
+    return at::make_generator<DeviceGenerator>();
+  }
+  // the CPU's, so that the same seed gives the same numbers on both
+  const at::Generator& getDefaultGenerator(DeviceIndex) const override {
+    return at::detail::getDefaultCPUGenerator();
+  }
   bool isPinnedPtr(const void* memory) const override { return is_pinned(memory); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
 };
@@ -243,12 +257,44 @@ at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   return at::_local_scalar_dense(on_host(tensor));
 }
 
+// Torch has these two for devices whose convolutions it does not know.
+at::Tensor convolution(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+    at::IntArrayRef output_padding, int64_t groups) {
+  count("operation", "convolution");
+  const Uncounted uncounted;
+  const auto host_bias = bias && bias->defined() ? std::optional(on_host(*bias)) : std::nullopt;
+  return at::convolution(
+             on_host(input), on_host(weight), host_bias, stride, padding, dilation, transposed,
+             output_padding, groups)
+      .to(kDevice);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight,
+    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+    at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> wanted) {
+  count("operation", "convolution_backward");
+  const Uncounted uncounted;
+  const std::array<int64_t, 1> bias_sizes{gradient.size(1)};
+  const auto [of_input, of_weight, of_bias] = at::convolution_backward(
+      on_host(gradient), on_host(input), on_host(weight), bias_sizes, stride, padding, dilation,
+      transposed, output_padding, groups, wanted);
+  const auto on_device = [](const at::Tensor& t) { return t.defined() ? t.to(kDevice) : t; };
+  return {on_device(of_input), on_device(of_weight), on_device(of_bias)};
+}
+
 // ---- all other operators: their CPU kernels
 
 // Their results have sizes that depend on values, or are values of the host.
 const std::set<std::string> kWaits{
     "_unique2", "bincount", "equal", "masked_select", "nonzero", "repeat_interleave",
     "unique_consecutive", "unique_dim", "unique_dim_consecutive"};
+
+bool is_multi_tensor(const std::string& name) {
+  return name.rfind("_foreach_", 0) == 0;
+}
 
 bool takes_indices(const std::string& name) {
   return name.find("index") != std::string::npos;
@@ -299,14 +345,13 @@ void check_devices(const std::string& name, const std::vector<at::Tensor>& tenso
 }
 
 void count_operator(const std::string& name, at::ArrayRef<c10::IValue> arguments) {
-  const bool is_multi_tensor = name.rfind("_foreach_", 0) == 0;
   std::vector<at::Tensor> tensors;
   for (const auto& argument : arguments) {
     const auto more = tensors_of(argument);
     tensors.insert(tensors.end(), more.begin(), more.end());
   }
   check_devices(name, tensors);
-  if (is_multi_tensor && !is_one_kernel(arguments)) {
+  if (is_multi_tensor(name) && !is_one_kernel(arguments)) {
     count("operation", name + ", one by one", arguments[0].toTensorList().size());
   } else {
     count("operation", name);
@@ -326,10 +371,45 @@ void count_operator(const std::string& name, at::ArrayRef<c10::IValue> arguments
   }
 }
 
+// A GPU's multi-tensor kernels bump the versions of what they change; autograd leaves it to them.
+void bump_versions(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = op.schema().arguments()[i].alias_info();
+    if (!arguments[i].isTensorList() || !alias || !alias->isWrite()) continue;
+    for (const auto& tensor : arguments[i].toTensorVector()) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+// Generators of the CPU in the place of the device's; these continue from where they ended.
+class HostGenerators {
+ public:
+  explicit HostGenerators(Stack* arguments) {
+    for (auto& argument : *arguments) {
+      if (!argument.isGenerator() || argument.toGenerator().device() != kDevice) continue;
+      auto ours = argument.toGenerator();
+      auto host = at::detail::createCPUGenerator();
+      host.set_state(ours.get_state());
+      argument = host;
+      pairs_.emplace_back(ours, host);
+    }
+  }
+  ~HostGenerators() {
+    for (auto& [ours, host] : pairs_) ours.set_state(host.get_state());
+  }
+
+ private:
+  std::vector<std::pair<at::Generator, at::Generator>> pairs_;
+};
+
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   const auto name = op.schema().name().substr(std::strlen("aten::"));
-  count_operator(name, torch::jit::last(*stack, op.schema().arguments().size()));
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  count_operator(name, arguments);
+  if (is_multi_tensor(name)) bump_versions(op, arguments);
   const Uncounted uncounted;
+  const HostGenerators generators(stack);
   at::native::cpu_fallback(op, stack);
 }
 
@@ -349,7 +429,7 @@ bool is_view(const c10::FunctionSchema& schema) {
 // Operators of a CPU kernel of their own have one here too; all others are compositions of these.
 // Multi-tensor operators are compositions on the CPU, and kernels on GPUs.
 bool has_own_kernel(const c10::OperatorHandle& op) {
-  if (op.schema().name().rfind("aten::_foreach_", 0) == 0) return true;
+  if (is_multi_tensor(op.operator_name().name.substr(std::strlen("aten::")))) return true;
   return op.hasKernelForDispatchKey(DispatchKey::CPU) &&
       !op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
 }
@@ -362,6 +442,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
+  m.impl("convolution_overrideable", &convolution);
+  m.impl("convolution_backward_overrideable", &convolution_backward);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findSchema(name);
