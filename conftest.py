@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -17,7 +18,7 @@ from bigbatch.kernels import native
 from deepspeed_operations import compile_deepspeed, keep_compiled
 from property_tests import try_fewer
 from ranks import forking, ranks_of
-from studies.simulated_device import NAME, simulated_device
+from studies.simulated_device import NAME, compiled_library, simulated_device
 from tiers import THOROUGH, is_on_deepspeed, is_on_ranks, mark_products
 
 collect_ignore = ["tests/advisor/scripts"]  # as users write them; tests start them
@@ -51,6 +52,17 @@ def pytest_collection_modifyitems(config, items):
             if is_on_deepspeed(item):
                 item.add_marker(skip)
     items.sort(key=lambda item: not is_on_ranks(item))  # the long tests first
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skips a test that needs what the device does not have: recurrent cells, sparse tensors."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        if item.config.option.device == NAME and re.search(r"from the '(Sparse)?sim'", str(error)):
+            pytest.skip(str(error).partition(".")[0])
+        raise
 
 
 def pytest_collection_finish(session):
@@ -106,6 +118,16 @@ def trackers():
 def ranks():
     """`ranks(n)(function, *arguments)` calls the function in n new processes."""
     return ranks_of
+
+
+@pytest.fixture(scope="session")
+def on_simulated_device(ranks):
+    """`on_simulated_device(function, *arguments)` calls it in a new process with the device."""
+    try:
+        compiled_library()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    return lambda function, *arguments: ranks(1)(function, *arguments)[0]
 
 
 @pytest.fixture(scope="session")

@@ -226,8 +226,11 @@ at::Tensor empty_strided(
 // A tensor of the CPU with the same memory.
 at::Tensor on_host(const at::Tensor& tensor) {
   if (tensor.is_cpu()) return tensor;
-  return at::from_blob(
+  auto host = at::from_blob(
       tensor.data_ptr(), tensor.sizes(), tensor.strides(), at::dtype(tensor.scalar_type()));
+  host._set_conj(tensor.is_conj());
+  host._set_neg(tensor.is_neg());
+  return host;
 }
 
 void count_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
@@ -456,6 +459,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
         is_view(op->schema()) ? torch::CppFunction::makeFromBoxedFunction<&run_as_it_is>()
                               : torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
+}
+
+// A copy resolves these itself; torch's resolution of them ends in a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 // ---- autocast: the types that it has on CUDA

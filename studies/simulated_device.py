@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 NAME = "sim"
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -87,10 +88,10 @@ def simulated_device() -> SimulatedDevice:
     if name not in (NAME, _UNNAMED):
         raise RuntimeError(f"PrivateUse1 is named {name!r} in this process; start another one")
     if name == _UNNAMED:
-        torch.ops.load_library(compiled_library())
-        torch.utils.rename_privateuse1_backend(NAME)
-        torch._register_device_module(NAME, _device_module())
-        torch.utils.generate_methods_for_privateuse1_backend()
+        torch.ops.load_library(compiled_library())  # type: ignore[no-untyped-call]
+        backend_registration.rename_privateuse1_backend(NAME)
+        torch._register_device_module(NAME, _device_module())  # type: ignore[no-untyped-call]
+        backend_registration.generate_methods_for_privateuse1_backend()
         _run_backward()
     return SimulatedDevice()
 
