@@ -16,11 +16,11 @@ COUNTS = {
     "AdaptiveBatch, cut, measured": (607, 5, 9, 5),
     "AdaptiveBatch, 8 groups, measured": (238, 2, 5, 2),
     "GradientMeter": (599, 1, 9, 1),
-    "VR-SGD": (2420, 2, 16, 1),
-    "VR-Momentum": (2476, 2, 16, 1),
-    "VR-Adam": (2644, 2, 16, 1),
-    "VR-LARS": (2888, 2, 16, 1),
-    "VR-LAMB": (3222, 2, 16, 1),
+    "VR-SGD": (1934, 0, 16, 0),
+    "VR-Momentum": (1990, 0, 16, 0),
+    "VR-Adam": (2158, 0, 16, 0),
+    "VR-LARS": (2402, 0, 16, 0),
+    "VR-LAMB": (2736, 0, 16, 0),
 }
 
 
