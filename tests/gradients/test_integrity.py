@@ -106,7 +106,7 @@ def with_noise_as_data(p):
 
 EDITS = [
     halved_as_data,
-    halved_in_numpy,
+    pytest.param(halved_in_numpy, marks=pytest.mark.cpu),
     halved_in_place,
     halved_by_detach,
     replaced,

@@ -837,7 +837,7 @@ def test_a_scaled_optimizer_is_not_scaled_twice() -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.ones(3, dtype=torch.complex64), torch.eye(3).to_sparse()],
+    [torch.ones(3, dtype=torch.complex64), torch.eye(3, device="cpu").to_sparse()],
     ids=["complex", "sparse"],
 )
 def test_a_parameter_without_a_gsnr_is_refused(tensor: Tensor) -> None:
