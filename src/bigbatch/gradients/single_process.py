@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.first_hook import HOOKS, FirstHook, owners
+from bigbatch.gradients.first_hook import HOOKS, FirstHook, is_nested, owners
 from bigbatch.gradients.grad_fold import GradFold, is_tensor, require_dense
 from bigbatch.gradients.gradient_hooks import (
     hands_errors_over,
@@ -25,6 +25,11 @@ from bigbatch.gradients.source import TWICE, GradientSource
 
 _NEEDS_EXACT = operator.attrgetter("needs_exact_groups")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_NESTED = (
+    "a backward inside another one reached the parameters first (reentrant checkpointing of the "
+    "whole model, which use_reentrant=False avoids?), so the end of the micro-batch is unknown; "
+    "mark the micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch"
+)
 _LARGE = 1 << 20  # bytes of a gradient that is folded at once, to free its memory
 
 
@@ -268,6 +273,8 @@ class SingleProcessSource(GradientSource):
 
     @hands_errors_over
     def _begin_implicit(self) -> None:
+        if is_nested():
+            raise GradientError(_NESTED)
         self._weight, self._several = 1.0, False
         self._open()
         self._implicit = True
