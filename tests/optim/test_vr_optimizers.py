@@ -1106,6 +1106,7 @@ def test_a_backward_that_calls_autograd_grad_and_reaches_nothing_has_a_gradient_
     model = network()
     loop = adaptive(model, SGD(model.parameters(), lr=0.1), samples())
     step = next(iter(loop))
+    before: list[Tensor] = []
     for number, (x, y) in enumerate(step):
         hidden = number == 1
         loss = Differentiating.apply(x.requires_grad_(), model) if hidden else None
