@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.grad_fold import all_zero, require_clean
+from bigbatch.gradients.grad_sums import all_zero, require_clean
 
 Stamp = tuple[Any, ...] | None
 """Which tensor `.grad` is, and how often it was written to; None without a gradient."""

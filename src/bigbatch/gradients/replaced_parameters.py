@@ -38,7 +38,7 @@ class ReplacementCheck:
 
         A parameter that was tied to another one since, or removed with its layer, is not replaced.
         """
-        if all(map(operator.is_, map(dict.get, self._dicts, self._slot_names), self._held)):
+        if all(map(operator.is_, map(dict.get, self._dicts, self._slot_names), self._found)):
             return
         watched = list(watched)
         parameters = self._parameters()
@@ -54,7 +54,7 @@ class ReplacementCheck:
         found = list(self._iterate_slots())
         self._dicts = [slots for slots, _, _ in found]
         self._slot_names = [name for _, name, _ in found]
-        self._held = [value for _, _, value in found]
+        self._found = [value for _, _, value in found]
         self._values = {(id(slots), name): value for slots, name, value in found}
 
     def _parameters(self) -> dict[Tensor, str]:

@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError, SettingError
-from bigbatch.gradients.grad_fold import all_zero
 from bigbatch.gradients.grad_guard import GradGuard
+from bigbatch.gradients.grad_sums import all_zero
 from bigbatch.gradients.gradient_hooks import watching_hook
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import OnGradient

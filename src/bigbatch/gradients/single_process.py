@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.first_hook import HOOKS, FirstHook, is_nested, owners
-from bigbatch.gradients.grad_fold import GradFold, is_tensor, require_dense
+from bigbatch.gradients.grad_sums import GradSums, is_tensor, require_dense
 from bigbatch.gradients.gradient_hooks import (
     hands_errors_over,
     remove_hooks,
@@ -30,13 +30,13 @@ _NESTED = (
     "whole model, which use_reentrant=False avoids?), so the end of the micro-batch is unknown; "
     "mark the micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch"
 )
-_LARGE = 1 << 20  # bytes of a gradient that is folded at once, to free its memory
+_LARGE = 1 << 20  # bytes of a gradient that is added at once, to free its memory
 
 
 class SingleProcessSource(GradientSource):
     """One process: a backward inside a step writes into an empty `.grad`; on several ranks refused.
 
-    See `GradFold` and docs/decisions/0028.
+    See `GradSums` and docs/decisions/0028.
 
     Args:
         parameters: the parameters to watch.
@@ -44,23 +44,23 @@ class SingleProcessSource(GradientSource):
         unshared: the error where other ranks exist, with `{ranks}` for their number.
     """
 
-    guard: GradFold
+    guard: GradSums
 
     def __init__(
         self, parameters: Iterable[Tensor], *, explicit: bool = False, unshared: str = ""
     ) -> None:
         begins, ends, gone = self._backward_begins, self._backward_ends, self._backward_gone
         self._first_hook = FirstHook(self, begins, ends, gone)
-        self._large: dict[int, RemovableHandle] = {}  # of the gradients that are folded at once
+        self._large: dict[int, RemovableHandle] = {}  # of the gradients that are added at once
         self._numbers: dict[Tensor, int] = {}  # of the watched parameters that need a gradient
         self._lists: dict[tuple[int, ...], list[Tensor]] = {}  # parameters by their numbers
-        self._folded: set[int] = set()  # parameters that the micro-batch has reached and folded
+        self._added: set[int] = set()  # parameters whose gradient is in the sums already
         self._attached: tuple[object, ...] | None = None  # what the hooks were put on for
         self._guests: list[SingleProcessSource] = []  # that read the same backward after this one
         self._announced = False  # whether the subscribers know of it
         weakref.finalize(self, remove_hooks, self._large)
         reducer = RankReducer(unshared)
-        super().__init__(parameters, GradFold(), reducer, explicit=explicit)
+        super().__init__(parameters, GradSums(), reducer, explicit=explicit)
 
     # hooks
 
@@ -70,7 +70,7 @@ class SingleProcessSource(GradientSource):
         super().add(parameters)
 
     def _attach_hooks(self) -> None:
-        """Hooks where a backward begins, and the gradients that are folded at once.
+        """Hooks where a backward begins, and the gradients that are added at once.
 
         Without subscribers one hook stays on in an explicit source, which shows a foreign backward.
         """
@@ -93,7 +93,7 @@ class SingleProcessSource(GradientSource):
         remove_hooks(self._large)
         for number, parameter in trained if reads else ():
             if at_once or parameter.numel() * parameter.element_size() > _LARGE:
-                hook = _fold_hook(weak_method(self._fold_now), number)
+                hook = _adding_hook(weak_method(self._add_at_once), number)
                 register = parameter.register_post_accumulate_grad_hook
                 self._large[number] = register(hook)  # type: ignore[no-untyped-call]
 
@@ -139,7 +139,7 @@ class SingleProcessSource(GradientSource):
         self._begin_step()
         self._in_micro_batch, self.foreign_backward = True, False
         self._announced = False
-        self._folded.clear()
+        self._added.clear()
         if self._subscribers and host is None:
             guard.hide()
 
@@ -160,7 +160,7 @@ class SingleProcessSource(GradientSource):
             return
         try:
             found = self.guard.take()
-            reached = self._fold(found)
+            reached = self._add_all(found)
         except BaseException:
             self._fail()
             raise
@@ -185,7 +185,7 @@ class SingleProcessSource(GradientSource):
 
     def _fail(self) -> None:
         guests, self._guests = self._guests, []
-        self.guard.give_back(self._folded)
+        self.guard.give_back(self._added)
         self.restart()
         for guest in guests:
             guest.guard.host = None
@@ -197,12 +197,12 @@ class SingleProcessSource(GradientSource):
             self._announced = True
             self._begin_micro_batch()
 
-    def _fold(self, found: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    def _add_all(self, found: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Reports what the backward has left, and adds it to the sums; returns what it reached."""
-        sums, mine = self.guard.sums, range(len(self.parameters))
-        numbers = tuple(itertools.compress(mine, map(is_tensor, found)))
+        sums, own = self.guard.sums, range(len(self.parameters))
+        numbers = tuple(itertools.compress(own, map(is_tensor, found)))
         reached = numbers
-        if not numbers and not self._folded:
+        if not numbers and not self._added:
             self.require_no_step_in_backward()
         self._announce()
         for number in filter(self.guard.left.__contains__, numbers):
@@ -215,10 +215,10 @@ class SingleProcessSource(GradientSource):
         for some, is_first in ((without, True), (later, False)):
             if some:
                 self._add(some, found, first=is_first)
-        for number in range(len(mine), len(found)):  # of guests
+        for number in range(len(own), len(found)):  # of guests
             if (gradient := found[number]) is not None:
                 self.guard.add([number], [gradient], summed=False, first=sums[number] is None)
-        return self._listed(reached if not self._folded else tuple({*reached, *self._folded}))
+        return self._listed(reached if not self._added else tuple({*reached, *self._added}))
 
     def _report_left(self, number: int, gradient: Any) -> None:
         """Reports a gradient that is in `.grad` already."""
@@ -242,21 +242,21 @@ class SingleProcessSource(GradientSource):
             self._lists[numbers] = [self.parameters[number] for number in numbers]
         return self._lists[numbers]
 
-    def _fold_now(self, number: int, parameter: Tensor) -> None:
-        """Folds a gradient as soon as it is there; a backward that two reach is refused."""
+    def _add_at_once(self, number: int, parameter: Tensor) -> None:
+        """Adds a gradient as soon as it is there; a backward that two reach is refused."""
         gradient = parameter.grad
         hooks = parameter._post_accumulate_grad_hooks or ()
         waits = self._several or self._guests or len(hooks) > 1
         if not self._in_micro_batch or waits or self.guard.host is not None or gradient is None:
             return
-        if number in self._folded:
+        if number in self._added:
             raise GradientError(TWICE)
         require_dense([gradient])
         self._announce()
         found: list[Tensor | None] = [None] * (number + 1)
         found[number] = gradient.detach()
         self._add((number,), found, first=self.guard.sums[number] is None)
-        self._folded.add(number)
+        self._added.add(number)
         parameter.grad = None
 
     # a backward
@@ -286,7 +286,7 @@ class SingleProcessSource(GradientSource):
             return  # which hands the gradients over
         if not self._implicit:
             self.foreign_backward |= self.guard.changed()
-        elif self._folded or self.guard.found():
+        elif self._added or self.guard.found():
             self._close()
         else:  # autograd.grad, which accumulates nothing
             self.require_no_step_in_backward()
@@ -300,11 +300,11 @@ class SingleProcessSource(GradientSource):
         """A backward has ended, or failed in the micro-batch that it opened."""
         if self._implicit and self.guard.host is None:
             self._forget_groups()
-            self.guard.give_back(self._folded)
+            self.guard.give_back(self._added)
 
 
-def _fold_hook(fold: Callable[[int, Tensor], None], number: int) -> Callable[[Tensor], None]:
+def _adding_hook(add: Callable[[int, Tensor], None], number: int) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
-        fold(number, parameter)
+        add(number, parameter)
 
     return watching_hook(hook)

@@ -10,8 +10,8 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.grad_fold import require_dense
 from bigbatch.gradients.grad_guard import GradGuard
+from bigbatch.gradients.grad_sums import require_dense
 from bigbatch.gradients.gradient_hooks import hands_errors_over, weak_method
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import MicroBatchGradients

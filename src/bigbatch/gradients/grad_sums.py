@@ -26,7 +26,7 @@ is_tensor = functools.partial(operator.is_not, None)  # in C, for `map` and `fil
 # number of writes, is somebody else's doing. Values are read only then, as the user may have called
 # zero_grad(), which begins a new step; and before a step's first micro-batch, where `.grad` is not
 # None. Writes through `.data` are not counted.
-class GradFold:
+class GradSums:
     """Moves gradients out of `.grad` for a backward, and adds what that leaves to their sums.
 
         outside a backward .grad is S;   inside it starts as None;   after it S <- S + h
@@ -44,7 +44,7 @@ class GradFold:
         # S before this backward, a copy, where a hook of the user's reads or changes the sum in it
         self.left: dict[int, Tensor | None] = {}
         self._graphs: list[Tensor | None] = []  # gradients that have a graph, as they were found
-        self.host: GradFold | None = None  # that hides `.grad` of these parameters now
+        self.host: GradSums | None = None  # that hides `.grad` of these parameters now
         self._edited = False  # whether a change of `.grad` was accepted in the step
         self.factor = 1.0  # by which `scale` multiplied `.grad` in the step
 
@@ -147,9 +147,9 @@ class GradFold:
 
     def hide_too(self, parameters: Iterable[Tensor]) -> None:
         """Empties `.grad` of other parameters for this backward, that of another source."""
-        mine = set(map(id, self._hidden))
+        own = set(map(id, self._hidden))
         for parameter in parameters:
-            if id(parameter) not in mine:
+            if id(parameter) not in own:
                 self._hidden.append(parameter)
                 self._visible.append(parameter.grad)
                 self.sums.append(None if self.keeps_apart else parameter.grad)
@@ -173,16 +173,16 @@ class GradFold:
         count = len(self.parameters)  # without those of other sources
         self._hidden, self._visible, self.sums = [], self._visible[:count], self.sums[:count]
 
-    def give_back(self, folded: Iterable[int]) -> None:
+    def give_back(self, added: Iterable[int]) -> None:
         """Accumulates what a backward has left, as autograd does, if the micro-batch ends there.
 
         Args:
-            folded: numbers of the parameters whose gradient is in the sums already.
+            added: numbers of the parameters whose gradient is in the sums already.
         """
         if not self._hidden:
             return
         if not self.keeps_apart:
-            for number in folded:
+            for number in added:
                 self._visible[number] = self.sums[number]
         for number, gradient in enumerate(map(_GRAD, self._hidden)):
             before = self._visible[number]
