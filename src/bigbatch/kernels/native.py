@@ -1,8 +1,9 @@
-"""The compiled kernels as functions of tensors; kernels.c defines what they compute."""
+"""The compiled kernels as functions of lists of tensors; kernels.c defines what they compute."""
 
 import ctypes
 import functools
 import importlib.util
+import operator
 import warnings
 from array import array
 from collections.abc import Iterable, Sequence
@@ -16,20 +17,35 @@ from torch.nn import Parameter
 
 _ELEMENTS_PER_THREAD = 1 << 16  # at least
 _SUMS, _STATS = 2, 5  # as in kernels.c
-_REAL = ctypes.c_double
+_PLAIN = {Tensor, Parameter}  # subclasses may have no memory
+_DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
+_IS_CPU = operator.attrgetter("is_cpu")
 
-Layer = tuple[Tensor, Tensor, Tensor, Tensor | None]  # all of one length
+Column = Sequence[Tensor] | None
+"""One array of each layer; None if no layer has it."""
 
 
 class Rule(IntEnum):
-    """The rule that `run` applies to every layer; kernels.c lists its arrays and values."""
+    """The rule that `run` applies to every layer; kernels.c lists its columns and values."""
 
-    GSNR = 0
-    LARS = 1
-    LAMB = 2
+    FOLD = 0
+    WELFORD = 1
+    GSNR = 2
+    GSNR_SGD = 3
+    GSNR_ADAM = 4
+    LARS = 5
+    LAMB = 6
 
 
-_WRITTEN_ARRAYS = {Rule.GSNR: (2, 3), Rule.LARS: (0, 2), Rule.LAMB: (0, 2, 3)}
+_COLUMNS = {
+    Rule.FOLD: 2,
+    Rule.WELFORD: 3,
+    Rule.GSNR: 4,
+    Rule.GSNR_SGD: 6,
+    Rule.GSNR_ADAM: 8,
+    Rule.LARS: 3,
+    Rule.LAMB: 4,
+}
 
 
 class Passes(IntEnum):
@@ -48,42 +64,53 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = ctypes.CDLL(spec.origin)
-        welford, apply_rule = loaded.welford, loaded.apply_rule
+        rules, apply_rule = loaded.rules_of_2026_11, loaded.apply_rule
     except (OSError, AttributeError):
         return None
+    del rules
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    welford.argtypes = [*[pointer] * 3, size, _REAL, _REAL, ctypes.c_int, ctypes.c_int]
     apply_rule.argtypes = [*[ctypes.c_int] * 2, *[pointer] * 2, size, *[pointer] * 4, ctypes.c_int]
-    welford.restype = apply_rule.restype = None
+    apply_rule.restype = None
     return loaded
 
 
-def fits(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels are built and can read these arrays.
+def fits(*columns: Column) -> bool:
+    """Whether the kernels are built and can read these arrays; no Python runs for each of them.
 
-    The arrays must be float32 on the CPU, with one shape and one dense layout. Subclasses are
-    refused, since they may have no memory, and so are views of negated numbers.
+    The arrays must be float32 on the CPU. Those of a layer must have one shape and one dense
+    layout. Subclasses are refused, since they may have no memory, and so are views of negated
+    numbers.
     """
+    present = [column for column in columns if column is not None]
+    first = present[0]
     if library() is None:
-        if first.is_cpu and first.dtype is torch.float32:
+        if any(t.is_cpu and t.dtype is torch.float32 for t in first):
             _warn_of_slow_steps()
         return False
-    tensors, contiguous = [first], True
-    for t in others:
-        if t is not None and t is not first:
-            if t.shape != first.shape:
-                return False
-            tensors.append(t)
-    for t in tensors:  # without function calls, which dominate over many small layers
-        is_plain = (type(t) is Tensor or type(t) is Parameter) and t.is_cpu and not t.is_neg()
-        if not is_plain or t.dtype is not torch.float32:
+    shapes = list(map(_SHAPE, first))
+    for column in present:
+        if not are_plain(column) or (column is not first and list(map(_SHAPE, column)) != shapes):
             return False
-        contiguous = contiguous and t.is_contiguous()
-    if contiguous:
+    if all(set(map(Tensor.is_contiguous, column)) <= {True} for column in present):
         return True
-    strides = first.stride()
-    channels_last = first.is_contiguous(memory_format=torch.channels_last)
-    return channels_last and all(t.stride() == strides for t in tensors)
+    strides = list(map(Tensor.stride, first))
+    return all(map(_is_dense, first)) and all(
+        list(map(Tensor.stride, column)) == strides for column in present
+    )
+
+
+def are_plain(arrays: Sequence[Tensor]) -> bool:
+    """Whether the arrays are float32 numbers in the CPU's memory, in any layout."""
+    return (
+        set(map(type, arrays)) <= _PLAIN
+        and set(map(_DTYPE, arrays)) <= {torch.float32}
+        and set(map(_IS_CPU, arrays)) <= {True}
+        and set(map(Tensor.is_neg, arrays)) <= {False}
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 @functools.cache
@@ -97,49 +124,35 @@ def _warn_of_slow_steps() -> None:
         )
 
 
-def threads_for(elements: int) -> int:
-    """The number of threads for so many elements, at most torch's."""
-    return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_PER_THREAD))
+def addresses(column: Sequence[Tensor]) -> "array[int]":
+    """Where the arrays lie in memory."""
+    return array("q", map(Tensor.data_ptr, column))
 
 
-def welford(
-    gradient: Tensor, total: Tensor, m2: Tensor, mean_of: float, weight: float, *, adds: bool
-) -> None:
-    """m2 += weight (gradient - mean_of total)^2; total += gradient if `adds`. All must fit."""
-    n = gradient.numel()
-    kernels = library()
-    assert kernels is not None
-    kernels.welford(
-        gradient.data_ptr(),
-        total.data_ptr(),
-        m2.data_ptr(),
-        n,
-        mean_of,
-        weight,
-        adds,
-        threads_for(n),
-    )
-    if adds:
-        increment_version(total)
+def lengths(column: Sequence[Tensor]) -> "array[int]":
+    """The number of elements of each array."""
+    return array("q", map(Tensor.numel, column))
 
 
-def run(
+def apply(
     rule: Rule,
-    layers: Sequence[Layer],
-    layer_values: Iterable[float],
+    columns: "Sequence[array[int] | None]",
+    elements: "array[int]",
     group_values: Iterable[float],
+    layer_values: Iterable[float] | None = None,
     *,
     passes: Passes = Passes.BOTH,
     sums: Tensor | None = None,
     watch: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Applies a rule to a list of layers, whose arrays must all fit.
+    """Applies a rule to layers at these addresses, which must fit; the caller counts the writes.
 
     Args:
         rule: the rule.
-        layers: the arrays of each layer.
-        layer_values: two numbers for each layer.
+        columns: the addresses of each column; missing ones may be left out at the end.
+        elements: of each layer.
         group_values: the numbers that all layers share.
+        layer_values: two numbers for each layer; None if the rule reads none.
         passes: the passes to run.
         sums: sums of the first pass, (layers, 2), if only the second pass runs.
         watch: whether to return statistics of GSNR scaling.
@@ -150,20 +163,24 @@ def run(
     """
     kernels = library()
     assert kernels is not None
-    count = len(layers)
-    addresses = array("q", [0 if t is None else t.data_ptr() for layer in layers for t in layer])
-    lengths = array("q", [layer[0].numel() for layer in layers])
-    threads = threads_for(sum(lengths))
+    count = len(elements)
+    none = array("q", bytes(8 * count))
+    table = array("q")
+    for column in columns:
+        table += none if column is None else column
+    table += none * (_COLUMNS[rule] - len(columns))
+    threads = max(1, min(torch.get_num_threads(), sum(elements) // _ELEMENTS_PER_THREAD))
     thread_sums = torch.zeros(threads, count, _SUMS, dtype=torch.float64, device="cpu")
     if sums is not None:
         thread_sums[0] = sums
     stats = torch.zeros(threads if watch else 0, count, _STATS, dtype=torch.float64, device="cpu")
-    layer_array, group_array = array("d", layer_values), array("d", group_values)
+    layer_array = array("d", bytes(16 * count) if layer_values is None else layer_values)
+    group_array = array("d", group_values)
     kernels.apply_rule(
         rule,
         passes,
-        _address(addresses),
-        _address(lengths),
+        _address(table),
+        _address(elements),
         count,
         _address(layer_array),
         _address(group_array),
@@ -171,8 +188,6 @@ def run(
         stats.data_ptr() if watch else None,
         threads,
     )
-    written = [arrays[i] for arrays in layers for i in _WRITTEN_ARRAYS[rule]]
-    increment_version([t for t in written if t is not None])  # as torch's own operations would
     return thread_sums.sum(0), stats.sum(0)
 
 
