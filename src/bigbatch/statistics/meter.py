@@ -234,9 +234,9 @@ class GradientMeter:
                 update(subscriber)
 
     @property
-    def micro_batch_sqnorms(self) -> list[Tensor]:
-        """|h_d|^2 of this rank's micro-batches of the step so far, (L,) by layer."""
-        return self._sums.norms.squares
+    def micro_batch_sqnorms(self) -> Tensor:
+        """|h_d|^2 of this rank's micro-batches of the step so far, by layer (k, L)."""
+        return self._sums.norms.squares(self.source.parameters[0].device)
 
     @property
     def micro_batch_projections(self) -> Tensor:

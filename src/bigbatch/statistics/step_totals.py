@@ -18,7 +18,7 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
-from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
+from bigbatch.statistics.norms import MicroBatchNorms
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections, leave_one_out
 
 Vector = TypeVar("Vector", Tensor, list[float])
@@ -94,10 +94,9 @@ class StepAccumulators:
     @torch.no_grad()
     def measure_grad(self, extra: Tensor | None) -> Tensor:
         """As `GradientMeter.measure` in a step that is not due."""
-        shards = map(self._source.local_grad, self._source.parameters)
-        grads = [grad for grad in shards if grad is not None]
-        norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
-        total = sum_scalars(norms)
+        grads = self._source.local_grads()
+        of_grads = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
+        total = sum_scalars(of_grads)
         parts = [] if extra is None else [extra]
         if self._source.group_tap is not None:
             parts.append(self._group_error(total))
@@ -108,8 +107,9 @@ class StepAccumulators:
     @torch.no_grad()
     def grad_sqnorms(self) -> Tensor:
         """|.grad|^2 of this rank's shards, by layer (L,)."""
-        grads = ((p, self._source.local_grad(p)) for p in self._source.parameters)
-        return self.norms.by_layer(squared_norms({p: g for p, g in grads if g is not None}))
+        pairs = [(p, self._source.local_grad(p)) for p in self._source.parameters]
+        grads = {p: grad for p, grad in pairs if grad is not None}
+        return self.norms.by_layer([*grads.values()], [*grads])
 
     @property
     def _device(self) -> torch.device:
@@ -130,8 +130,7 @@ class StepAccumulators:
         numbers = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
         known = self._vector([*numbers, 1 / ranks, math.fsum(inverse_sizes), *counts])
         factors, scale, inverse_sum, own_counts = known.tensor_split((3 * k, 3 * k + 1, 3 * k + 2))
-        squares = [to_device(s, scale.device, scale.dtype) for s in self.norms.squares]
-        sqnorms = torch.stack(squares) if k else scale.new_zeros(0, self.norms.count)  # (k, L)
+        sqnorms = self.norms.squares(scale.device)[:k]  # (k, L)
         over_sizes, totals, numbered = factors.view(3, k) @ sqnorms
         grad_sqnorms = to_device(self.grad_sqnorms(), scale.device)
         micro_batch_sqnorms = sqnorms.sum(1)
