@@ -426,9 +426,9 @@ static const struct {
 
 /* Applies one rule to a list of layers. passes: 1, the first, which writes the sums; 2, the second,
  * which reads them as those of thread 0; 3, both. */
-void apply_rule(int rule, int passes, float *const *arrays, const int64_t *lengths, int64_t count,
-                const double *layer_values, const double *group_values, double *sums,
-                double *stats, int threads) {
+void run_rule(int rule, int passes, float *const *arrays, const int64_t *lengths, int64_t count,
+              const double *layer_values, const double *group_values, double *sums,
+              double *stats, int threads) {
     Job job = {.arrays = arrays, .columns = rules[rule].columns, .lengths = lengths,
                .count = count, .layer_values = layer_values, .group_values = group_values,
                .sums = sums, .stats = stats, .first = passes & 1 ? rules[rule].first : 0,

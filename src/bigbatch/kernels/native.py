@@ -37,15 +37,16 @@ class Rule(IntEnum):
     LAMB = 6
 
 
-_COLUMNS = {
-    Rule.FOLD: 2,
-    Rule.WELFORD: 3,
-    Rule.GSNR: 4,
-    Rule.GSNR_SGD: 6,
-    Rule.GSNR_ADAM: 8,
-    Rule.LARS: 3,
-    Rule.LAMB: 4,
-}
+# by number of the rule: its columns, and those that it writes to
+_COLUMNS = (
+    (2, (1,)),
+    (3, (1, 2)),
+    (4, (2, 3)),
+    (6, (2, 3, 4, 5)),
+    (8, (2, 3, 4, 5, 6)),
+    (3, (0, 2)),
+    (4, (0, 2, 3)),
+)
 
 
 class Passes(IntEnum):
@@ -64,13 +65,12 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = ctypes.CDLL(spec.origin)
-        rules, apply_rule = loaded.rules_of_2026_11, loaded.apply_rule
+        run_rule = loaded.run_rule
     except (OSError, AttributeError):
         return None
-    del rules
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    apply_rule.argtypes = [*[ctypes.c_int] * 2, *[pointer] * 2, size, *[pointer] * 4, ctypes.c_int]
-    apply_rule.restype = None
+    run_rule.argtypes = [*[ctypes.c_int] * 2, *[pointer] * 2, size, *[pointer] * 4, ctypes.c_int]
+    run_rule.restype = None
     return loaded
 
 
@@ -134,10 +134,9 @@ def lengths(column: Sequence[Tensor]) -> "array[int]":
     return array("q", map(Tensor.numel, column))
 
 
-def apply(
+def run(
     rule: Rule,
-    columns: "Sequence[array[int] | None]",
-    elements: "array[int]",
+    columns: Sequence[Column],
     group_values: Iterable[float],
     layer_values: Iterable[float] | None = None,
     *,
@@ -145,12 +144,11 @@ def apply(
     sums: Tensor | None = None,
     watch: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Applies a rule to layers at these addresses, which must fit; the caller counts the writes.
+    """Applies a rule to a list of layers, whose arrays must all fit.
 
     Args:
         rule: the rule.
-        columns: the addresses of each column; missing ones may be left out at the end.
-        elements: of each layer.
+        columns: the arrays of each layer, by column; the first has all layers.
         group_values: the numbers that all layers share.
         layer_values: two numbers for each layer; None if the rule reads none.
         passes: the passes to run.
@@ -161,6 +159,36 @@ def apply(
         the sum of r, elements at gamma, elements at r_max, |g|^2 and |r g|^2; zeros if not watched.
         Both float64.
     """
+    assert columns[0] is not None
+    found = run_at(
+        rule,
+        [None if column is None else addresses(column) for column in columns],
+        lengths(columns[0]),
+        group_values,
+        layer_values,
+        passes=passes,
+        sums=sums,
+        watch=watch,
+    )
+    for number in _COLUMNS[rule][1]:
+        column = columns[number] if number < len(columns) else None
+        if column:
+            increment_version(column)  # as torch's own operations would
+    return found
+
+
+def run_at(
+    rule: Rule,
+    columns: "Sequence[array[int] | None]",
+    elements: "array[int]",
+    group_values: Iterable[float],
+    layer_values: Iterable[float] | None = None,
+    *,
+    passes: Passes = Passes.BOTH,
+    sums: Tensor | None = None,
+    watch: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same for layers of so many elements at these addresses; no version is incremented."""
     kernels = library()
     assert kernels is not None
     count = len(elements)
@@ -168,27 +196,32 @@ def apply(
     table = array("q")
     for column in columns:
         table += none if column is None else column
-    table += none * (_COLUMNS[rule] - len(columns))
+    table += none * (_COLUMNS[rule][0] - len(columns))
     threads = max(1, min(torch.get_num_threads(), sum(elements) // _ELEMENTS_PER_THREAD))
     thread_sums = torch.zeros(threads, count, _SUMS, dtype=torch.float64, device="cpu")
     if sums is not None:
         thread_sums[0] = sums
     stats = torch.zeros(threads if watch else 0, count, _STATS, dtype=torch.float64, device="cpu")
-    layer_array = array("d", bytes(16 * count) if layer_values is None else layer_values)
-    group_array = array("d", group_values)
-    kernels.apply_rule(
+    values = array("d", group_values)
+    layer_table = array("d", bytes(16 * count) if layer_values is None else layer_values)
+    kernels.run_rule(
         rule,
         passes,
         _address(table),
         _address(elements),
         count,
-        _address(layer_array),
-        _address(group_array),
+        _address(layer_table),
+        _address(values),
         thread_sums.data_ptr(),
         stats.data_ptr() if watch else None,
         threads,
     )
     return thread_sums.sum(0), stats.sum(0)
+
+
+def fold(gradients: Sequence[Tensor], totals: Column = None) -> Tensor:
+    """|gradient|^2 of each, in double (layers,); totals += gradients. All must fit."""
+    return run(Rule.FOLD, [gradients, totals], ())[0][:, 0]
 
 
 def _address(values: "array[int] | array[float]") -> int:
