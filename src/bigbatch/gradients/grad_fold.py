@@ -38,6 +38,9 @@ class GradFold:
         self.parameters: list[Tensor] = []  # the source's own list
         self.sums: list[Tensor | None] = []  # S of each parameter; None if there is none yet
         self.keeps_apart = False  # whether S is another tensor than `.grad`, which users may edit
+        self.keeps_apart_next = False  # the same in the next step
+        self._was_edited = False  # whether `.grad` was edited where it was S
+        self._settled: bool | None = None  # what `settle` has found in the step
         self._visible: list[Tensor | None] = []  # what `.grad` is outside a backward
         self._writes: list[int] = []  # to each of these
         self._hidden: list[Tensor] = []  # the parameters whose `.grad` is not visible now
@@ -51,6 +54,7 @@ class GradFold:
     def restart(self) -> None:
         """Forgets the step."""
         self.sums, self._edited, self.factor = [], False, 1.0
+        self._settled = None
         self._visible, self._writes = [], []
 
     # who wrote to .grad
@@ -72,6 +76,7 @@ class GradFold:
     def begin(self, *, foreign_backward: bool) -> None:
         """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
         require_clean(self)
+        self.keeps_apart = self.keeps_apart_next
         self.accept()
         self.sums = [None] * len(self._visible) if self.keeps_apart else list(self._visible)
 
@@ -110,6 +115,31 @@ class GradFold:
     def grad_edited(self) -> bool:
         """Whether `.grad` is something else than S, up to the factor of `scale`."""
         return self._edited or self.changed()
+
+    def settle(self) -> bool:
+        """Decides whether S is `.grad` itself in the next step; returns whether S was edited.
+
+        It is, after a step that kept them apart and found no difference. Once `.grad` was edited
+        where it was S, they stay apart for good. A reader of S calls this at the end of a step,
+        before it writes to `.grad`.
+        """
+        if self._settled is None:
+            edited, self._settled = self.grad_edited, False
+            if self.keeps_apart:
+                edited = (
+                    edited
+                    or self._was_edited
+                    or not all(map(self._is_sum, self.sums, self.all_grads()))
+                )
+                self.keeps_apart_next = edited
+            elif edited:
+                self.keeps_apart_next = self._was_edited = self._settled = True
+        return self._settled
+
+    def _is_sum(self, total: Tensor | None, grad: Tensor | None) -> bool:
+        if total is None or grad is None:
+            return total is grad
+        return torch.equal(total if self.factor == 1.0 else total * self.factor, grad)
 
     def scale(self, factor: float) -> None:
         """Multiplies every gradient, as part of the step."""

@@ -14,7 +14,7 @@ from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.optim.apply_gsnr import AppliedGsnr, GsnrOptions
 from bigbatch.optim.gsnr_momentum import GsnrMomentum
-from bigbatch.statistics.second_moment import GradientMoments
+from bigbatch.statistics.second_moment import GradientMoments, SumsOf
 
 _RANGE_INTERVAL = 16  # steps; on a GPU a check waits for the device
 _RECOMMENDED_K = 8  # with fewer, the ratio's variance is infinite or nearly so
@@ -36,6 +36,8 @@ class GsnrState:
         self.momentum = GsnrMomentum()
         self.moments = GradientMoments(self.vr_parameters.keys(), fused=self.fused is not False)
         self.warnings = GsnrWarnings()
+        # S of parameters, of the source that the moments are of
+        self.sums_of: SumsOf = lambda parameters: [None] * len(parameters)
 
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups, in the order of the state dict."""

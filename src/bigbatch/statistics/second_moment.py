@@ -49,13 +49,13 @@ class _Block:
         """A step starts in which no gradient came yet."""
         self.step, self.weight, self.written, self.total_addresses = step, 0.0, False, None
 
-    def select(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
+    def select(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The values of these parameters, of a list that the source passed."""
         if len(self.places) == len(values):
-            return values
+            return list(values)
         return list(map(values.__getitem__, self.places))
 
-    def arrange(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
+    def arrange(self, values: list[Tensor]) -> list[Tensor]:
         """The values with the strides of M2, so that all have the same order in memory."""
         if self.is_contiguous and set(map(Tensor.is_contiguous, values)) <= {True}:
             return values
@@ -218,7 +218,7 @@ class GradientMoments(Subscriber):
         blocks = self._lists.get(key)
         if blocks is None:
             blocks = self._lists[key] = self._make(parameters, gradients)
-        if all([block.step == self._step for block in blocks]):
+        if {block.step for block in blocks} <= {self._step}:
             return blocks
         if not self._block_of.keys().isdisjoint(key):
             return self._singles(parameters, gradients)
@@ -230,7 +230,7 @@ class GradientMoments(Subscriber):
         return blocks
 
     def _make(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[_Block]:
-        """Sorts a list of parameters into blocks of one device and dtype, with or without kernel."""
+        """Sorts parameters into blocks of one device and dtype, with a kernel or without."""
         places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
         for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             if self._watched is not None and parameter not in self._watched:
@@ -271,7 +271,7 @@ class GradientMoments(Subscriber):
 
     # moments of a block
 
-    def _start(self, block: _Block, gradients: Sequence[Tensor], *, keeps_none: bool) -> None:
+    def _start(self, block: _Block, gradients: list[Tensor], *, keeps_none: bool) -> None:
         """Takes the first gradients of a step; they were 0 in the micro-batches before."""
         if self._weight_before:
             share = self._weight_before / ((self.weight - self._weight_before) * self.weight)
@@ -279,19 +279,14 @@ class GradientMoments(Subscriber):
         if not keeps_none and gradients[0].dtype in FULL_PRECISION:
             block.totals = None
         elif block.totals is None:
-            block.totals = [torch.empty_like(m2).copy_(g) for m2, g in zip(block.m2s, gradients)]
-        else:
+            block.totals = list(map(torch.empty_like, block.m2s))
+        if block.totals is not None:
             torch._foreach_copy_(block.totals, gradients)
 
     def _add(
-        self,
-        block: _Block,
-        gradients: Sequence[Tensor],
-        sums: Sequence[Tensor] | None,
-        *,
-        may_sum: bool,
+        self, block: _Block, gradients: list[Tensor], sums: list[Tensor] | None, *, may_sum: bool
     ) -> bool:
-        """Takes further gradients of a step; returns whether it has added them to the source's S."""
+        """Takes further gradients of a step; returns whether it added them to the source's S."""
         stored = block.totals or sums
         assert stored is not None
         totals = block.arrange(stored)
@@ -326,7 +321,7 @@ class GradientMoments(Subscriber):
         return [native.addresses(gradients), total_addresses, block.addresses]
 
     def _catch_up(
-        self, block: _Block, totals: Sequence[Tensor], weight: float, *, zeroes: bool = True
+        self, block: _Block, totals: list[Tensor], weight: float, *, zeroes: bool = True
     ) -> None:
         """Adds zero gradients for micro-batches since the last one that reached the parameters."""
         if block.weight < weight:
@@ -396,9 +391,9 @@ def _with_strides_of(value: Tensor, like: Tensor) -> Tensor:
 
 
 def _add_deviations(
-    gradients: Sequence[Tensor],
-    totals: Sequence[Tensor],
-    m2s: Sequence[Tensor],
+    gradients: list[Tensor],
+    totals: list[Tensor],
+    m2s: list[Tensor],
     mean_of: float,
     share: float,
     first: float,
