@@ -148,6 +148,15 @@ class GradFold:
         self.factor *= factor
         self.accept()
 
+    def sums_of(self, numbers: Sequence[int]) -> list[Tensor | None]:
+        """S of parameters by their numbers; None where no micro-batch reached one."""
+        is_own = self.keeps_apart or self.factor == 1.0
+        if is_own and len(self.sums) == len(self.parameters):
+            totals = list(map(self.sums.__getitem__, numbers))
+            if all(map(is_tensor, totals)) and not any(map(_REQUIRES_GRAD, totals)):
+                return totals
+        return list(map(self.sum_of, numbers))
+
     def sum_of(self, number: int) -> Tensor | None:
         """S of a parameter by its number; None if no micro-batch reached it."""
         total = self.sums[number] if number < len(self.sums) else None

@@ -61,6 +61,7 @@ class AppliedGsnr:
     agree: bool  # whether all groups had the same gradient, if that was checked
     # layers on this rank whose M2 is out of range, so that r is wrong, if that was checked
     out_of_range: Sequence[Tensor] = ()
+    stepped: bool = False  # whether the base optimizer's step is done too
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class DDPCommHook(ReducedShards, Subscriber):
         """Whether this is the hook of the model."""
         return self._ddp() is ddp
 
-    def apply(self, source: GradientSource) -> AppliedGsnr:
+    def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
         """Takes the gradients that the last reduction has scaled, and the next p.
 
         Raises:

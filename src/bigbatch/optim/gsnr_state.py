@@ -70,8 +70,11 @@ class GradientScaling(Protocol):
     def bind(self, source: GradientSource) -> list[Subscriber]:
         """Prepares for steps of this source; returns what has to subscribe to it."""
 
-    def apply(self, source: GradientSource) -> AppliedGsnr:
-        """Replaces g by r g, or by p_hat g with momentum; once a step."""
+    def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
+        """Replaces g by r g, or by p_hat g with momentum; once a step.
+
+        With `may_step` it may do the base optimizer's step too, and says so.
+        """
 
 
 class GsnrWarnings:

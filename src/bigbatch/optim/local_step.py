@@ -3,7 +3,7 @@
 import itertools
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from bigbatch.gradients.grad_fold import GradFold, is_tensor
 from bigbatch.optim.apply_gsnr import AppliedGsnr, Layers, apply_gsnr, out_of_range
 from bigbatch.optim.functional import ratio, share_out_of_range
 from bigbatch.optim.gsnr_state import GsnrState
+from bigbatch.optim.one_pass import Call, OnePass
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 
 _GRAD = operator.attrgetter("grad")
@@ -26,6 +27,7 @@ class LocalStep:
 
     def __init__(self, state: GsnrState) -> None:
         self._state = state
+        self._one_pass = OnePass(state.base, state.moments)
 
     def bind(self, source: GradientSource) -> list[Subscriber]:
         """The moments subscribe; in the next step the source keeps its sums apart from `.grad`."""
@@ -34,9 +36,12 @@ class LocalStep:
             source.guard.keeps_apart_next = True
         return [self._state.moments]
 
-    def apply(self, source: GradientSource) -> AppliedGsnr:
+    def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
         """Replaces g by r g, or by p_hat g with momentum.
 
+        Args:
+            source: the source of the step's gradients.
+            may_step: whether the base optimizer's step may be done in the same pass.
         Raises:
             GradientError: fewer than two micro-batches, or a gradient that none of them computed.
         """
@@ -45,10 +50,14 @@ class LocalStep:
         agree = checks.checks_agreement and self._all_agree()
         bad_layers = self._out_of_range() if checks.checks_range else []
         with torch.no_grad():
+            parts = [(part, self._layers(part)) for part in self._parts()]  # no error after this
+            calls = self._calls(parts) if may_step else None
             rows: dict[Tensor, Tensor] = {}
-            for part in self._parts():  # no error is raised after this line
-                rows.update(self._scale(part))
-        return AppliedGsnr(moments.micro_batches, rows, agree, bad_layers)
+            for call in calls or ():
+                call.run()
+            for part, layers in parts if calls is None else ():
+                rows.update(self._scale(part, layers))
+        return AppliedGsnr(moments.micro_batches, rows, agree, bad_layers, calls is not None)
 
     def _prepare(self, source: GradientSource) -> None:
         """Refuses a step without the micro-batches that r needs; warns of edited gradients."""
@@ -116,11 +125,24 @@ class LocalStep:
                     )
         return parts
 
-    def _scale(self, part: "_Part") -> dict[Tensor, Tensor]:
+    def _calls(self, parts: "list[tuple[_Part, Layers]]") -> list[Call] | None:
+        """The kernel calls that also do the base optimizer's step; None if it has to do that."""
+        state, calls = self._state, []
+        if state.watch or state.fused is False or not self._one_pass.is_possible():
+            return None
+        for number, (part, layers) in enumerate(parts):
+            options = state.options(part.group, state.moments.weight)
+            call = self._one_pass.find(number, part.group, part.parameters, options, layers)
+            if call is None:
+                return None
+            calls.append(call)
+        return calls
+
+    def _scale(self, part: "_Part", layers: Layers) -> dict[Tensor, Tensor]:
         """Scales the gradients of a group; returns the row of each parameter, if watched."""
         state, group = self._state, part.group
         options = state.options(group, state.moments.weight)
-        rows = apply_gsnr(options, self._layers(part), part.all_reduce)
+        rows = apply_gsnr(options, layers, part.all_reduce)
         if not options.watch:
             return {}
         if part.all_reduce is not None:
@@ -139,6 +161,6 @@ class _Part:
     """The parameters of a group that have a gradient in the step."""
 
     group: dict[str, Any]
-    parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]  # on this rank
+    parameters: list[Tensor]
+    gradients: list[Tensor]  # on this rank
     all_reduce: AllReduce | None

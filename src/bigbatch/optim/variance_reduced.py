@@ -220,6 +220,13 @@ class VarianceReduced(Optimizer):
         """
         self._report(self._scaling.apply(self._source))
 
+    def _scale_and_step(self) -> None:
+        """Scales the gradients and steps the base optimizer, in one pass if that is possible."""
+        applied = self._scaling.apply(self._source, may_step=True)
+        self._report(applied)
+        if not applied.stepped:
+            self._step_base()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients, and forgets the micro-batches of the step."""
         self.base.zero_grad(set_to_none)
@@ -245,10 +252,10 @@ class VarianceReduced(Optimizer):
         # with rates of 0 torch's distributed checkpoints let a step only initialize state
         moves = any(rate != 0 for rate in rates_of(self))
         if self.gsnr_state.vr_parameters and (pending or moves):
-            self.scale_gradients()
+            self._scale_and_step()
         else:
             self._make_momentum()
-        self._step_base()
+            self._step_base()
         self._source.restart()
         return loss
 

@@ -208,6 +208,27 @@ class GradientMoments(Subscriber):
             m2s.append(m2)
         return sums, m2s  # type: ignore[return-value]
 
+    def checked_addresses(
+        self, parameters: Sequence[Tensor]
+    ) -> "tuple[array[int], array[int], array[int]] | None":
+        """(addresses of S and of M2, elements) of each parameter, if kernels have read them.
+
+        They have if all were reached twice in the step. None if any was not.
+        """
+        ids = list(map(id, parameters))
+        blocks = set(map(self._block_of.get, ids))
+        if any(block is None or block.total_addresses is None for block in blocks):
+            return None
+        if len(blocks) == 1 and (block := blocks.pop()).ids == ids:  # type: ignore[union-attr]
+            return block.total_addresses, block.addresses, block.lengths  # type: ignore[union-attr,return-value]
+        found: list[array[int]] = []
+        for name in ("total_addresses", "addresses", "lengths"):
+            by_id: dict[int, int] = {}
+            for block in blocks:
+                by_id.update(zip(block.ids, getattr(block, name), strict=True))  # type: ignore[union-attr]
+            found.append(array("q", map(by_id.__getitem__, ids)))
+        return found[0], found[1], found[2]
+
     # blocks
 
     def _blocks(

@@ -134,7 +134,7 @@ class ZeroScaling:
         self._state.sums_of = source.sums_of
         return [self._state.moments]
 
-    def apply(self, source: GradientSource) -> AppliedGsnr:
+    def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
         """Scales the gradients that the base optimizer has now: all, or those of one sub-group."""
         moments = self._state.moments
         for group in self._state.base.param_groups:
