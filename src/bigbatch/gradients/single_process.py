@@ -200,9 +200,11 @@ class SingleProcessSource(GradientSource):
         self._announce()
         for number in filter(self.guard.left.__contains__, numbers):
             self._report_left(number, found[number])
-        numbers = tuple(number for number in numbers if number not in self.guard.left)
-        without = tuple(number for number in numbers if sums[number] is None)
-        later = numbers if not without else tuple(n for n in numbers if sums[n] is not None)
+        if self.guard.left:
+            numbers = tuple(number for number in numbers if number not in self.guard.left)
+        have_sums = list(map(is_tensor, map(sums.__getitem__, numbers)))
+        later = tuple(itertools.compress(numbers, have_sums))
+        without = tuple(itertools.compress(numbers, map(operator.not_, have_sums)))
         for some, is_first in ((without, True), (later, False)):
             if some:
                 self._add(some, found, first=is_first)
