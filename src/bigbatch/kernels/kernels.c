@@ -27,6 +27,7 @@ enum {
     MAX_THREADS = 256,
     SUMS = 2,         /* sums of the first pass for the second, per layer and thread */
     STATS = 5,        /* statistics of GSNR scaling, per layer and thread */
+    GROUP_VALUES = 12, /* at most */
 };
 
 /* ---- threads ------------------------------------------------------------------------------- */
@@ -425,13 +426,17 @@ static const struct {
 };
 
 /* Applies one rule to a list of layers. passes: 1, the first, which writes the sums; 2, the second,
- * which reads them as those of thread 0; 3, both. */
-void run_rule(int rule, int passes, float *const *arrays, const int64_t *lengths, int64_t count,
-              const double *layer_values, const double *group_values, double *sums,
-              double *stats, int threads) {
-    Job job = {.arrays = arrays, .columns = rules[rule].columns, .lengths = lengths,
-               .count = count, .layer_values = layer_values, .group_values = group_values,
-               .sums = sums, .stats = stats, .first = passes & 1 ? rules[rule].first : 0,
+ * which reads them as those of thread 0; 3, both. table: the addresses of each column, then the
+ * lengths. numbers: group_values, layer_values, sums, and, if watched, stats. */
+void run_rule(int rule, int passes, int64_t *table, int64_t count, double *numbers, int threads,
+              int watch) {
+    const int columns = rules[rule].columns;
+    double *layer_values = numbers + GROUP_VALUES, *sums = layer_values + 2 * count;
+    Job job = {.arrays = (float *const *)table, .columns = columns,
+               .lengths = table + columns * count, .count = count, .group_values = numbers,
+               .layer_values = layer_values, .sums = sums,
+               .stats = watch ? sums + threads * count * SUMS : 0,
+               .first = passes & 1 ? rules[rule].first : 0,
                .second = passes & 2 ? rules[rule].second : 0, .threads = threads};
     run_threads(run_layers, &job, threads);
 }

@@ -8,6 +8,7 @@ import warnings
 from array import array
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 _ELEMENTS_PER_THREAD = 1 << 16  # at least
-_SUMS, _STATS = 2, 5  # as in kernels.c
+_SUMS, _STATS, _GROUP_VALUES = 2, 5, 12  # as in kernels.c
 _PLAIN = {Tensor, Parameter}  # subclasses may have no memory
 _DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
 _IS_CPU = operator.attrgetter("is_cpu")
@@ -69,7 +70,8 @@ def library() -> ctypes.CDLL | None:
     except (OSError, AttributeError):
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    run_rule.argtypes = [*[ctypes.c_int] * 2, *[pointer] * 2, size, *[pointer] * 4, ctypes.c_int]
+    number = ctypes.c_int
+    run_rule.argtypes = [number, number, pointer, size, pointer, number, number]
     run_rule.restype = None
     return loaded
 
@@ -160,21 +162,34 @@ def run(
         Both float64.
     """
     assert columns[0] is not None
-    found = run_at(
+    elements, count = lengths(columns[0]), len(columns[0])
+    places = [None if column is None else addresses(column) for column in columns]
+    threads = threads_for(sum(elements))
+    numbers = run_at(
         rule,
-        [None if column is None else addresses(column) for column in columns],
-        lengths(columns[0]),
+        places,
+        elements,
         group_values,
         layer_values,
         passes=passes,
         sums=sums,
         watch=watch,
+        threads=threads,
     )
     for number in _COLUMNS[rule][1]:
         column = columns[number] if number < len(columns) else None
         if column:
             increment_version(column)  # as torch's own operations would
-    return found
+    if not count:
+        return torch.zeros(0, _SUMS, dtype=torch.float64), torch.zeros(0, _STATS)
+    found = torch.frombuffer(numbers, dtype=torch.float64)[_GROUP_VALUES + 2 * count :]
+    thread_sums, stats = found.split_with_sizes(
+        [threads * count * _SUMS, len(found) - threads * count * _SUMS]
+    )
+    total = thread_sums.view(threads, count, _SUMS).sum(0)
+    if not watch:
+        return total, torch.zeros(count, _STATS, dtype=torch.float64)
+    return total, stats.view(threads, count, _STATS).sum(0)
 
 
 def run_at(
@@ -187,42 +202,39 @@ def run_at(
     passes: Passes = Passes.BOTH,
     sums: Tensor | None = None,
     watch: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The same for layers of so many elements at these addresses; no version is incremented."""
-    kernels = library()
-    assert kernels is not None
-    count = len(elements)
+    threads: int = 1,
+) -> "array[float]":
+    """The same for layers of so many elements at these addresses; no version is incremented.
+
+    It may be called every micro-batch, so it calls few functions.
+
+    Returns:
+        The numbers that the kernel reads and writes, as kernels.c describes them.
+    """
+    kernels: Any = library()
+    count, (width, _) = len(elements), _COLUMNS[rule]
     none = array("q", bytes(8 * count))
     table = array("q")
     for column in columns:
         table += none if column is None else column
-    table += none * (_COLUMNS[rule][0] - len(columns))
-    threads = max(1, min(torch.get_num_threads(), sum(elements) // _ELEMENTS_PER_THREAD))
-    thread_sums = torch.zeros(threads, count, _SUMS, dtype=torch.float64, device="cpu")
-    if sums is not None:
-        thread_sums[0] = sums
-    stats = torch.zeros(threads if watch else 0, count, _STATS, dtype=torch.float64, device="cpu")
-    values = array("d", group_values)
-    layer_table = array("d", bytes(16 * count) if layer_values is None else layer_values)
-    kernels.run_rule(
-        rule,
-        passes,
-        _address(table),
-        _address(elements),
-        count,
-        _address(layer_table),
-        _address(values),
-        thread_sums.data_ptr(),
-        stats.data_ptr() if watch else None,
-        threads,
-    )
-    return thread_sums.sum(0), stats.sum(0)
+    table += none * (width - len(columns)) + elements
+    numbers = array("d", group_values)
+    numbers += array("d", bytes(8 * (_GROUP_VALUES - len(numbers))))
+    numbers += array("d", bytes(16 * count) if layer_values is None else layer_values)
+    shared = sums.flatten().tolist() if sums is not None else ()
+    numbers += array("d", shared)
+    per_thread = (_SUMS + _STATS) if watch else _SUMS
+    numbers += array("d", bytes(8 * (threads * count * per_thread - len(shared))))
+    (table_at, _), (numbers_at, _) = table.buffer_info(), numbers.buffer_info()
+    kernels.run_rule(rule, passes, table_at, count, numbers_at, threads, watch)
+    return numbers
+
+
+def threads_for(elements: int) -> int:
+    """The number of threads for so many elements, at most torch's."""
+    return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_PER_THREAD))
 
 
 def fold(gradients: Sequence[Tensor], totals: Column = None) -> Tensor:
     """|gradient|^2 of each, in double (layers,); totals += gradients. All must fit."""
     return run(Rule.FOLD, [gradients, totals], ())[0][:, 0]
-
-
-def _address(values: "array[int] | array[float]") -> int:
-    return values.buffer_info()[0]

@@ -61,7 +61,14 @@ class Call:
 
     def run(self) -> None:
         """Replaces each gradient by r g, and steps the parameters."""
-        native.run_at(self.rule, self.columns, self.elements, self.group_values, self.layer_values)
+        native.run_at(
+            self.rule,
+            self.columns,
+            self.elements,
+            self.group_values,
+            self.layer_values,
+            threads=native.threads_for(sum(self.elements)),
+        )
         increment_version(self.written)
         if self.steps:
             torch._foreach_add_(self.steps, 1)

@@ -17,6 +17,8 @@ from bigbatch.gradients.source import TWICE
 from bigbatch.kernels import native
 
 _CHUNK = 1 << 23  # elements of the deviations that are in memory at a time, 32 MB in float32
+_DEVICE, _SHAPE = operator.attrgetter("device"), operator.attrgetter("shape")
+_WELFORD = native.Rule.WELFORD
 _LISTS = 64  # lists of parameters that are remembered between steps
 
 SumsOf = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
@@ -31,6 +33,7 @@ class _Block:
     places: list[int]  # of these in the lists that the source passes
     m2s: list[Tensor]  # M2 of each, shaped like the gradients
     fits: bool  # whether kernels can read M2
+    is_whole: bool  # whether these are all parameters of the list
     step: int = -1  # the step that the moments are of
     weight: float = 0.0  # of the micro-batches that they cover; 0 if no gradient came yet
     written: bool = False  # whether M2 was written to in the step; it counts as 0 before
@@ -41,6 +44,7 @@ class _Block:
 
     def __post_init__(self) -> None:
         self.lengths, self.addresses = native.lengths(self.m2s), native.addresses(self.m2s)
+        self.elements = sum(self.lengths)
         self.ids = list(map(id, self.parameters))
         self.is_contiguous = set(map(Tensor.is_contiguous, self.m2s)) <= {True}
         self.strides = list(map(Tensor.stride, self.m2s))
@@ -51,9 +55,7 @@ class _Block:
 
     def select(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The values of these parameters, of a list that the source passed."""
-        if len(self.places) == len(values):
-            return list(values)
-        return list(map(values.__getitem__, self.places))
+        return list(values) if self.is_whole else list(map(values.__getitem__, self.places))
 
     def arrange(self, values: list[Tensor]) -> list[Tensor]:
         """The values with the strides of M2, so that all have the same order in memory."""
@@ -69,7 +71,8 @@ class _Block:
         for parameter, m2, total in zip(self.parameters, self.m2s, totals, strict=True):
             own = None if total is None else [total]
             fits = self.fits and native.fits([m2])
-            yield _Block([parameter], [0], [m2], fits, self.step, self.weight, self.written, own)
+            state = self.step, self.weight, self.written, own
+            yield _Block([parameter], [0], [m2], fits, False, *state)
         self.step = -1
 
 
@@ -128,8 +131,6 @@ class GradientMoments(Subscriber):
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Adds n_d g_d of each parameter, which the micro-batch is about to add to S."""
         blocks = self._blocks(batch.parameters, batch.gradients)
-        may_sum = batch.may_sum and len(blocks) == 1
-        may_sum = may_sum and len(blocks[0].places) == len(batch.parameters)
         for block in blocks:
             if block.weight == self.weight:
                 raise GradientError(TWICE)
@@ -139,6 +140,7 @@ class GradientMoments(Subscriber):
                 self._start(block, gradients, keeps_none=keeps_none)
             else:
                 sums = None if batch.sums is None else block.select(batch.sums)
+                may_sum = batch.may_sum and block.is_whole
                 batch.summed |= self._add(block, gradients, sums, may_sum=may_sum)
             block.weight = self.weight
 
@@ -167,6 +169,11 @@ class GradientMoments(Subscriber):
     def is_reached(self, parameter: Tensor) -> bool:
         """Whether any micro-batch of the step reached the parameter."""
         return id(parameter) in self._block_of
+
+    def keeps_sum(self, parameter: Tensor) -> bool:
+        """Whether S of the parameter has a buffer here, besides the source's."""
+        block = self._block_of.get(id(parameter))
+        return block is not None and block.totals is not None
 
     @torch.no_grad()
     def sums_and_m2s(
@@ -268,6 +275,7 @@ class GradientMoments(Subscriber):
                 some,
                 [self._m2s[id(parameters[i])] for i in some],
                 kernel,
+                len(some) == len(parameters),
             )
             for (_, _, kernel), some in places.items()
         ]
@@ -286,7 +294,7 @@ class GradientMoments(Subscriber):
                 for single in block.split():
                     self._block_of[single.ids[0]] = single
                 block = self._block_of[id(parameter)]
-            block.places = [place]
+            block.places, block.is_whole = [place], len(parameters) == 1
             singles.append(block)
         return singles
 
@@ -311,7 +319,8 @@ class GradientMoments(Subscriber):
         stored = block.totals or sums
         assert stored is not None
         totals = block.arrange(stored)
-        self._catch_up(block, totals, self._weight_before, zeroes=False)
+        if block.weight < self._weight_before:
+            self._catch_up(block, totals, self._weight_before)
         before, weight = self._weight_before, self.weight - self._weight_before
         values = weight / before, before / (weight * self.weight), float(not block.written)
         adds = block.totals is not None
@@ -320,7 +329,9 @@ class GradientMoments(Subscriber):
             _add_deviations(gradients, totals, block.m2s, *values, adds=adds)
         else:
             adds = adds or (may_sum and totals is stored)
-            native.run_at(native.Rule.WELFORD, columns, block.lengths, (*values, float(adds)))
+            threads = native.threads_for(block.elements)
+            group_values = (*values, float(adds))
+            native.run_at(_WELFORD, columns, block.lengths, group_values, threads=threads)
             if adds:
                 torch.autograd.graph.increment_version(totals)
         block.written = True
@@ -341,15 +352,13 @@ class GradientMoments(Subscriber):
             return None
         return [native.addresses(gradients), total_addresses, block.addresses]
 
-    def _catch_up(
-        self, block: _Block, totals: list[Tensor], weight: float, *, zeroes: bool = True
-    ) -> None:
+    def _catch_up(self, block: _Block, totals: list[Tensor], weight: float) -> None:
         """Adds zero gradients for micro-batches since the last one that reached the parameters."""
         if block.weight < weight:
             share = (weight - block.weight) / (block.weight * weight)
             torch._foreach_addcmul_(_zeroed(block), totals, totals, share)
             block.weight = weight
-        elif zeroes:
+        else:
             _zeroed(block)
 
 
@@ -392,8 +401,9 @@ def combine_moments(
 
 def _has_shapes(block: _Block, gradients: Sequence[Tensor]) -> bool:
     """Whether M2 has the shapes and the device of the gradients, which an engine may change."""
-    pairs = zip(block.m2s, block.select(gradients), strict=True)
-    return all(m2.shape == g.shape and m2.device == g.device for m2, g in pairs)
+    own = block.select(gradients)
+    devices = set(map(_DEVICE, own)) | {block.m2s[0].device}
+    return len(devices) == 1 and list(map(_SHAPE, own)) == list(map(_SHAPE, block.m2s))
 
 
 def _zeroed(block: _Block) -> list[Tensor]:
