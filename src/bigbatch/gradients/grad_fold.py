@@ -14,6 +14,7 @@ from bigbatch.gradients.dtypes import stack_scalars
 _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 _POST_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 _REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
+_CHECK_INTERVAL = 16  # steps; on a GPU a check waits for the device
 is_tensor = functools.partial(operator.is_not, None)  # in C, for `map` and `filter`
 
 
@@ -39,7 +40,9 @@ class GradFold:
         self.sums: list[Tensor | None] = []  # S of each parameter; None if there is none yet
         self.keeps_apart = False  # whether S is another tensor than `.grad`, which users may edit
         self.keeps_apart_next = False  # the same in the next step
-        self._was_edited = False  # whether `.grad` was edited where it was S
+        self._is_grad = False  # whether `.grad` was S at the last check
+        self._stays_apart = False  # since `.grad` was edited after such a check
+        self._steps = 0  # that `settle` has seen
         self._settled: bool | None = None  # what `settle` has found in the step
         self._visible: list[Tensor | None] = []  # what `.grad` is outside a backward
         self._writes: list[int] = []  # to each of these
@@ -117,23 +120,23 @@ class GradFold:
         return self._edited or self.changed()
 
     def settle(self) -> bool:
-        """Decides whether S is `.grad` itself in the next step; returns whether S was edited.
+        """Decides whether S is `.grad` itself in the next step; returns whether S is to be doubted.
 
         It is, after a step that kept them apart and found no difference. Once `.grad` was edited
-        where it was S, they stay apart for good. A reader of S calls this at the end of a step,
-        before it writes to `.grad`.
+        where it was S, they stay apart for good. Writes through `.data` are not counted, so every
+        16th step keeps them apart too. A reader of S calls this at the end of a step, before it
+        writes to `.grad`.
         """
         if self._settled is None:
-            edited, self._settled = self.grad_edited, False
-            if self.keeps_apart:
-                edited = (
-                    edited
-                    or self._was_edited
-                    or not all(map(self._is_sum, self.sums, self.all_grads()))
-                )
-                self.keeps_apart_next = edited
-            elif edited:
-                self.keeps_apart_next = self._was_edited = self._settled = True
+            self._steps += 1
+            edited = self.grad_edited
+            if self.keeps_apart and not edited:
+                edited = not all(map(self._is_sum, self.sums, self.all_grads()))
+            was_grad = self._is_grad
+            self._stays_apart |= edited and was_grad
+            self._is_grad = not edited and not self._stays_apart
+            self.keeps_apart_next = not self._is_grad or self._steps % _CHECK_INTERVAL == 0
+            self._settled = edited and was_grad
         return self._settled
 
     def _is_sum(self, total: Tensor | None, grad: Tensor | None) -> bool:

@@ -71,8 +71,9 @@ class LocalStep:
             )
         if isinstance(source.guard, GradFold) and source.guard.settle():
             warnings.warn(
-                "gradients were changed between backward() and step(), which they were not in the "
-                "steps before; r of this step is that of the changed gradients",
+                "gradients were changed between backward() and step(), which they were not at the "
+                "last check; r of this step, and of earlier steps if they were changed through "
+                ".data, may be that of the changed gradients",
                 stacklevel=6,
             )
 

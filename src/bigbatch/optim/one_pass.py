@@ -19,7 +19,7 @@ from bigbatch.optim.apply_gsnr import GsnrOptions, Layers
 from bigbatch.statistics.second_moment import GradientMoments
 
 _RULES = {SGD: Rule.GSNR_SGD, Adam: Rule.GSNR_ADAM, AdamW: Rule.GSNR_ADAM}
-_OTHER_STEPS = ("foreach", "differentiable", "amsgrad", "capturable")  # that torch does itself
+_OTHER_STEPS = ("differentiable", "amsgrad", "capturable")  # that torch does itself
 
 
 @dataclass
@@ -163,7 +163,7 @@ def _may_replace(group: dict[str, Any]) -> bool:
     """Whether the settings of a group leave torch's implementation of the step open."""
     return (
         group["vr"]
-        and group.get("fused") is not False
+        and (group["fused"] or (group["fused"] is None and group["foreach"] is None))
         and not any(map(group.get, _OTHER_STEPS))
         and (not isinstance(group["lr"], Tensor) or group["lr"].is_cpu)
     )
