@@ -223,18 +223,22 @@ class GradientMoments(Subscriber):
         They have if all were reached twice in the step. None if any was not.
         """
         ids = list(map(id, parameters))
-        blocks = set(map(self._block_of.get, ids))
-        if any(block is None or block.total_addresses is None for block in blocks):
+        blocks = [block for block in set(map(self._block_of.get, ids)) if block is not None]
+        if not self._block_of.keys() >= set(ids):
             return None
-        if len(blocks) == 1 and (block := blocks.pop()).ids == ids:  # type: ignore[union-attr]
-            return block.total_addresses, block.addresses, block.lengths  # type: ignore[union-attr,return-value]
-        found: list[array[int]] = []
-        for name in ("total_addresses", "addresses", "lengths"):
-            by_id: dict[int, int] = {}
-            for block in blocks:
-                by_id.update(zip(block.ids, getattr(block, name), strict=True))  # type: ignore[union-attr]
-            found.append(array("q", map(by_id.__getitem__, ids)))
-        return found[0], found[1], found[2]
+        if len(blocks) == 1 and blocks[0].ids == ids:
+            block = blocks[0]
+            s_at = block.total_addresses
+            return None if s_at is None else (s_at, block.addresses, block.lengths)
+        found: dict[int, tuple[int, int, int]] = {}
+        for block in blocks:
+            if block.total_addresses is None:
+                return None
+            rows = zip(block.total_addresses, block.addresses, block.lengths, strict=True)
+            found.update(zip(block.ids, rows, strict=True))
+        columns = zip(*map(found.__getitem__, ids), strict=True)
+        first, second, third = (array("q", column) for column in columns)
+        return first, second, third
 
     # blocks
 
