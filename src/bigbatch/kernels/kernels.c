@@ -254,17 +254,19 @@ INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats,
             }
             g[i] = scaled;
             if (step == NO_STEP) continue;
-            float d = k.sign * scaled;
+            float d = k.sign < 0 ? -scaled : scaled;
             if (step == ADAM) {
-                float x = k.shrink * theta[i];
+                float shrunk = k.shrink * theta[i];
                 d += k.decay * theta[i];
                 m[i] += k.lerp1 * (d - m[i]);
-                v[i] = k.beta2 * v[i] + k.rest2 * d * d;
-                theta[i] = x - k.lr * m[i] / (sqrtf(v[i]) / k.root + k.eps);
+                float added = k.rest2 * d * d, kept = k.beta2 * v[i];
+                v[i] = kept + added;
+                theta[i] = shrunk - k.lr * m[i] / (sqrtf(v[i]) / k.root + k.eps);
             } else {
                 d += k.decay * theta[i];
                 if (step == SGD_MOMENTUM) {
-                    m[i] = k.momentum * m[i] + k.rest * d;
+                    float added = k.rest * d, kept = k.momentum * m[i];
+                    m[i] = kept + added;
                     d = k.nesterov ? d + k.momentum * m[i] : m[i];
                 }
                 theta[i] -= k.lr * d;

@@ -163,6 +163,7 @@ def _may_replace(group: dict[str, Any]) -> bool:
     """Whether the settings of a group leave torch's implementation of the step open."""
     return (
         group["vr"]
+        and (group["gamma"] < 1 or group["r_max"] > 1)  # else it is torch's step to the bit
         and (group["fused"] or (group["fused"] is None and group["foreach"] is None))
         and not any(map(group.get, _OTHER_STEPS))
         and (not isinstance(group["lr"], Tensor) or group["lr"].is_cpu)
