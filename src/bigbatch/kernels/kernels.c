@@ -232,6 +232,10 @@ INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats,
     for (int64_t from = part.from, to; from < part.to; from = to) {
         to = from + BLOCK < part.to ? from + BLOCK : part.to;
         float r_sum = 0, low = 0, high = 0, before = 0, after = 0;
+        if (step == ADAM && k.shrink != 1) { /* apart, so that it is rounded, as torch does */
+#pragma omp simd
+            for (int64_t i = from; i < to; i++) theta[i] *= k.shrink;
+        }
 #pragma omp simd reduction(+ : r_sum, low, high, before, after)
         for (int64_t i = from; i < to; i++) {
             float q = ratio(s[i], m2[i], k.share);
@@ -256,12 +260,11 @@ INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats,
             if (step == NO_STEP) continue;
             float d = k.sign < 0 ? -scaled : scaled;
             if (step == ADAM) {
-                float shrunk = k.shrink * theta[i];
                 d += k.decay * theta[i];
                 m[i] += k.lerp1 * (d - m[i]);
                 float added = k.rest2 * d * d, kept = k.beta2 * v[i];
                 v[i] = kept + added;
-                theta[i] = shrunk - k.lr * m[i] / (sqrtf(v[i]) / k.root + k.eps);
+                theta[i] -= k.lr * m[i] / (sqrtf(v[i]) / k.root + k.eps);
             } else {
                 d += k.decay * theta[i];
                 if (step == SGD_MOMENTUM) {

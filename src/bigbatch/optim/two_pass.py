@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.errors import SettingError
+from bigbatch.errors import SettingError, StateError
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.kernels import native
 from bigbatch.optim.sharding import AllReduce
 
 _ON_CPU = 1 << 16  # elements of a chunk, 256 KB in float32, which stay in cache
 _ON_DEVICE = 1 << 23  # 32 MB, which bounds the memory of what is computed
+_SHAPE = operator.attrgetter("shape")
 _SIGNATURE = operator.attrgetter("device", "dtype")
 
 
@@ -144,6 +145,12 @@ class TwoPass:
     def _chunks(self) -> Iterator[Chunk]:
         """Layers of one device and type together, up to a size; large ones of a CPU in parts."""
         first: Any = self.columns[0]
+        shapes = list(map(_SHAPE, first))
+        if any(list(map(_SHAPE, column or first)) != shapes for column in self.columns):
+            raise StateError(
+                "a parameter, its gradient and its state have different shapes; load the state of "
+                "the same parameters, or none"
+            )
         start, elements, limit = 0, 0, 0
         for number, array in enumerate(first):
             size, unlike = array.numel(), number and _SIGNATURE(array) != _SIGNATURE(first[start])
