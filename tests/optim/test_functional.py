@@ -427,6 +427,31 @@ def test_the_welford_kernel_is_its_formula(shape: tuple[int, ...], count: int, a
 
 
 @needs_kernels
+@pytest.mark.parametrize("adds", [True, False], ids=["adds", "leaves-the-sum"])
+def test_squared_norms_are_summed_in_double(adds: bool) -> None:
+    shapes: list[tuple[int, ...]] = [(), (0,), (17,), (400_003,)]
+    gradients = [1e-23 * gaussian(*s, seed=len(s), dtype=torch.float32) for s in shapes]
+    totals = [torch.ones(s) for s in shapes]
+    with threads(2):
+        actual = native.squared_norms(gradients, totals if adds else None)
+    expected = torch.stack([g.double().square().sum() for g in gradients])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    for gradient, total in zip(gradients, totals, strict=True):
+        assert torch.equal(total, 1 + gradient if adds else torch.ones_like(total))
+
+
+@needs_kernels
+def test_the_first_pair_of_micro_batches_writes_m2() -> None:
+    """So nobody has to set it to 0."""
+    first, second = (gaussian(4097, seed=s, dtype=torch.float32) for s in range(2))
+    total, m2 = first.clone(), torch.full((4097,), NAN)
+    welford([second], [total], [m2], 1.0, 0.5, adds=True, first=True)
+    expected = 0.5 * (second.double() - first.double()).square()
+    torch.testing.assert_close(m2.double(), expected, rtol=4 * EPS, atol=20 * EPS)
+    torch.testing.assert_close(total, first + second)
+
+
+@needs_kernels
 def test_the_welford_kernel_gives_the_same_bits_on_any_number_of_threads() -> None:
     seen = []
     for count in (1, 2, 5):

@@ -135,22 +135,23 @@ static void run_layers(void *argument, int id, int threads) {
 /* ---- sums of a micro-batch: columns gradient, sum (may be NULL) ------------------------------ */
 
 /* sums: |gradient|^2 in double, in which the square of 1e-23 is not 0;  sum += gradient */
-WIDE static void fold(const Job *job, int64_t layer, int id, Slice part) {
+WIDE static void squares(const Job *job, int64_t layer, int id, Slice part) {
     Layer l = layer_of(job, layer);
     const float *gradient = l.a;
     float *sum = l.b;
-    double squares = 0;
+    double total_squares = 0;
     if (sum) {
-#pragma omp simd reduction(+ : squares)
+#pragma omp simd reduction(+ : total_squares)
         for (int64_t i = part.from; i < part.to; i++) {
-            squares += (double)gradient[i] * gradient[i];
+            total_squares += (double)gradient[i] * gradient[i];
             sum[i] += gradient[i];
         }
     } else {
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = part.from; i < part.to; i++) squares += (double)gradient[i] * gradient[i];
+#pragma omp simd reduction(+ : total_squares)
+        for (int64_t i = part.from; i < part.to; i++)
+            total_squares += (double)gradient[i] * gradient[i];
     }
-    sums_of(job, layer, id)[0] += squares;
+    sums_of(job, layer, id)[0] += total_squares;
 }
 
 /* ---- second moment of the micro-batch gradients: columns gradient, sum, m2 ------------------- */
@@ -425,7 +426,7 @@ static const struct {
     Pass *first, *second;
     int columns;
 } rules[] = {
-    {fold, 0, 2},           {welford, 0, 3},         {ratio_sums, gsnr_pass, 4},
+    {squares, 0, 2},           {welford, 0, 3},         {ratio_sums, gsnr_pass, 4},
     {ratio_sums, sgd_pass, 6}, {ratio_sums, adam_pass, 8}, {lars_norms, lars_step, 3},
     {lamb_moments, lamb_step, 4},
 };

@@ -29,7 +29,7 @@ Column = Sequence[Tensor] | None
 class Rule(IntEnum):
     """The rule that `run` applies to every layer; kernels.c lists its columns and values."""
 
-    FOLD = 0
+    SQUARES = 0
     WELFORD = 1
     GSNR = 2
     GSNR_SGD = 3
@@ -235,6 +235,6 @@ def threads_for(elements: int) -> int:
     return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_PER_THREAD))
 
 
-def fold(gradients: Sequence[Tensor], totals: Column = None) -> Tensor:
+def squared_norms(gradients: Sequence[Tensor], totals: Column = None) -> Tensor:
     """|gradient|^2 of each, in double (layers,); totals += gradients. All must fit."""
-    return run(Rule.FOLD, [gradients, totals], ())[0][:, 0]
+    return run(Rule.SQUARES, [gradients, totals], ())[0][:, 0]
