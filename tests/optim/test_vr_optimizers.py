@@ -837,7 +837,7 @@ def test_a_scaled_optimizer_is_not_scaled_twice() -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.ones(3, dtype=torch.complex64), torch.eye(3).to_sparse()],
+    [torch.ones(3, dtype=torch.complex64), torch.eye(3, device="cpu").to_sparse()],
     ids=["complex", "sparse"],
 )
 def test_a_parameter_without_a_gsnr_is_refused(tensor: Tensor) -> None:
@@ -1106,6 +1106,7 @@ def test_a_backward_that_calls_autograd_grad_and_reaches_nothing_has_a_gradient_
     model = network()
     loop = adaptive(model, SGD(model.parameters(), lr=0.1), samples())
     step = next(iter(loop))
+    before: list[Tensor] = []
     for number, (x, y) in enumerate(step):
         hidden = number == 1
         loss = Differentiating.apply(x.requires_grad_(), model) if hidden else None

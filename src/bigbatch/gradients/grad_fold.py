@@ -78,9 +78,10 @@ class GradFold:
 
     def begin(self, *, foreign_backward: bool) -> None:
         """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
-        require_clean(self)
         self.keeps_apart = self.keeps_apart_next
         self.accept()
+        if any(map(is_tensor, self._visible)):
+            require_clean(self)
         self.sums = [None] * len(self._visible) if self.keeps_apart else list(self._visible)
 
     def is_clean(self) -> bool:
@@ -141,7 +142,7 @@ class GradFold:
 
     def _is_sum(self, total: Tensor | None, grad: Tensor | None) -> bool:
         if total is None or grad is None:
-            return total is grad
+            return total is grad or (grad is not None and not bool(grad.any()))
         return torch.equal(total if self.factor == 1.0 else total * self.factor, grad)
 
     def scale(self, factor: float) -> None:
