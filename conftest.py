@@ -39,7 +39,7 @@ def pytest_configure(config):
     torch.set_num_threads(1)  # the test processes share the cores; sums also come in one order
     keep_compiled()
     with warnings.catch_warnings(action="ignore"):
-        native.fits(torch.zeros(1))  # warns once where kernels are missing; not within a test
+        native.fits([torch.zeros(1)])  # warns once where kernels are missing; not within a test
     if f"not {THOROUGH}" in config.option.markexpr:
         try_fewer()
 

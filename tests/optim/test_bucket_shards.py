@@ -27,7 +27,7 @@ def moments(rank, ranks, hybrid):
             x, y = batch(rank, step, number, N)
             (cross_entropy(model(x), y) / K).backward()
         assert K == source.micro_batches
-        moments = [seen.sum_and_m2(p) for p in model.parameters()]
+        moments = zip(*seen.sums_and_m2s([*model.parameters()], source.sums_of), strict=True)
         steps.append([(total / seen.weight, m2 / seen.weight) for total, m2 in moments])
         model.zero_grad()
         source.restart()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from bigbatch.gradients import SingleProcessSource
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.apply_gsnr import GsnrOptions, Layer, apply_gsnr
+from bigbatch.optim.apply_gsnr import GsnrOptions, Layers
+from bigbatch.optim.apply_gsnr import apply_gsnr as apply_to_columns
 from bigbatch.statistics.second_moment import GradientMoments
 from oracles import vr
 from property_tests import property_test
@@ -31,6 +33,28 @@ ways = pytest.mark.parametrize(
 )
 
 
+class Layer(NamedTuple):
+    """One row of `Layers`."""
+
+    total: Tensor
+    m2: Tensor
+    gradient: Tensor
+    average: Tensor | None = None
+    correction: float = 1.0
+
+
+def columns_of(layers: Sequence[Layer]) -> list[Any]:
+    """S, M2, gradients and p of the layers, each a list; None for no p."""
+    columns = [[layer[place] for layer in layers] for place in range(4)]
+    return [None if any(x is None for x in column) else column for column in columns]
+
+
+def apply_gsnr(options: GsnrOptions, layers: Sequence[Layer]) -> Tensor:
+    """The library's function, over a list of layers."""
+    corrections = [layer.correction for layer in layers]
+    return apply_to_columns(options, Layers(*columns_of(layers), corrections))
+
+
 def gaussian(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
@@ -46,7 +70,8 @@ def moments_of(
     for h_d, n_d in zip(gradients, weights or [1.0] * len(gradients), strict=True):
         with source.micro_batch(weight=n_d):
             torch.autograd.backward([weight], [h_d])
-    return *moments.sum_and_m2(weight), moments.weight
+    (total,), (m2,) = moments.sums_and_m2s([weight], source.sums_of)
+    return total, m2, moments.weight
 
 
 def r_of(
@@ -117,8 +142,9 @@ def test_agreement_begins_at_four_roundings_of_the_mean(dtype: torch.dtype) -> N
 
 def test_live_sums_leave_out_what_is_not_finite() -> None:
     q = torch.tensor([1.0, INF, 2.5, NAN, 0.0])
-    assert [3.5, 3.0] == functional.live_sums(q).tolist()
-    assert [0.0, 0.0] == functional.live_sums(q[:0]).tolist()
+    values, ones = functional.live(q)
+    assert (3.5, 3.0) == (values.sum(), ones.sum())
+    assert torch.equal(q.isfinite(), ones == 1)
 
 
 def test_the_normalized_ratio_is_over_its_mean_and_clipped() -> None:
@@ -368,6 +394,20 @@ def test_how_often_a_row_is_seen_decides_over_its_factor(fused: bool) -> None:
 # the kernel welford
 
 
+def welford(
+    gradients: list[Tensor],
+    totals: list[Tensor],
+    m2s: list[Tensor],
+    mean_of: float,
+    share: float,
+    *,
+    adds: bool,
+    first: bool = False,
+) -> None:
+    values = (mean_of, share, first, adds)
+    native.run(native.Rule.WELFORD, [gradients, totals, m2s], values)
+
+
 @needs_kernels
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (17,), (4096,), (4097,), (3, 5, 7), (400_003,)])
@@ -379,11 +419,36 @@ def test_the_welford_kernel_is_its_formula(shape: tuple[int, ...], count: int, a
     expected_total = total.double() + (gradient.double() if adds else 0)
     before = gradient.clone()
     with threads(count):
-        native.welford(gradient, total, m2, 0.5, 0.75, adds=adds)
+        welford([gradient], [total], [m2], 0.5, 0.75, adds=adds)
     # a rounding of 6e-8 in the difference, whose terms are at most 5, one in its square, one after
     torch.testing.assert_close(m2.double(), expected_m2, rtol=4 * EPS, atol=20 * EPS)
     torch.testing.assert_close(total.double(), expected_total, rtol=EPS, atol=5 * EPS)
     assert torch.equal(before, gradient)
+
+
+@needs_kernels
+@pytest.mark.parametrize("adds", [True, False], ids=["adds", "leaves-the-sum"])
+def test_squared_norms_are_summed_in_double(adds: bool) -> None:
+    shapes: list[tuple[int, ...]] = [(), (0,), (17,), (400_003,)]
+    gradients = [1e-23 * gaussian(*s, seed=len(s), dtype=torch.float32) for s in shapes]
+    totals = [torch.ones(s) for s in shapes]
+    with threads(2):
+        actual = native.squared_norms(gradients, totals if adds else None)
+    expected = torch.stack([g.double().square().sum() for g in gradients])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    for gradient, total in zip(gradients, totals, strict=True):
+        assert torch.equal(total, 1 + gradient if adds else torch.ones_like(total))
+
+
+@needs_kernels
+def test_the_first_pair_of_micro_batches_writes_m2() -> None:
+    """So nobody has to set it to 0."""
+    first, second = (gaussian(4097, seed=s, dtype=torch.float32) for s in range(2))
+    total, m2 = first.clone(), torch.full((4097,), NAN)
+    welford([second], [total], [m2], 1.0, 0.5, adds=True, first=True)
+    expected = 0.5 * (second.double() - first.double()).square()
+    torch.testing.assert_close(m2.double(), expected, rtol=4 * EPS, atol=20 * EPS)
+    torch.testing.assert_close(total, first + second)
 
 
 @needs_kernels
@@ -392,7 +457,7 @@ def test_the_welford_kernel_gives_the_same_bits_on_any_number_of_threads() -> No
     for count in (1, 2, 5):
         gradient, total, m2 = (gaussian(400_003, seed=s, dtype=torch.float32) for s in range(3))
         with threads(count):
-            native.welford(gradient, total, m2, 0.5, 0.75, adds=True)
+            welford([gradient], [total], [m2], 0.5, 0.75, adds=True)
         seen.append((total, m2))
     for total, m2 in seen[1:]:
         assert torch.equal(seen[0][0], total)
@@ -403,9 +468,9 @@ def test_the_welford_kernel_gives_the_same_bits_on_any_number_of_threads() -> No
 def test_the_welford_kernel_takes_channels_last_arrays_as_they_lie() -> None:
     arrays = [gaussian(4, 3, 5, 5, seed=s, dtype=torch.float32) for s in range(3)]
     last = [x.contiguous(memory_format=torch.channels_last) for x in arrays]
-    assert native.fits(*last)
-    native.welford(*arrays, 0.5, 0.75, adds=True)
-    native.welford(*last, 0.5, 0.75, adds=True)
+    assert native.fits(*([x] for x in last))
+    welford(*([x] for x in arrays), 0.5, 0.75, adds=True)
+    welford(*([x] for x in last), 0.5, 0.75, adds=True)
     for plain, other in zip(arrays, last, strict=True):
         torch.testing.assert_close(other, plain, rtol=EPS, atol=EPS)
 
@@ -415,7 +480,7 @@ def test_the_welford_kernel_takes_channels_last_arrays_as_they_lie() -> None:
 def test_what_is_not_finite_stays_where_it_is(bad: float) -> None:
     gradient, total, m2 = torch.ones(3), torch.ones(3), torch.ones(3)
     gradient[1] = bad
-    native.welford(gradient, total, m2, 1.0, 1.0, adds=True)
+    welford([gradient], [total], [m2], 1.0, 1.0, adds=True)
     assert [True, False, True] == total.isfinite().tolist()
     assert [True, False, True] == m2.isfinite().tolist()
 
@@ -443,18 +508,19 @@ FITS = {
 def test_what_fits_the_kernels(name: str) -> None:
     shapes, lay_out, expected = FITS[name]
     arrays = [lay_out(torch.ones(shape)) for shape in shapes]
-    assert expected == native.fits(*arrays)
-    assert expected == native.fits(arrays[0], None, arrays[1])
+    assert expected == native.fits(arrays[:1], arrays[1:])
+    assert expected == native.fits(arrays[:1], None, arrays[1:])
+    assert expected == native.fits([arrays[0], torch.ones(3)], [arrays[1], torch.ones(3)])
 
 
 @needs_kernels
 def test_arrays_of_different_layouts_do_not_fit_together() -> None:
     plain = torch.ones(2, 3, 4, 4)
     last = plain.contiguous(memory_format=torch.channels_last)
-    assert not native.fits(plain, last)
-    assert not native.fits(last, plain)
+    assert not native.fits([plain], [last])
+    assert not native.fits([last], [plain])
     three = torch.ones(1, 3, 1, 1)
-    assert native.fits(three, three.contiguous(memory_format=torch.channels_last))
+    assert native.fits([three], [three.contiguous(memory_format=torch.channels_last)])
 
 
 # the kernel GSNR
@@ -541,31 +607,29 @@ def test_watching_changes_nothing(fused: bool) -> None:
 @needs_kernels
 def test_the_passes_may_be_run_one_by_one() -> None:
     """As ranks do that hold parts of layers, and add the sums of the first up between them."""
-    whole = [layer[:4] for layer in random_layers([(64,), (40, 25)], averages=True)]
-    parts = [layer[:4] for layer in random_layers([(64,), (40, 25)], averages=True)]
+    whole, parts = (columns_of(random_layers([(64,), (40, 25)], averages=True)) for _ in "ab")
     own = [1.25, 0.0] * 2
     group = [24.0, functional.agreement(torch.float32), 0.5, 2.0, 0.75]
-    sums, summary = native.run(native.Rule.GSNR, whole, own, group, watch=True)
-    first, _ = native.run(native.Rule.GSNR, parts, own, group, passes=native.Passes.FIRST)
+    sums, summary = native.run(native.Rule.GSNR, whole, group, own, watch=True)
+    first, _ = native.run(native.Rule.GSNR, parts, group, own, passes=native.Passes.FIRST)
     torch.testing.assert_close(first, sums, rtol=0, atol=0)
     _, seen = native.run(
-        native.Rule.GSNR, parts, own, group, passes=native.Passes.SECOND, sums=first, watch=True
+        native.Rule.GSNR, parts, group, own, passes=native.Passes.SECOND, sums=first, watch=True
     )
     torch.testing.assert_close(seen, summary, rtol=0, atol=0)
-    for a, b in zip(whole, parts, strict=True):
-        assert torch.equal(a[2], b[2])
-        assert torch.equal(a[3], b[3])
+    for column in (2, 3):
+        assert all(map(torch.equal, whole[column], parts[column]))
 
 
 @needs_kernels
 def test_the_first_pass_sums_the_live_ratios() -> None:
     total = torch.tensor([4.0, 8.0, 0.0, 2.0, 0.0])
     m2 = torch.tensor([2.0, 4.0, 0.0, 0.0, 1.0])
-    layer = (total, m2, torch.ones(5), None)
+    columns = [[total], [m2], [torch.ones(5)], None]
     group = [4.0, functional.agreement(torch.float32), 0.1, 10.0, 0.0]
-    sums, _ = native.run(native.Rule.GSNR, [layer], [1.0, 0.0], group, passes=native.Passes.FIRST)
+    sums, _ = native.run(native.Rule.GSNR, columns, group, [1.0, 0.0], passes=native.Passes.FIRST)
     assert [[2.0 + 4.0 + 0.0, 3.0]] == sums.tolist()
-    assert torch.equal(torch.ones(5), layer[2])
+    assert torch.equal(torch.ones(5), columns[2][0])
 
 
 @needs_kernels

@@ -29,8 +29,13 @@ def watched(*parameters):
     return source, moments
 
 
-def mean_and_s2(moments, parameter):
-    total, m2 = moments.sum_and_m2(parameter)
+def sum_and_m2(source, moments, parameter):
+    (total,), (m2,) = moments.sums_and_m2s([parameter], source.sums_of)
+    return total, m2
+
+
+def mean_and_s2(source, moments, parameter):
+    total, m2 = sum_and_m2(source, moments, parameter)
     return total / moments.weight, m2 / moments.weight
 
 
@@ -46,7 +51,7 @@ def through_hooks(gradients, sizes, *, factor=1.0):
         with source.micro_batch(weight=n):
             loss = other.sum() if gradient is None else (weight * (factor * n * gradient)).sum()
             loss.backward()
-    mean, s2 = mean_and_s2(moments, weight)
+    mean, s2 = mean_and_s2(source, moments, weight)
     return mean / factor, s2 / factor**2
 
 
@@ -149,7 +154,7 @@ def test_moments_of_a_network_match_two_passes_over_its_gradients():
     for parameter, *gradients in zip(parameters, *alone, strict=True):
         mean, s2 = oracle.second_moment(torch.stack(gradients), UNEQUAL)
         unit = sum(UNEQUAL)  # the losses sum to the mean loss: h_d = n_d g_d / N
-        ours, ours2 = mean_and_s2(moments, parameter)
+        ours, ours2 = mean_and_s2(source, moments, parameter)
         torch.testing.assert_close(ours * unit, mean)
         expected, actual = oracle.gsnr(mean, s2, **WIDE), gsnr(ours, ours2, **WIDE)
         torch.testing.assert_close(actual, expected)
@@ -182,7 +187,9 @@ def test_a_parameter_that_no_micro_batch_reached_has_moments_of_zero():
             with source.micro_batch():
                 step.sum().backward()
     assert not moments.is_reached(weight)
-    assert all(torch.equal(torch.zeros(2), moment) for moment in moments.sum_and_m2(weight))
+    assert all(
+        torch.equal(torch.zeros(2), moment) for moment in sum_and_m2(source, moments, weight)
+    )
     assert moments.is_reached(other)
 
 
@@ -196,7 +203,7 @@ def test_a_step_knows_nothing_of_the_step_before():
             with source.micro_batch():
                 (weight * row).sum().backward()
     mean, s2 = oracle.second_moment(g, [1] * 4)
-    ours, ours2 = mean_and_s2(moments, weight)
+    ours, ours2 = mean_and_s2(source, moments, weight)
     torch.testing.assert_close(ours, mean)
     torch.testing.assert_close(ours2, s2)
 
@@ -260,7 +267,7 @@ def test_small_float16_gradients_of_unequal_micro_batches_lose_nothing():
     for gradient, n in zip(h, sizes, strict=True):
         with source.micro_batch(weight=n):
             (weight * gradient).sum().backward()
-    mean, s2 = mean_and_s2(moments, weight)
+    mean, s2 = mean_and_s2(source, moments, weight)
     expected_mean, expected_s2 = oracle.second_moment(means, sizes)
     torch.testing.assert_close(mean, expected_mean.float(), rtol=1e-4, atol=1e-11)
     torch.testing.assert_close(s2, expected_s2.float(), rtol=1e-4, atol=1e-18)
@@ -273,7 +280,7 @@ def test_two_backwards_in_one_micro_batch_are_one_gradient():
         with source.micro_batch():
             (weight.sum() * factor).backward()
             (weight.sum() * factor).backward()
-    total, m2 = moments.sum_and_m2(weight)
+    total, m2 = sum_and_m2(source, moments, weight)
     assert [8.0, 8.0] == total.tolist()  # 2 and 6, whose mean is 4
     assert [8.0, 8.0] == m2.tolist()
 
@@ -288,5 +295,5 @@ def test_moments_hold_no_graph_where_backward_creates_one():
         for _ in range(2):
             with source.micro_batch():
                 weight.pow(3).sum().backward(create_graph=True)
-    assert not moments.sum_and_m2(weight)[1].requires_grad
+    assert not sum_and_m2(source, moments, weight)[1].requires_grad
     source.zero_grad()

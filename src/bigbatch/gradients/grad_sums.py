@@ -14,6 +14,7 @@ from bigbatch.gradients.dtypes import stack_scalars
 _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 _POST_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 _REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
+_CHECK_INTERVAL = 16  # steps; on a GPU a check waits for the device
 is_tensor = functools.partial(operator.is_not, None)  # in C, for `map` and `filter`
 
 
@@ -38,6 +39,11 @@ class GradSums:
         self.parameters: list[Tensor] = []  # the source's own list
         self.sums: list[Tensor | None] = []  # S of each parameter; None if there is none yet
         self.keeps_apart = False  # whether S is another tensor than `.grad`, which users may edit
+        self.keeps_apart_next = False  # the same in the next step
+        self._is_grad = False  # whether `.grad` was S at the last check
+        self._stays_apart = False  # since `.grad` was edited after such a check
+        self._steps = 0  # that `settle` has seen
+        self._settled: bool | None = None  # what `settle` has found in the step
         self._visible: list[Tensor | None] = []  # what `.grad` is outside a backward
         self._writes: list[int] = []  # to each of these
         self._hidden: list[Tensor] = []  # the parameters whose `.grad` is not visible now
@@ -51,6 +57,7 @@ class GradSums:
     def restart(self) -> None:
         """Forgets the step."""
         self.sums, self._edited, self.factor = [], False, 1.0
+        self._settled = None
         self._visible, self._writes = [], []
 
     # who wrote to .grad
@@ -71,6 +78,7 @@ class GradSums:
 
     def begin(self, *, foreign_backward: bool) -> None:
         """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
+        self.keeps_apart = self.keeps_apart_next
         self.accept()
         if any(map(is_tensor, self._visible)):
             require_clean(self)
@@ -112,12 +120,46 @@ class GradSums:
         """Whether `.grad` is something else than S, up to the factor of `scale`."""
         return self._edited or self.changed()
 
+    def settle(self) -> bool:
+        """Decides whether S is `.grad` itself in the next step; returns whether S is to be doubted.
+
+        It is, after a step that kept them apart and found no difference. Once `.grad` was edited
+        where it was S, they stay apart for good. Writes through `.data` are not counted, so every
+        16th step keeps them apart too. A reader of S calls this at the end of a step, before it
+        writes to `.grad`.
+        """
+        if self._settled is None:
+            self._steps += 1
+            edited = self.grad_edited
+            if self.keeps_apart and not edited:
+                edited = not all(map(self._is_sum, self.sums, self.all_grads()))
+            was_grad = self._is_grad
+            self._stays_apart |= edited and was_grad
+            self._is_grad = not edited and not self._stays_apart
+            self.keeps_apart_next = not self._is_grad or self._steps % _CHECK_INTERVAL == 0
+            self._settled = edited and was_grad
+        return self._settled
+
+    def _is_sum(self, total: Tensor | None, grad: Tensor | None) -> bool:
+        if total is None or grad is None:
+            return total is grad or (grad is not None and not bool(grad.any()))
+        return torch.equal(total if self.factor == 1.0 else total * self.factor, grad)
+
     def scale(self, factor: float) -> None:
         """Multiplies every gradient, as part of the step."""
         if grads := self.grads():
             torch._foreach_mul_(grads, factor)
         self.factor *= factor
         self.accept()
+
+    def sums_of(self, numbers: Sequence[int]) -> list[Tensor | None]:
+        """S of parameters by their numbers; None where no micro-batch reached one."""
+        is_own = self.keeps_apart or self.factor == 1.0
+        if is_own and len(self.sums) == len(self.parameters):
+            totals = list(map(self.sums.__getitem__, numbers))
+            if all(map(is_tensor, totals)) and not any(map(_REQUIRES_GRAD, totals)):
+                return totals
+        return list(map(self.sum_of, numbers))
 
     def sum_of(self, number: int) -> Tensor | None:
         """S of a parameter by its number; None if no micro-batch reached it."""

@@ -117,8 +117,7 @@ class SingleProcessSource(GradientSource):
     def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """S of each parameter in the step; None where no micro-batch reached it."""
         places = dict(zip(map(id, self.parameters), itertools.count()))
-        numbers = map(places.__getitem__, map(id, parameters))
-        return list(map(self.guard.sum_of, numbers))
+        return self.guard.sums_of(list(map(places.__getitem__, map(id, parameters))))
 
     def _watched(self, leaf: Tensor) -> Tensor | None:
         return leaf if leaf in self._numbers else None

@@ -27,6 +27,7 @@ enum {
     MAX_THREADS = 256,
     SUMS = 2,         /* sums of the first pass for the second, per layer and thread */
     STATS = 5,        /* statistics of GSNR scaling, per layer and thread */
+    GROUP_VALUES = 12, /* at most */
 };
 
 /* ---- threads ------------------------------------------------------------------------------- */
@@ -73,13 +74,14 @@ static Slice slice(int64_t n, int id, int threads) {
 /* ---- layers: one or two passes over each, the second with the sums of the first ------------- */
 
 typedef struct {
-    float *a, *b, *c, *d;
+    float *a, *b, *c, *d, *e, *f, *g, *h;
 } Layer;
 
 typedef struct Job Job;
 typedef void Pass(const Job *job, int64_t layer, int id, Slice part);
 struct Job {
-    const Layer *layers;
+    float *const *arrays; /* [column of a rule][layer] */
+    int columns;
     const int64_t *lengths; /* elements of each layer */
     int64_t count;
     const double *layer_values; /* two numbers for each layer */
@@ -90,6 +92,13 @@ struct Job {
     int threads;
     atomic_llong arrived, next;
 };
+
+static Layer layer_of(const Job *job, int64_t layer) {
+    float *at[8] = {0};
+    for (int column = 0; column < job->columns; column++)
+        at[column] = job->arrays[column * job->count + layer];
+    return (Layer){at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]};
+}
 
 static double *sums_of(const Job *job, int64_t layer, int id) {
     return job->sums + (id * job->count + layer) * SUMS;
@@ -123,61 +132,73 @@ static void run_layers(void *argument, int id, int threads) {
     }
 }
 
-/* ---- second moment of the micro-batch gradients ---------------------------------------------- */
+/* ---- sums of a micro-batch: columns gradient, sum (may be NULL) ------------------------------ */
 
-typedef struct {
-    const float *gradient;
-    float *sum, *m2;
-    int64_t n;
-    float mean_of, weight;
-    int sums;
-} Welford;
+/* sums: |gradient|^2 in double, in which the square of 1e-23 is not 0;  sum += gradient */
+WIDE static void squares(const Job *job, int64_t layer, int id, Slice part) {
+    Layer l = layer_of(job, layer);
+    const float *gradient = l.a;
+    float *sum = l.b;
+    double total_squares = 0;
+    if (sum) {
+#pragma omp simd reduction(+ : total_squares)
+        for (int64_t i = part.from; i < part.to; i++) {
+            total_squares += (double)gradient[i] * gradient[i];
+            sum[i] += gradient[i];
+        }
+    } else {
+#pragma omp simd reduction(+ : total_squares)
+        for (int64_t i = part.from; i < part.to; i++)
+            total_squares += (double)gradient[i] * gradient[i];
+    }
+    sums_of(job, layer, id)[0] += total_squares;
+}
 
-INLINE void add_deviations(const Welford *w, Slice part, const int sums) {
-    const float *gradient = w->gradient, mean_of = w->mean_of, weight = w->weight;
-    float *sum = w->sum, *m2 = w->m2;
+/* ---- second moment of the micro-batch gradients: columns gradient, sum, m2 ------------------- */
+
+enum { MEAN_OF, SHARE, FIRST, ADDS };
+
+INLINE void add_deviations(const Layer *l, Slice part, float mean_of, float share,
+                           const int first, const int adds) {
+    const float *gradient = l->a;
+    float *sum = l->b, *m2 = l->c;
 #pragma omp simd
     for (int64_t i = part.from; i < part.to; i++) {
         float deviation = gradient[i] - mean_of * sum[i];
-        m2[i] += weight * deviation * deviation;
-        if (sums) sum[i] += gradient[i];
+        float square = share * deviation * deviation;
+        m2[i] = first ? square : m2[i] + square;
+        if (adds) sum[i] += gradient[i];
     }
 }
 
-WIDE static void welford_part(const Welford *w, Slice part) {
-    if (w->sums)
-        add_deviations(w, part, 1);
-    else
-        add_deviations(w, part, 0);
-}
-
-static void welford_work(void *job, int id, int threads) {
-    const Welford *w = job;
-    welford_part(w, slice(w->n, id, threads));
-}
-
-/* m2 += weight (gradient - mean_of sum)^2;  sum += gradient, if sums */
-void welford(const float *gradient, float *sum, float *m2, int64_t n, double mean_of,
-             double weight, int sums, int threads) {
-    Welford job = {gradient, sum, m2, n, (float)mean_of, (float)weight, sums};
-    run_threads(welford_work, &job, threads);
+/* m2 += share (gradient - mean_of sum)^2, or = if first;  then sum += gradient, if adds */
+WIDE static void welford(const Job *job, int64_t layer, int id, Slice part) {
+    (void)id;
+    Layer l = layer_of(job, layer);
+    const double *values = job->group_values;
+    float of = (float)values[MEAN_OF], share = (float)values[SHARE];
+    values[FIRST] ? values[ADDS] ? add_deviations(&l, part, of, share, 1, 1)
+                                 : add_deviations(&l, part, of, share, 1, 0)
+    : values[ADDS] ? add_deviations(&l, part, of, share, 0, 1)
+                   : add_deviations(&l, part, of, share, 0, 0);
 }
 
 /* ---- gsnr: gradient times r, or times the average of r -------------------------------------- */
 
-/* layers: sum, m2, gradient, average (NULL for none); layer_values: 1 / (1 - beta3^t) */
-enum { WEIGHT, LIMIT, GAMMA, R_MAX, BETA3 };
+/* columns: sum, m2, gradient, average (NULL for none); layer_values: 1 / (1 - beta3^t) */
+enum { WEIGHT, LIMIT, GAMMA, R_MAX, BETA3, GSNR_VALUES };
 
 /* in this order no square overflows or underflows before m2 does */
 INLINE float ratio(float s, float m2, float share) { return s / m2 * s * share; }
 
 WIDE static void ratio_sums(const Job *job, int64_t layer, int id, Slice part) {
-    const float *s = job->layers[layer].a, *m2 = job->layers[layer].b;
+    Layer l = layer_of(job, layer);
+    const float *s = l.a, *m2 = l.b;
     const double *values = job->group_values;
     const float share = (float)(1 / values[WEIGHT]), limit = (float)values[LIMIT];
     double sum = 0, live = 0;
-    for (int64_t from = part.from; from < part.to; from += BLOCK) {
-        int64_t to = from + BLOCK < part.to ? from + BLOCK : part.to;
+    for (int64_t from = part.from, to; from < part.to; from = to) {
+        to = from + BLOCK < part.to ? from + BLOCK : part.to;
         float q_sum = 0, q_live = 0;
 #pragma omp simd reduction(+ : q_sum, q_live)
         for (int64_t i = from; i < to; i++) {
@@ -192,19 +213,30 @@ WIDE static void ratio_sums(const Job *job, int64_t layer, int id, Slice part) {
     sums_of(job, layer, id)[1] += live;
 }
 
+/* The base optimizer's step on the scaled gradient, as torch's fused SGD and Adam define it.
+ * SGD: columns 5 theta, 6 buffer (NULL without momentum). Adam: 5 theta, 6 m, 7 v, 8 step. */
+enum { NO_STEP, SGD, SGD_MOMENTUM, ADAM };
+enum { STEP_LR = GSNR_VALUES, STEP_DECAY, STEP_SIGN, STEP_FIRST, STEP_SECOND, STEP_LAST, STEP_DECOUPLED };
+
 typedef struct {
-    float share, limit, scale, gamma, r_max, lerp, correction;
+    float share, limit, scale, gamma, r_max, lerp, correction; /* r */
+    float lr, decay, sign, momentum, rest; /* rest: 1 - dampening */
+    float shrink, lerp1, beta2, rest2, eps, root; /* Adam; root: of 1 - beta2^t */
+    int nesterov;
 } Gsnr;
 
 INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats,
-                      const int averages) {
+                      const int averages, const int step) {
     const float *s = l->a, *m2 = l->b;
-    float *g = l->c, *p = l->d;
+    float *g = l->c, *p = l->d, *theta = l->e, *m = l->f, *v = l->g;
     const Gsnr k = *f;
-    /* backwards: the cache still has what the first pass read last */
-    for (int64_t to = part.to, from; to > part.from; to = from) {
-        from = to - BLOCK > part.from ? to - BLOCK : part.from;
+    for (int64_t from = part.from, to; from < part.to; from = to) {
+        to = from + BLOCK < part.to ? from + BLOCK : part.to;
         float r_sum = 0, low = 0, high = 0, before = 0, after = 0;
+        if (step == ADAM && k.shrink != 1) { /* apart, so that it is rounded, as torch does */
+#pragma omp simd
+            for (int64_t i = from; i < to; i++) theta[i] *= k.shrink;
+        }
 #pragma omp simd reduction(+ : r_sum, low, high, before, after)
         for (int64_t i = from; i < to; i++) {
             float q = ratio(s[i], m2[i], k.share);
@@ -226,6 +258,23 @@ INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats,
                 after += scaled * scaled;
             }
             g[i] = scaled;
+            if (step == NO_STEP) continue;
+            float d = k.sign < 0 ? -scaled : scaled;
+            if (step == ADAM) {
+                d += k.decay * theta[i];
+                m[i] += k.lerp1 * (d - m[i]);
+                float added = k.rest2 * d * d, kept = k.beta2 * v[i];
+                v[i] = kept + added;
+                theta[i] -= k.lr * m[i] / (sqrtf(v[i]) / k.root + k.eps);
+            } else {
+                d += k.decay * theta[i];
+                if (step == SGD_MOMENTUM) {
+                    float added = k.rest * d, kept = k.momentum * m[i];
+                    m[i] = kept + added;
+                    d = k.nesterov ? d + k.momentum * m[i] : m[i];
+                }
+                theta[i] -= k.lr * d;
+            }
         }
         if (stats) {
             stats[0] += r_sum;
@@ -237,25 +286,67 @@ INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats,
     }
 }
 
-WIDE static void gsnr_pass(const Job *job, int64_t layer, int id, Slice part) {
-    const Layer *l = &job->layers[layer];
+static Gsnr gsnr_of(const Job *job, int64_t layer) {
     const double *values = job->group_values;
     double live = total(job, layer, 1), scale = (live > 1 ? live : 1) / total(job, layer, 0);
-    Gsnr f = {(float)(1 / values[WEIGHT]), (float)values[LIMIT], (float)scale,
-              (float)values[GAMMA], (float)values[R_MAX], (float)(1 - values[BETA3]),
-              (float)job->layer_values[2 * layer]};
-    double *stats = job->stats ? job->stats + (id * job->count + layer) * STATS : 0;
-    l->d ? stats ? gsnr_part(l, part, &f, stats, 1) : gsnr_part(l, part, &f, 0, 1)
-         : stats ? gsnr_part(l, part, &f, stats, 0) : gsnr_part(l, part, &f, 0, 0);
+    return (Gsnr){.share = (float)(1 / values[WEIGHT]), .limit = (float)values[LIMIT],
+                  .scale = (float)scale, .gamma = (float)values[GAMMA],
+                  .r_max = (float)values[R_MAX], .lerp = (float)(1 - values[BETA3]),
+                  .correction = (float)job->layer_values[2 * layer]};
 }
 
-/* ---- LARS: layers theta, gradient, buffer ---------------------------------------------------- */
+WIDE static void gsnr_pass(const Job *job, int64_t layer, int id, Slice part) {
+    const Layer l = layer_of(job, layer);
+    Gsnr f = gsnr_of(job, layer);
+    double *stats = job->stats ? job->stats + (id * job->count + layer) * STATS : 0;
+    l.d ? stats ? gsnr_part(&l, part, &f, stats, 1, NO_STEP) : gsnr_part(&l, part, &f, 0, 1, NO_STEP)
+        : stats ? gsnr_part(&l, part, &f, stats, 0, NO_STEP) : gsnr_part(&l, part, &f, 0, 0, NO_STEP);
+}
+
+WIDE static void sgd_pass(const Job *job, int64_t layer, int id, Slice part) {
+    (void)id;
+    const Layer l = layer_of(job, layer);
+    const double *values = job->group_values;
+    Gsnr f = gsnr_of(job, layer);
+    f.lr = (float)values[STEP_LR];
+    f.decay = (float)values[STEP_DECAY];
+    f.sign = (float)values[STEP_SIGN];
+    f.momentum = (float)values[STEP_FIRST];
+    f.rest = (float)(1 - values[STEP_SECOND]);
+    f.nesterov = (int)values[STEP_LAST];
+    l.f ? l.d ? gsnr_part(&l, part, &f, 0, 1, SGD_MOMENTUM) : gsnr_part(&l, part, &f, 0, 0, SGD_MOMENTUM)
+        : l.d ? gsnr_part(&l, part, &f, 0, 1, SGD) : gsnr_part(&l, part, &f, 0, 0, SGD);
+}
+
+/* step is the number of steps before this one, in a tensor that the caller counts up after it */
+WIDE static void adam_pass(const Job *job, int64_t layer, int id, Slice part) {
+    (void)id;
+    const Layer l = layer_of(job, layer);
+    const double *values = job->group_values, beta1 = values[STEP_FIRST],
+                 beta2 = values[STEP_SECOND], decay = values[STEP_DECAY], lr = values[STEP_LR],
+                 steps = *l.h + 1.0;
+    const int decoupled = (int)values[STEP_DECOUPLED];
+    Gsnr f = gsnr_of(job, layer);
+    f.lr = (float)(lr / (1 - pow(beta1, steps)));
+    f.decay = decoupled ? 0 : (float)decay;
+    f.shrink = decoupled ? (float)(1 - lr * decay) : 1;
+    f.sign = (float)values[STEP_SIGN];
+    f.lerp1 = (float)(1 - beta1);
+    f.beta2 = (float)beta2;
+    f.rest2 = (float)(1 - beta2);
+    f.eps = (float)values[STEP_LAST];
+    f.root = (float)sqrt(1 - pow(beta2, steps));
+    l.d ? gsnr_part(&l, part, &f, 0, 1, ADAM) : gsnr_part(&l, part, &f, 0, 0, ADAM);
+}
+
+/* ---- LARS: columns theta, gradient, buffer ---------------------------------------------------- */
 
 enum { LR, DECAY, SIGN, ADAPTS, MOMENTUM, TRUST, NESTEROV };      /* LARS */
 enum { BETA1 = MOMENTUM, BETA2, EPS }; /* LAMB, after the same four */
 
 WIDE static void lars_norms(const Job *job, int64_t layer, int id, Slice part) {
-    const float *theta = job->layers[layer].a, *g = job->layers[layer].b;
+    const Layer l = layer_of(job, layer);
+    const float *theta = l.a, *g = l.b;
     double *sums = sums_of(job, layer, id), ww = 0, gg = 0;
 #pragma omp simd reduction(+ : ww, gg)
     for (int64_t i = part.from; i < part.to; i++) {
@@ -268,7 +359,8 @@ WIDE static void lars_norms(const Job *job, int64_t layer, int id, Slice part) {
 
 WIDE static void lars_step(const Job *job, int64_t layer, int id, Slice part) {
     (void)id;
-    float *theta = job->layers[layer].a, *g = job->layers[layer].b, *buffer = job->layers[layer].c;
+    const Layer l = layer_of(job, layer);
+    float *theta = l.a, *g = l.b, *buffer = l.c;
     const double *values = job->group_values;
     double weight = sqrt(total(job, layer, 0)), gradient = sqrt(total(job, layer, 1)), rate = 1;
     if (values[ADAPTS] && weight > 0 && gradient > 0)
@@ -276,27 +368,24 @@ WIDE static void lars_step(const Job *job, int64_t layer, int id, Slice part) {
     const float lr = (float)(values[LR] * rate), sign = (float)values[SIGN],
                 decay = (float)values[DECAY], momentum = (float)values[MOMENTUM];
     const int nesterov = (int)values[NESTEROV];
-    for (int64_t to = part.to, from; to > part.from; to = from) {
-        from = to - BLOCK > part.from ? to - BLOCK : part.from;
 #pragma omp simd
-        for (int64_t i = from; i < to; i++) {
-            float update = lr * (sign * g[i] + decay * theta[i]);
-            buffer[i] = momentum * buffer[i] + update;
-            theta[i] -= nesterov ? momentum * buffer[i] + update : buffer[i];
-        }
+    for (int64_t i = part.from; i < part.to; i++) {
+        float update = lr * (sign * g[i] + decay * theta[i]);
+        buffer[i] = momentum * buffer[i] + update;
+        theta[i] -= nesterov ? momentum * buffer[i] + update : buffer[i];
     }
 }
 
-/* ---- LAMB: layers theta, gradient, m, v; layer_values: 1 - beta1^t and 1 - beta2^t ----------- */
+/* ---- LAMB: columns theta, gradient, m, v; layer_values: 1 - beta1^t and 1 - beta2^t ----------- */
 
 INLINE float direction(float theta, float m, float v, float c1, float c2, float eps, float decay) {
     return c1 * m / (sqrtf(c2 * v) + eps) + decay * theta;
 }
 
 WIDE static void lamb_moments(const Job *job, int64_t layer, int id, Slice part) {
-    const Layer *l = &job->layers[layer];
-    const float *theta = l->a, *g = l->b;
-    float *m = l->c, *v = l->d;
+    const Layer l = layer_of(job, layer);
+    const float *theta = l.a, *g = l.b;
+    float *m = l.c, *v = l.d;
     const double *values = job->group_values;
     const float b1 = (float)(1 - values[BETA1]), b2 = (float)(1 - values[BETA2]),
                 sign = (float)values[SIGN], eps = (float)values[EPS], decay = (float)values[DECAY],
@@ -317,37 +406,43 @@ WIDE static void lamb_moments(const Job *job, int64_t layer, int id, Slice part)
 
 WIDE static void lamb_step(const Job *job, int64_t layer, int id, Slice part) {
     (void)id;
-    const Layer *l = &job->layers[layer];
-    const float *m = l->c, *v = l->d;
-    float *theta = l->a;
+    const Layer l = layer_of(job, layer);
+    const float *m = l.c, *v = l.d;
+    float *theta = l.a;
     const double *values = job->group_values;
     double weight = sqrt(total(job, layer, 0)), update = sqrt(total(job, layer, 1)), rate = 1;
     if (values[ADAPTS] && weight > 0 && update > 0) rate = weight / update;
     const float lr = (float)(values[LR] * rate), eps = (float)values[EPS],
                 decay = (float)values[DECAY], c1 = (float)(1 / job->layer_values[2 * layer]),
                 c2 = (float)(1 / job->layer_values[2 * layer + 1]);
-    for (int64_t to = part.to, from; to > part.from; to = from) {
-        from = to - BLOCK > part.from ? to - BLOCK : part.from;
 #pragma omp simd
-        for (int64_t i = from; i < to; i++)
-            theta[i] -= lr * direction(theta[i], m[i], v[i], c1, c2, eps, decay);
-    }
+    for (int64_t i = part.from; i < part.to; i++)
+        theta[i] -= lr * direction(theta[i], m[i], v[i], c1, c2, eps, decay);
 }
 
-/* ---- the calls ------------------------------------------------------------------------------ */
+/* ---- the call ------------------------------------------------------------------------------- */
 
-enum { APPLY_GSNR, LARS, LAMB };
+static const struct {
+    Pass *first, *second;
+    int columns;
+} rules[] = {
+    {squares, 0, 2},           {welford, 0, 3},         {ratio_sums, gsnr_pass, 4},
+    {ratio_sums, sgd_pass, 6}, {ratio_sums, adam_pass, 8}, {lars_norms, lars_step, 3},
+    {lamb_moments, lamb_step, 4},
+};
 
 /* Applies one rule to a list of layers. passes: 1, the first, which writes the sums; 2, the second,
- * which reads them as those of thread 0; 3, both. */
-void apply_rule(int rule, int passes, const Layer *layers, const int64_t *lengths, int64_t count,
-                const double *layer_values, const double *group_values, double *sums,
-                double *stats, int threads) {
-    static Pass *const first[] = {ratio_sums, lars_norms, lamb_moments};
-    static Pass *const second[] = {gsnr_pass, lars_step, lamb_step};
-    Job job = {.layers = layers, .lengths = lengths, .count = count, .layer_values = layer_values,
-               .group_values = group_values, .sums = sums, .stats = stats,
-               .first = passes & 1 ? first[rule] : 0, .second = passes & 2 ? second[rule] : 0,
-               .threads = threads};
+ * which reads them as those of thread 0; 3, both. table: the addresses of each column, then the
+ * lengths. numbers: group_values, layer_values, sums, and, if watched, stats. */
+void run_rule(int rule, int passes, int64_t *table, int64_t count, double *numbers, int threads,
+              int watch) {
+    const int columns = rules[rule].columns;
+    double *layer_values = numbers + GROUP_VALUES, *sums = layer_values + 2 * count;
+    Job job = {.arrays = (float *const *)table, .columns = columns,
+               .lengths = table + columns * count, .count = count, .group_values = numbers,
+               .layer_values = layer_values, .sums = sums,
+               .stats = watch ? sums + threads * count * SUMS : 0,
+               .first = passes & 1 ? rules[rule].first : 0,
+               .second = passes & 2 ? rules[rule].second : 0, .threads = threads};
     run_threads(run_layers, &job, threads);
 }

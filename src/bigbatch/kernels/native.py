@@ -1,12 +1,14 @@
-"""The compiled kernels as functions of tensors; kernels.c defines what they compute."""
+"""The compiled kernels as functions of lists of tensors; kernels.c defines what they compute."""
 
 import ctypes
 import functools
 import importlib.util
+import operator
 import warnings
 from array import array
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,21 +17,37 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 _ELEMENTS_PER_THREAD = 1 << 16  # at least
-_SUMS, _STATS = 2, 5  # as in kernels.c
-_REAL = ctypes.c_double
+_SUMS, _STATS, _GROUP_VALUES = 2, 5, 12  # as in kernels.c
+_PLAIN = {Tensor, Parameter}  # subclasses may have no memory
+_DTYPE, _SHAPE = operator.attrgetter("dtype"), operator.attrgetter("shape")
+_IS_CPU = operator.attrgetter("is_cpu")
 
-Layer = tuple[Tensor, Tensor, Tensor, Tensor | None]  # all of one length
+Column = Sequence[Tensor] | None
+"""One array of each layer; None if no layer has it."""
 
 
 class Rule(IntEnum):
-    """The rule that `run` applies to every layer; kernels.c lists its arrays and values."""
+    """The rule that `run` applies to every layer; kernels.c lists its columns and values."""
 
-    GSNR = 0
-    LARS = 1
-    LAMB = 2
+    SQUARES = 0
+    WELFORD = 1
+    GSNR = 2
+    GSNR_SGD = 3
+    GSNR_ADAM = 4
+    LARS = 5
+    LAMB = 6
 
 
-_WRITTEN_ARRAYS = {Rule.GSNR: (2, 3), Rule.LARS: (0, 2), Rule.LAMB: (0, 2, 3)}
+# by number of the rule: its columns, and those that it writes to
+_COLUMNS = (
+    (2, (1,)),
+    (3, (1, 2)),
+    (4, (2, 3)),
+    (6, (2, 3, 4, 5)),
+    (8, (2, 3, 4, 5, 6)),
+    (3, (0, 2)),
+    (4, (0, 2, 3)),
+)
 
 
 class Passes(IntEnum):
@@ -48,42 +66,53 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = ctypes.CDLL(spec.origin)
-        welford, apply_rule = loaded.welford, loaded.apply_rule
+        run_rule = loaded.run_rule
     except (OSError, AttributeError):
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    welford.argtypes = [*[pointer] * 3, size, _REAL, _REAL, ctypes.c_int, ctypes.c_int]
-    apply_rule.argtypes = [*[ctypes.c_int] * 2, *[pointer] * 2, size, *[pointer] * 4, ctypes.c_int]
-    welford.restype = apply_rule.restype = None
+    number = ctypes.c_int
+    run_rule.argtypes = [number, number, pointer, size, pointer, number, number]
+    run_rule.restype = None
     return loaded
 
 
-def fits(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels are built and can read these arrays.
+def fits(*columns: Column) -> bool:
+    """Whether the kernels are built and can read these arrays; no Python runs for each of them.
 
-    The arrays must be float32 on the CPU, with one shape and one dense layout. Subclasses are
-    refused, since they may have no memory, and so are views of negated numbers.
+    The arrays must be float32 on the CPU. Those of a layer must have one shape and one dense
+    layout. Subclasses are refused, since they may have no memory, and so are views of negated
+    numbers.
     """
+    present = [column for column in columns if column is not None]
+    first = present[0]
     if library() is None:
-        if first.is_cpu and first.dtype is torch.float32:
+        if any(t.is_cpu and t.dtype is torch.float32 for t in first):
             _warn_of_slow_steps()
         return False
-    tensors, contiguous = [first], True
-    for t in others:
-        if t is not None and t is not first:
-            if t.shape != first.shape:
-                return False
-            tensors.append(t)
-    for t in tensors:  # without function calls, which dominate over many small layers
-        is_plain = (type(t) is Tensor or type(t) is Parameter) and t.is_cpu and not t.is_neg()
-        if not is_plain or t.dtype is not torch.float32:
+    shapes = list(map(_SHAPE, first))
+    for column in present:
+        if not are_plain(column) or (column is not first and list(map(_SHAPE, column)) != shapes):
             return False
-        contiguous = contiguous and t.is_contiguous()
-    if contiguous:
+    if all(set(map(Tensor.is_contiguous, column)) <= {True} for column in present):
         return True
-    strides = first.stride()
-    channels_last = first.is_contiguous(memory_format=torch.channels_last)
-    return channels_last and all(t.stride() == strides for t in tensors)
+    strides = list(map(Tensor.stride, first))
+    return all(map(_is_dense, first)) and all(
+        list(map(Tensor.stride, column)) == strides for column in present
+    )
+
+
+def are_plain(arrays: Sequence[Tensor]) -> bool:
+    """Whether the arrays are float32 numbers in the CPU's memory, in any layout."""
+    return (
+        set(map(type, arrays)) <= _PLAIN
+        and set(map(_DTYPE, arrays)) <= {torch.float32}
+        and set(map(_IS_CPU, arrays)) <= {True}
+        and set(map(Tensor.is_neg, arrays)) <= {False}
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 @functools.cache
@@ -97,37 +126,21 @@ def _warn_of_slow_steps() -> None:
         )
 
 
-def threads_for(elements: int) -> int:
-    """The number of threads for so many elements, at most torch's."""
-    return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_PER_THREAD))
+def addresses(column: Sequence[Tensor]) -> "array[int]":
+    """Where the arrays lie in memory."""
+    return array("q", map(Tensor.data_ptr, column))
 
 
-def welford(
-    gradient: Tensor, total: Tensor, m2: Tensor, mean_of: float, weight: float, *, adds: bool
-) -> None:
-    """m2 += weight (gradient - mean_of total)^2; total += gradient if `adds`. All must fit."""
-    n = gradient.numel()
-    kernels = library()
-    assert kernels is not None
-    kernels.welford(
-        gradient.data_ptr(),
-        total.data_ptr(),
-        m2.data_ptr(),
-        n,
-        mean_of,
-        weight,
-        adds,
-        threads_for(n),
-    )
-    if adds:
-        increment_version(total)
+def lengths(column: Sequence[Tensor]) -> "array[int]":
+    """The number of elements of each array."""
+    return array("q", map(Tensor.numel, column))
 
 
 def run(
     rule: Rule,
-    layers: Sequence[Layer],
-    layer_values: Iterable[float],
+    columns: Sequence[Column],
     group_values: Iterable[float],
+    layer_values: Iterable[float] | None = None,
     *,
     passes: Passes = Passes.BOTH,
     sums: Tensor | None = None,
@@ -137,9 +150,9 @@ def run(
 
     Args:
         rule: the rule.
-        layers: the arrays of each layer.
-        layer_values: two numbers for each layer.
+        columns: the arrays of each layer, by column; the first has all layers.
         group_values: the numbers that all layers share.
+        layer_values: two numbers for each layer; None if the rule reads none.
         passes: the passes to run.
         sums: sums of the first pass, (layers, 2), if only the second pass runs.
         watch: whether to return statistics of GSNR scaling.
@@ -148,33 +161,80 @@ def run(
         the sum of r, elements at gamma, elements at r_max, |g|^2 and |r g|^2; zeros if not watched.
         Both float64.
     """
-    kernels = library()
-    assert kernels is not None
-    count = len(layers)
-    addresses = array("q", [0 if t is None else t.data_ptr() for layer in layers for t in layer])
-    lengths = array("q", [layer[0].numel() for layer in layers])
-    threads = threads_for(sum(lengths))
-    thread_sums = torch.zeros(threads, count, _SUMS, dtype=torch.float64, device="cpu")
-    if sums is not None:
-        thread_sums[0] = sums
-    stats = torch.zeros(threads if watch else 0, count, _STATS, dtype=torch.float64, device="cpu")
-    layer_array, group_array = array("d", layer_values), array("d", group_values)
-    kernels.apply_rule(
+    assert columns[0] is not None
+    elements, count = lengths(columns[0]), len(columns[0])
+    places = [None if column is None else addresses(column) for column in columns]
+    threads = threads_for(sum(elements))
+    numbers = run_at(
         rule,
-        passes,
-        _address(addresses),
-        _address(lengths),
-        count,
-        _address(layer_array),
-        _address(group_array),
-        thread_sums.data_ptr(),
-        stats.data_ptr() if watch else None,
-        threads,
+        places,
+        elements,
+        group_values,
+        layer_values,
+        passes=passes,
+        sums=sums,
+        watch=watch,
+        threads=threads,
     )
-    written = [arrays[i] for arrays in layers for i in _WRITTEN_ARRAYS[rule]]
-    increment_version([t for t in written if t is not None])  # as torch's own operations would
-    return thread_sums.sum(0), stats.sum(0)
+    for number in _COLUMNS[rule][1]:
+        column = columns[number] if number < len(columns) else None
+        if column:
+            increment_version(column)  # as torch's own operations would
+    if not count:
+        return torch.zeros(0, _SUMS, dtype=torch.float64), torch.zeros(0, _STATS)
+    found = torch.frombuffer(numbers, dtype=torch.float64)[_GROUP_VALUES + 2 * count :]
+    thread_sums, stats = found.split_with_sizes(
+        [threads * count * _SUMS, len(found) - threads * count * _SUMS]
+    )
+    total = thread_sums.view(threads, count, _SUMS).sum(0)
+    if not watch:
+        return total, torch.zeros(count, _STATS, dtype=torch.float64)
+    return total, stats.view(threads, count, _STATS).sum(0)
 
 
-def _address(values: "array[int] | array[float]") -> int:
-    return values.buffer_info()[0]
+def run_at(
+    rule: Rule,
+    columns: "Sequence[array[int] | None]",
+    elements: "array[int]",
+    group_values: Iterable[float],
+    layer_values: Iterable[float] | None = None,
+    *,
+    passes: Passes = Passes.BOTH,
+    sums: Tensor | None = None,
+    watch: bool = False,
+    threads: int = 1,
+) -> "array[float]":
+    """The same for layers of so many elements at these addresses; no version is incremented.
+
+    It may be called every micro-batch, so it calls few functions.
+
+    Returns:
+        The numbers that the kernel reads and writes, as kernels.c describes them.
+    """
+    kernels: Any = library()
+    count, (width, _) = len(elements), _COLUMNS[rule]
+    none = array("q", bytes(8 * count))
+    table = array("q")
+    for column in columns:
+        table += none if column is None else column
+    table += none * (width - len(columns)) + elements
+    numbers = array("d", group_values)
+    numbers += array("d", bytes(8 * (_GROUP_VALUES - len(numbers))))
+    numbers += array("d", bytes(16 * count) if layer_values is None else layer_values)
+    shared = sums.flatten().tolist() if sums is not None else ()
+    numbers += array("d", shared)
+    per_thread = (_SUMS + _STATS) if watch else _SUMS
+    numbers += array("d", bytes(8 * (threads * count * per_thread - len(shared))))
+    (table_at, _), (numbers_at, _) = table.buffer_info(), numbers.buffer_info()
+    kernels.run_rule(rule, passes, table_at, count, numbers_at, threads, watch)
+    return numbers
+
+
+def threads_for(elements: int) -> int:
+    """The number of threads for so many elements, at most torch's."""
+    return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_PER_THREAD))
+
+
+def squared_norms(gradients: Sequence[Tensor], totals: Column = None) -> Tensor:
+    """|gradient|^2 of each, in double (layers,); totals += gradients. All must fit."""
+    return run(Rule.SQUARES, [gradients, totals], ())[0][:, 0]

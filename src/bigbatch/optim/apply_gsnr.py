@@ -1,8 +1,8 @@
-"""Multiplies gradients by r in place, layer by layer, with kernels if they fit, else with torch."""
+"""Multiplies gradients by r in place, with kernels if they fit, else with torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,21 +10,26 @@ from torch import Tensor
 from bigbatch.kernels import native
 from bigbatch.optim import functional
 from bigbatch.optim.sharding import AllReduce
-from bigbatch.optim.two_pass import TwoPass
+from bigbatch.optim.two_pass import Chunk, TwoPass
 
-_CHUNK = 1 << 16  # elements, of 256 KB in float32
 _MAX_SHARE = 0.01  # of a layer out of range; below it, r of the other elements hardly changes
 
 
-class Layer(NamedTuple):
-    """The moments of a parameter, its gradient, and p if r has momentum."""
+@dataclass(frozen=True)
+class Layers:
+    """The moments of a list of parameters, their gradients, and p if r has momentum."""
 
-    # total, m2: S and M2 of the micro-batch gradients
-    total: Tensor
-    m2: Tensor
-    gradient: Tensor  # the gradient, multiplied in place
-    average: Tensor | None = None  # p, updated in place; None without momentum of r
-    correction: float = 1.0  # 1 / (1 - beta3^t)
+    # totals, m2s: S and M2 of the micro-batch gradients
+    totals: Sequence[Tensor]
+    m2s: Sequence[Tensor]
+    gradients: Sequence[Tensor]  # multiplied in place; may be S
+    averages: Sequence[Tensor] | None = None  # p, updated in place; None without momentum of r
+    corrections: Sequence[float] | None = None  # 1 / (1 - beta3^t) of each
+
+    @property
+    def layer_values(self) -> list[tuple[float, float]]:
+        """The numbers of each layer that a kernel reads."""
+        return [(c, 0.0) for c in self.corrections or [1.0] * len(self.totals)]
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,12 @@ class GsnrOptions:
     watch: bool = False
     fused: bool = True  # whether kernels may be used; torch does the layers that do not fit them
 
+    @property
+    def values(self) -> list[float]:
+        """The numbers that a kernel reads."""
+        limit = functional.agreement(torch.float32)
+        return [self.weight, limit, self.gamma, self.r_max, self.beta3]
+
 
 @dataclass(frozen=True)
 class AppliedGsnr:
@@ -50,6 +61,7 @@ class AppliedGsnr:
     agree: bool  # whether all groups had the same gradient, if that was checked
     # layers on this rank whose M2 is out of range, so that r is wrong, if that was checked
     out_of_range: Sequence[Tensor] = ()
+    stepped: bool = False  # whether the base optimizer's step is done too
 
 
 @dataclass(frozen=True)
@@ -101,9 +113,7 @@ def out_of_range(shares: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [p for (p, _), share in zip(shares, values, strict=True) if share > _MAX_SHARE]
 
 
-def apply_gsnr(
-    options: GsnrOptions, layers: Sequence[Layer], all_reduce: AllReduce | None = None
-) -> Tensor:
+def apply_gsnr(options: GsnrOptions, layers: Layers, all_reduce: AllReduce | None = None) -> Tensor:
     """Multiplies every gradient by r, or by p_hat.
 
         r = gsnr(S, M2, N);   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p correction
@@ -117,14 +127,14 @@ def apply_gsnr(
         With `options.watch`, for this rank's elements: the sum of r, elements at gamma, elements at
         r_max, |g|^2 and |p_hat g|^2; (layers, 5). Zeros without.
     """
-    o, limit = options, functional.agreement(torch.float32)
+    o = options
     return TwoPass(
         native.Rule.GSNR,
-        layers=[layer[:4] for layer in layers],
-        layer_values=[(layer.correction, 0.0) for layer in layers],
-        group_values=[o.weight, limit, o.gamma, o.r_max, o.beta3],
-        first_pass=lambda i: _sums(o, layers[i]),
-        second_pass=lambda i, sums: _scale(o, layers[i], sums),
+        columns=(layers.totals, layers.m2s, layers.gradients, layers.averages),
+        layer_values=layers.layer_values,
+        group_values=o.values,
+        first_pass=lambda chunk: chunk.sums(*functional.live(_ratio(o, chunk))),
+        second_pass=lambda chunk, sums: _scale(o, chunk, sums),
         watch=o.watch,
     ).run(fused=o.fused, all_reduce=all_reduce)
 
@@ -132,34 +142,22 @@ def apply_gsnr(
 # torch operations
 
 
-def _sums(options: GsnrOptions, layer: Layer) -> Tensor:
-    chunks = _chunks(layer.total, layer.m2)
-    ratios = (functional.ratio(total, m2, options.weight) for total, m2 in chunks)
-    return torch.stack([functional.live_sums(q) for q in ratios]).sum(0)
+def _ratio(options: GsnrOptions, chunk: Chunk) -> Tensor:
+    return functional.ratio(chunk.flat(0), chunk.flat(1), options.weight)
 
 
-def _scale(options: GsnrOptions, layer: Layer, sums: Tensor) -> Tensor | None:
-    o, stats = options, list[Tensor]()
-    mean = (sums[0] / sums[1].clamp_min(1)).to(layer.m2)
-    for total, m2, gradient, average in _chunks(*layer[:4]):
-        q = functional.ratio(total, m2, o.weight)
-        r = hat = functional.normalized(q, mean, o.gamma, o.r_max)
-        if average is not None:
-            hat = functional.update_average(average, r, o.beta3, layer.correction)
-        before = functional.squares(gradient) if o.watch else None
-        gradient.mul_(hat)
-        if before is not None:
-            after = functional.squares(gradient)
-            row = [r.sum(), (r <= o.gamma).sum(), (r >= o.r_max).sum(), before, after]
-            stats.append(torch.stack([value.to(r.dtype) for value in row]))
-    return torch.stack(stats).sum(0) if stats else None
-
-
-def _chunks(*arrays: Tensor | None) -> Iterator[Sequence[Any]]:
-    """The arrays in chunks that fit a CPU's cache; whole on GPUs, or if they are not contiguous."""
-    present = [array for array in arrays if array is not None]
-    if not all(array.is_cpu and array.is_contiguous() for array in present):
-        yield arrays
-        return
-    for start in range(0, max(1, present[0].numel()), _CHUNK):
-        yield [None if x is None else x.view(-1)[start : start + _CHUNK] for x in arrays]
+def _scale(options: GsnrOptions, chunk: Chunk, sums: Tensor) -> Tensor | None:
+    o, gradients = options, cast("list[Tensor]", chunk.columns[2])
+    q = _ratio(o, chunk)
+    means = (sums[:, 0] / sums[:, 1].clamp_min(1)).to(q)
+    r = hat = functional.normalized(q, chunk.spread(means), o.gamma, o.r_max)
+    if chunk.columns[3] is not None:
+        average, correction = chunk.flat(3), chunk.spread_value(0, q)
+        hat = functional.update_average(average, r, o.beta3, correction)
+        chunk.write(3, average)
+    before = chunk.squares(chunk.flat(2)) if o.watch else None
+    torch._foreach_mul_(gradients, chunk.pieces(hat, 2))
+    if before is None:
+        return None
+    bounds = [(r <= o.gamma).to(r), (r >= o.r_max).to(r)]
+    return torch.cat([chunk.sums(r, *bounds), before, chunk.squares(chunk.flat(2))], dim=1)

@@ -18,7 +18,7 @@ from torch.futures import Future
 from bigbatch.errors import GradientError
 from bigbatch.gradients import changed_later
 from bigbatch.gradients.dtypes import widest_float
-from bigbatch.optim.apply_gsnr import Layer, apply_gsnr
+from bigbatch.optim.apply_gsnr import Layers, apply_gsnr
 from bigbatch.optim.bucket_shards import Chunk, Shard
 from bigbatch.optim.functional import share_out_of_range
 from bigbatch.optim.gsnr_state import GsnrState
@@ -172,8 +172,8 @@ class BucketPipeline:
         """M2 of this rank's micro-batches, flat as in the bucket; None if the group has no vr."""
         if parameter not in self._groups:
             return None
-        _, m2 = self.state.moments.sum_and_m2(parameter)
-        return flattened(m2, parameter.stride())
+        _, m2s = self.state.moments.sums_and_m2s([parameter], self.state.sums_of)
+        return flattened(m2s[0], parameter.stride())
 
     def _scale(self, bucket: Bucket) -> None:
         """Computes r g on this rank's shard, and begins to gather it."""
@@ -196,22 +196,19 @@ class BucketPipeline:
             return
         numbers = {p: number for number, p in enumerate(parameters)}
         spans = [span for span in shard.spans if span.parameter in numbers]
-        layers = [
-            Layer(
-                shard.mean[s.shard_slice],
-                m2[s.shard_slice],
-                scaled[s.shard_slice],
-                *shard.average_of(s, group),
-            )
-            for s in spans
-        ]
+        totals = [shard.mean[s.shard_slice] for s in spans]
+        m2s = [m2[s.shard_slice] for s in spans]
+        gradients = [scaled[s.shard_slice] for s in spans]
+        averages = [(p, c) for s in spans for p, c in [shard.average_of(s, group)] if p is not None]
+        columns = zip(*averages, strict=True) if averages else ()
+        layers = Layers(totals, m2s, gradients, *columns)
         layer_numbers = [numbers[span.parameter] for span in spans]
         all_reduce = _SpanAllReduce(layer_numbers, len(parameters), self.group, scaled.device)
         weight = sum(self.weights) / len(self.weights) ** 2  # the means are S / ranks
         if self.state.warnings.checks_range:
             self.out_of_range += [
-                (span.parameter, share_out_of_range(layer.total, layer.m2, weight))
-                for span, layer in zip(spans, layers, strict=True)
+                (span.parameter, share_out_of_range(span_total, span_m2, weight))
+                for span, span_total, span_m2 in zip(spans, totals, m2s, strict=True)
             ]
         rows = apply_gsnr(self.state.options(group, weight), layers, all_reduce)
         self.live = self.live + (1 if all_reduce.sums is None else all_reduce.sums[:, 1].sum())

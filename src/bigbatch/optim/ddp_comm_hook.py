@@ -138,7 +138,7 @@ class DDPCommHook(ReducedShards, Subscriber):
 
         The moments read their sums from `.grad`, which under no_sync is this rank's sum.
         """
-        self._state.moments.sum_guard = source.guard  # type: ignore[assignment]
+        self._state.sums_of = source.sums_of
         return [self] if self.by_ranks else [self, self._state.moments]
 
     @property
@@ -154,7 +154,7 @@ class DDPCommHook(ReducedShards, Subscriber):
         """Whether this is the hook of the model."""
         return self._ddp() is ddp
 
-    def apply(self, source: GradientSource) -> AppliedGsnr:
+    def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
         """Takes the gradients that the last reduction has scaled, and the next p.
 
         Raises:

@@ -49,10 +49,10 @@ def share_out_of_range(total: Tensor, m2: Tensor, weight: float) -> Tensor:
     return (below | above).float().mean().nan_to_num()  # 0 without elements
 
 
-def live_sums(q: Tensor) -> Tensor:
-    """(sum, number) of the finite ratios, which the mean of a layer is over."""
+def live(q: Tensor) -> tuple[Tensor, Tensor]:
+    """(q, 1) where a ratio is finite, and (0, 0) elsewhere: the mean of a layer is over these."""
     zero = q * 0  # nan if q is not finite
-    return torch.stack([(q + zero).nansum(), zero.add_(1).nansum()])
+    return (q + zero).nan_to_num_(0.0), zero.add_(1).nan_to_num_(0.0)
 
 
 def normalized(q: Tensor, mean: Tensor, gamma: float, r_max: float) -> Tensor:
@@ -96,8 +96,8 @@ def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max:
         tensor([1.6000, 0.4000])
     """
     q = ratio(total, m2, weight)
-    sums = live_sums(q)
-    return normalized(q, sums[0] / sums[1].clamp_min(1), gamma, r_max)
+    values, ones = live(q)
+    return normalized(q, values.sum() / ones.sum().clamp_min(1), gamma, r_max)
 
 
 def squares(x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def squares(x: Tensor) -> Tensor:
     return norm.square()
 
 
-def update_average(average: Tensor, r: Tensor, beta3: float, correction: float) -> Tensor:
+def update_average(average: Tensor, r: Tensor, beta3: float, correction: Tensor | float) -> Tensor:
     """Updates p, the momentum of r, in place; returns p_hat, corrected for the start at 0.
 
     p <- beta3 p + (1 - beta3) r;   p_hat = p / (1 - beta3^t),   correction = 1 / (1 - beta3^t)
@@ -155,7 +155,12 @@ def lamb_moments(gradient: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: fl
 
 
 def lamb_direction(
-    theta: Tensor, m: Tensor, v: Tensor, corrections: tuple[float, float], eps: float, decay: float
+    theta: Tensor,
+    m: Tensor,
+    v: Tensor,
+    corrections: tuple[Tensor | float, Tensor | float],
+    eps: float,
+    decay: float,
 ) -> Tensor:
     """Adam's direction, weight decay included; `corrections` are 1 - beta1^t and 1 - beta2^t.
 

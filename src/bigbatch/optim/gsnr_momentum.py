@@ -1,7 +1,7 @@
 """p, the momentum of r: kept apart from the base optimizer's state, and saved with it."""
 
 from collections import ChainMap
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,16 @@ _STEPS = "gsnr_steps"
 class GsnrMomentum(dict[Tensor, tuple[Tensor, int]]):
     """(p, number of its steps) by parameter; of a sharded parameter, this rank's shard of p."""
 
-    def next(self, parameter: Tensor, beta3: float) -> tuple[Tensor, float]:
-        """Counts a step, and returns its (p, 1 / (1 - beta3^t))."""
-        self.make(parameter)
-        average, t = self[parameter]
-        self[parameter] = average, t + 1
-        return average, 1 / (1 - beta3 ** (t + 1))
+    def next(self, parameters: Iterable[Tensor], beta3: float) -> tuple[list[Tensor], list[float]]:
+        """Counts a step of each parameter, and returns its p and 1 / (1 - beta3^t)."""
+        averages, corrections = [], []
+        for parameter in parameters:
+            self.make(parameter)
+            average, t = self[parameter]
+            self[parameter] = average, t + 1
+            averages.append(average)
+            corrections.append(1 / (1 - beta3 ** (t + 1)))
+        return averages, corrections
 
     def make(self, parameter: Tensor) -> None:
         """Makes p as it is before the first step: zeros, float32 at least."""

@@ -14,7 +14,7 @@ from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.optim.apply_gsnr import AppliedGsnr, GsnrOptions
 from bigbatch.optim.gsnr_momentum import GsnrMomentum
-from bigbatch.statistics.second_moment import GradientMoments
+from bigbatch.statistics.second_moment import GradientMoments, SumsOf
 
 _RANGE_INTERVAL = 16  # steps; on a GPU a check waits for the device
 _RECOMMENDED_K = 8  # with fewer, the ratio's variance is infinite or nearly so
@@ -36,6 +36,8 @@ class GsnrState:
         self.momentum = GsnrMomentum()
         self.moments = GradientMoments(self.vr_parameters.keys(), fused=self.fused is not False)
         self.warnings = GsnrWarnings()
+        # S of parameters, of the source that the moments are of
+        self.sums_of: SumsOf = lambda parameters: [None] * len(parameters)
 
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups, in the order of the state dict."""
@@ -68,8 +70,11 @@ class GradientScaling(Protocol):
     def bind(self, source: GradientSource) -> list[Subscriber]:
         """Prepares for steps of this source; returns what has to subscribe to it."""
 
-    def apply(self, source: GradientSource) -> AppliedGsnr:
-        """Replaces g by r g, or by p_hat g with momentum; once a step."""
+    def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
+        """Replaces g by r g, or by p_hat g with momentum; once a step.
+
+        With `may_step` it may do the base optimizer's step too, and says so.
+        """
 
 
 class GsnrWarnings:

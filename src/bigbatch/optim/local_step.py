@@ -1,6 +1,10 @@
 """Scales gradients by GSNR in `step()`: those of one process, or its shards under fully_shard."""
 
-from itertools import chain
+import itertools
+import operator
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,10 +12,14 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
-from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, apply_gsnr, out_of_range
+from bigbatch.gradients.grad_sums import GradSums, is_tensor
+from bigbatch.optim.apply_gsnr import AppliedGsnr, Layers, apply_gsnr, out_of_range
 from bigbatch.optim.functional import ratio, share_out_of_range
 from bigbatch.optim.gsnr_state import GsnrState
-from bigbatch.optim.sharding import all_reduce_of, local
+from bigbatch.optim.one_pass import Call, OnePass
+from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
+
+_GRAD = operator.attrgetter("grad")
 
 
 class LocalStep:
@@ -19,19 +27,41 @@ class LocalStep:
 
     def __init__(self, state: GsnrState) -> None:
         self._state = state
+        self._one_pass = OnePass(state.base, state.moments)
 
     def bind(self, source: GradientSource) -> list[Subscriber]:
-        """The moments subscribe; in the next step they keep their own sums."""
+        """The moments subscribe; in the next step the source keeps its sums apart from `.grad`."""
+        self._state.sums_of = source.sums_of
+        if isinstance(source.guard, GradSums):
+            source.guard.keeps_apart_next = True
         return [self._state.moments]
 
-    def apply(self, source: GradientSource) -> AppliedGsnr:
+    def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
         """Replaces g by r g, or by p_hat g with momentum.
 
+        Args:
+            source: the source of the step's gradients.
+            may_step: whether the base optimizer's step may be done in the same pass.
         Raises:
             GradientError: fewer than two micro-batches, or a gradient that none of them computed.
         """
+        self._prepare(source)
         moments, checks = self._state.moments, self._state.warnings
-        if not source.micro_batches or moments.micro_batches < 2:
+        agree = checks.checks_agreement and self._all_agree()
+        bad_layers = self._out_of_range() if checks.checks_range else []
+        with torch.no_grad():
+            parts = [(part, self._layers(part)) for part in self._parts()]  # no error after this
+            calls = self._calls(parts) if may_step else None
+            rows: dict[Tensor, Tensor] = {}
+            for call in calls or ():
+                call.run()
+            for part, layers in parts if calls is None else ():
+                rows.update(self._scale(part, layers))
+        return AppliedGsnr(moments.micro_batches, rows, agree, bad_layers, calls is not None)
+
+    def _prepare(self, source: GradientSource) -> None:
+        """Refuses a step without the micro-batches that r needs; warns of edited gradients."""
+        if not source.micro_batches or self._state.moments.micro_batches < 2:
             source.require_no_step_in_backward()
             raise GradientError(
                 f"{self._state.name} saw {source.micro_batches} backward() calls since "
@@ -39,55 +69,99 @@ class LocalStep:
                 "micro-batches; under fully_shard a micro-batch counts where its gradient is "
                 "reduced, so leave set_requires_gradient_sync on"
             )
-        agree = checks.checks_agreement and self._all_agree()
-        bad_layers = self._out_of_range() if checks.checks_range else []
-        all_reached = all(map(moments.is_reached, self._state.vr_parameters))
-        with torch.no_grad():
-            layers = self._scale(all_reached=all_reached)
-        return AppliedGsnr(moments.micro_batches, layers, agree, bad_layers)
+        if isinstance(source.guard, GradSums) and source.guard.settle():
+            warnings.warn(
+                "gradients were changed between backward() and step(), which they were not at the "
+                "last check; r of this step, and of earlier steps if they were changed through "
+                ".data, may be that of the changed gradients",
+                stacklevel=6,
+            )
 
     def _all_agree(self) -> bool:
         """Whether there are gradients, and every element is the same in all micro-batches."""
-        agree, moments = False, self._state.moments
-        for parameter in filter(moments.is_reached, self._state.vr_parameters):
-            total, m2 = moments.sum_and_m2(parameter)
-            q = ratio(total, m2, moments.weight)
+        agree = False
+        for _, total, m2 in self._reached():
+            q = ratio(total, m2, self._state.moments.weight)
             if (q.isfinite() | ~total.isfinite()).any():
                 return False
             agree = agree or bool(q.isinf().any())
         return agree
 
     def _out_of_range(self) -> list[Tensor]:
-        moments = self._state.moments
-        reached = filter(moments.is_reached, self._state.vr_parameters)
-        return out_of_range(
-            [(p, share_out_of_range(*moments.sum_and_m2(p), moments.weight)) for p in reached]
-        )
+        weight = self._state.moments.weight
+        shares = [(p, share_out_of_range(s, m2, weight)) for p, s, m2 in self._reached()]
+        return out_of_range(shares)
 
-    def _scale(self, *, all_reached: bool) -> dict[Tensor, Tensor]:
+    def _reached(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(parameter, S, M2) of every parameter that a micro-batch reached."""
+        moments = self._state.moments
+        reached = list(filter(moments.is_reached, self._state.vr_parameters))
+        sums, m2s = moments.sums_and_m2s(reached, self._state.sums_of)
+        return zip(reached, sums, m2s, strict=True)
+
+    def _parts(self) -> "list[_Part]":
+        """The parameters of each group that have a gradient."""
         moments, parts = self._state.moments, []
         for group in self._state.base.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None and group["vr"]]
-            parts.append((group, parameters, all_reduce_of(parameters)))
-        for p in () if all_reached else chain.from_iterable(part[1] for part in parts):
-            if not moments.is_reached(p) and local(p.grad).any():
-                raise GradientError(
-                    "a parameter has a gradient that no counted backward gave it; let every "
-                    "gradient come from backward() after zero_grad()"
-                )
-        layers: dict[Tensor, Tensor] = {}  # no error is raised after this line
-        for group, parameters, all_reduce in parts:
-            options = self._state.options(group, moments.weight)
-            rows = apply_gsnr(options, [self._layer(p, group) for p in parameters], all_reduce)
-            if options.watch:
-                if all_reduce is not None:
-                    all_reduce(rows)
-                layers.update(zip(parameters, rows, strict=True))
-        return layers
+            if not group["vr"]:
+                continue
+            grads: Any = list(map(_GRAD, group["params"]))
+            parameters = group["params"]
+            if not all(map(is_tensor, grads)):
+                parameters = list(itertools.compress(parameters, map(is_tensor, grads)))
+                grads = list(filter(is_tensor, grads))
+            all_reduce = all_reduce_of(parameters)
+            if all_reduce is not None:
+                grads = list(map(local, grads))
+            if parameters:
+                parts.append(_Part(group, parameters, grads, all_reduce))
+        for part in parts:
+            if moments.are_reached(part.parameters):
+                continue
+            for p, grad in zip(part.parameters, part.gradients, strict=True):
+                if not moments.is_reached(p) and grad.any():
+                    raise GradientError(
+                        "a parameter has a gradient that no counted backward gave it; let every "
+                        "gradient come from backward() after zero_grad()"
+                    )
+        return parts
 
-    def _layer(self, parameter: Tensor, group: dict[str, Any]) -> Layer:
-        gradient = local(parameter.grad)
-        total, m2 = self._state.moments.sum_and_m2(parameter, gradient)
-        if group["beta3"] is None:
-            return Layer(total, m2, gradient)
-        return Layer(total, m2, gradient, *self._state.momentum.next(parameter, group["beta3"]))
+    def _calls(self, parts: "list[tuple[_Part, Layers]]") -> list[Call] | None:
+        """The kernel calls that also do the base optimizer's step; None if it has to do that."""
+        state, calls = self._state, []
+        if state.watch or state.fused is False or not self._one_pass.is_possible():
+            return None
+        for number, (part, layers) in enumerate(parts):
+            options = state.options(part.group, state.moments.weight)
+            call = self._one_pass.find(number, part.group, part.parameters, options, layers)
+            if call is None:
+                return None
+            calls.append(call)
+        return calls
+
+    def _scale(self, part: "_Part", layers: Layers) -> dict[Tensor, Tensor]:
+        """Scales the gradients of a group; returns the row of each parameter, if watched."""
+        state, group = self._state, part.group
+        options = state.options(group, state.moments.weight)
+        rows = apply_gsnr(options, layers, part.all_reduce)
+        if not options.watch:
+            return {}
+        if part.all_reduce is not None:
+            part.all_reduce(rows)
+        return dict(zip(part.parameters, rows, strict=True))
+
+    def _layers(self, part: "_Part") -> Layers:
+        state, beta3 = self._state, part.group["beta3"]
+        moments = state.moments.sums_and_m2s(part.parameters, state.sums_of, part.gradients)
+        momentum = () if beta3 is None else state.momentum.next(part.parameters, beta3)
+        return Layers(*moments, part.gradients, *momentum)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The parameters of a group that have a gradient in the step."""
+
+    group: dict[str, Any]
+    parameters: list[Tensor]
+    gradients: list[Tensor]  # on this rank
+    all_reduce: AllReduce | None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients import MADE_LATE, GradientSource, SingleProcessSource
@@ -66,6 +67,8 @@ def sharded_like(parameter: Any, shard: Tensor) -> Tensor:
 
 def all_reduce_of(parameters: list[Any]) -> AllReduce | None:
     """Sums values over the ranks that have shards of the parameters; None if they have none."""
+    if set(map(type, parameters)) <= {Tensor, Parameter}:
+        return None
     sharded = [is_sharded(parameter) for parameter in parameters]
     if not any(sharded):
         return None

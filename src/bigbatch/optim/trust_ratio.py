@@ -17,7 +17,7 @@ from bigbatch.optim import functional
 from bigbatch.optim.gsnr_options import Betas, load_into, require_kinds, require_unique
 from bigbatch.optim.learning_rates import Rate, rates_of
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
-from bigbatch.optim.two_pass import TwoPass, require_kernels
+from bigbatch.optim.two_pass import Chunk, TwoPass, require_kernels
 from bigbatch.setting_types import Coefficient, PositiveCoefficient, Share, checked
 from bigbatch.state_checks import loads_state
 
@@ -220,26 +220,32 @@ class LARS(TrustRatioOptimizer):
     def _passes(
         self, shards: list[ParameterShard], group: dict[str, Any], *, adapts: bool
     ) -> TwoPass:
-        layers = [(s.theta, s.gradient, s.state[0], None) for s in shards]
+        columns = _columns(shards)
         lr, trust = float(group["lr"]), group["trust_coefficient"]
         decay = group["weight_decay"] if adapts else 0.0
         momentum, nesterov = group["momentum"], group["nesterov"]
         sign = -1.0 if group["maximize"] else 1.0
 
-        def step(i: int, sums: Tensor) -> None:
-            theta, gradient, buffer, _ = layers[i]
-            weight, norm = sums.sqrt()
-            rate = functional.lars_rate(weight, norm, decay, trust) if adapts else 1.0
+        def step(chunk: Chunk, sums: Tensor) -> None:
+            theta, gradient, buffer = map(chunk.flat, range(3))
+            rate: Tensor | float = 1.0
+            if adapts:
+                dtype = sum_dtype(theta.dtype)
+                weight, norm = sums.sqrt().T
+                rates = functional.lars_rate(weight, norm, decay, trust)
+                rate = chunk.spread(rates.to(dtype))
             functional.lars_step(
                 theta, sign * gradient, buffer, lr * rate, decay, momentum, nesterov
             )
+            chunk.write(0, theta)
+            chunk.write(2, buffer)
 
         return TwoPass(
             native.Rule.LARS,
-            layers,
-            layer_values=[(0.0, 0.0)] * len(layers),
+            columns,
+            layer_values=[(0.0, 0.0)] * len(shards),
             group_values=[lr, decay, sign, adapts, momentum, trust, nesterov],
-            first_pass=lambda i: torch.stack([functional.squares(x) for x in layers[i][:2]]),
+            first_pass=lambda chunk: chunk.squares(chunk.flat(0), chunk.flat(1)),
             second_pass=step,
         )
 
@@ -306,30 +312,42 @@ class LAMB(TrustRatioOptimizer):
     def _passes(
         self, shards: list[ParameterShard], group: dict[str, Any], *, adapts: bool
     ) -> TwoPass:
-        layers = [(s.theta, s.gradient, s.state[0], s.state[1]) for s in shards]
+        columns = _columns(shards)
         (beta1, beta2), eps, lr = group["betas"], group["eps"], float(group["lr"])
         corrections = [(1 - beta1**s.steps, 1 - beta2**s.steps) for s in shards]
         decay = group["weight_decay"] if adapts else 0.0
         sign = -1.0 if group["maximize"] else 1.0
 
-        def moments(i: int) -> Tensor:
-            theta, gradient, m, v = layers[i]
-            functional.lamb_moments(sign * gradient, m, v, beta1, beta2)
-            u = functional.lamb_direction(theta, m, v, corrections[i], eps, decay)
-            return torch.stack([functional.squares(theta), functional.squares(u)])
+        def direction(chunk: Chunk, theta: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            pair = chunk.spread_value(0, m), chunk.spread_value(1, m)
+            return functional.lamb_direction(theta, m, v, pair, eps, decay)
 
-        def step(i: int, sums: Tensor) -> None:
-            theta, _, m, v = layers[i]
-            weight, norm = sums.sqrt()
-            rate = functional.lamb_rate(weight, norm) if adapts else 1.0
-            u = functional.lamb_direction(theta, m, v, corrections[i], eps, decay)
-            theta.sub_(u * (lr * rate))
+        def moments(chunk: Chunk) -> Tensor:
+            theta, gradient, m, v = map(chunk.flat, range(4))
+            functional.lamb_moments(sign * gradient, m, v, beta1, beta2)
+            chunk.write(2, m)
+            chunk.write(3, v)
+            return chunk.squares(theta, direction(chunk, theta, m, v))
+
+        def step(chunk: Chunk, sums: Tensor) -> None:
+            theta, m, v = chunk.flat(0), chunk.flat(2), chunk.flat(3)
+            rate: Tensor | float = 1.0
+            if adapts:
+                rate = chunk.spread(functional.lamb_rate(*sums.sqrt().T).to(m))
+            theta.sub_(direction(chunk, theta, m, v) * (lr * rate))
+            chunk.write(0, theta)
 
         return TwoPass(
             native.Rule.LAMB,
-            layers,
+            columns,
             layer_values=corrections,
             group_values=[lr, decay, sign, adapts, beta1, beta2, eps],
             first_pass=moments,
             second_pass=step,
         )
+
+
+def _columns(shards: list[ParameterShard]) -> list[list[Tensor]]:
+    """theta, gradient and each state of all shards."""
+    states = zip(*(shard.state for shard in shards), strict=True)
+    return [[s.theta for s in shards], [s.gradient for s in shards], *map(list, states)]

@@ -3,29 +3,88 @@
 Kernels do the layers whose arrays fit them, torch the others; sums are over all ranks.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bigbatch.errors import SettingError
+from bigbatch.errors import SettingError, StateError
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.kernels import native
 from bigbatch.optim.sharding import AllReduce
 
+_ON_CPU = 1 << 16  # elements of a chunk, 256 KB in float32, which stay in cache
+_ON_DEVICE = 1 << 23  # 32 MB, which bounds the memory of what is computed
+_SHAPE = operator.attrgetter("shape")
+_SIGNATURE = operator.attrgetter("device", "dtype")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Several layers, or a part of one, which torch computes as one flat tensor per column."""
+
+    columns: Sequence[Sequence[Tensor] | None]
+    layers: slice  # which layers they are
+    layer_values: Sequence[tuple[float, float]]  # two numbers for each layer
+    sizes: list[int]  # elements of each layer
+
+    def flat(self, column: int) -> Tensor:
+        """The arrays of a column, one after the other."""
+        arrays = self.columns[column]
+        assert arrays is not None
+        return arrays[0].flatten() if len(arrays) == 1 else torch.cat([*map(torch.flatten, arrays)])
+
+    def pieces(self, flat: Tensor, column: int) -> list[Tensor]:
+        """A flat tensor, cut into views shaped like the arrays of a column."""
+        arrays = self.columns[column]
+        assert arrays is not None
+        return list(map(Tensor.view_as, flat.split_with_sizes(self.sizes), arrays))
+
+    def write(self, column: int, flat: Tensor) -> None:
+        """Copies a flat tensor to the arrays of a column."""
+        torch._foreach_copy_(self.columns[column], self.pieces(flat, column))  # type: ignore[arg-type]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One value for each layer, repeated for each of its elements."""
+        if len(self.sizes) == 1:
+            return values[0]
+        return torch.cat([*map(Tensor.expand, values.unbind(), self.sizes)])
+
+    def spread_value(self, which: int, like: Tensor) -> Tensor | float:
+        """A number of each layer, repeated for each of its elements; one if all are equal."""
+        values = [pair[which] for pair in self.layer_values]
+        return values[0] if len(set(values)) == 1 else self.spread(like.new_tensor(values))
+
+    def sums(self, *flats: Tensor) -> Tensor:
+        """The sum of |x| over each layer, for each flat tensor x: (layers, tensors)."""
+        return self._norms(flats, 1)
+
+    def squares(self, *flats: Tensor) -> Tensor:
+        """|x|^2 of each layer, for each flat tensor x: (layers, tensors)."""
+        return self._norms(flats, 2).square_()
+
+    def _norms(self, flats: Sequence[Tensor], order: int) -> Tensor:
+        device = flats[0].device
+        arrays = [piece for flat in flats for piece in flat.split_with_sizes(self.sizes)]
+        norms = torch._foreach_norm(arrays, order, dtype=widest_float(device))
+        return torch.stack(norms).view(len(flats), -1).T
+
 
 @dataclass(frozen=True)
 class TwoPass:
-    """A rule over layers, both as a kernel and as functions of a layer's number."""
+    """A rule over layers, both as a kernel and as functions of a chunk."""
 
     rule: native.Rule  # the kernel
-    layers: Sequence[native.Layer]  # the arrays of each layer, in the kernel's order
+    columns: Sequence[native.Column]  # the arrays of each layer, in the kernel's order
     layer_values: Sequence[tuple[float, float]]  # two numbers for each layer
     group_values: Sequence[float]  # the numbers that all layers share
-    first_pass: Callable[[int], Tensor]  # returns the sums of a layer, (2,)
-    # updates a layer with its sums; may return statistics, (5,)
-    second_pass: Callable[[int, Tensor], Tensor | None]
+    first_pass: Callable[[Chunk], Tensor]  # returns the sums of each layer, (layers, 2)
+    # updates layers with their sums; may return statistics, (layers, 5)
+    second_pass: Callable[[Chunk, Tensor], Tensor | None]
     watch: bool = False  # whether kernels return statistics
 
     def run(self, *, fused: bool, all_reduce: AllReduce | None) -> Tensor:
@@ -38,38 +97,102 @@ class TwoPass:
         Returns:
             The statistics of each layer, (layers, 5); zeros if not watched.
         """
-        fits = [fused and native.fits(*arrays) for arrays in self.layers]
-        by_kernel = [i for i, fit in enumerate(fits) if fit]
-        by_torch = [i for i, fit in enumerate(fits) if not fit]
+        fits = fused and native.fits(*self.columns)
+        if fits and all_reduce is None:
+            return self._kernel(native.Passes.BOTH)[1]
+        parts = [(slice(None), self, fits)] if fits or not fused else list(self._by_fit())
         sums, rows = self._zeros(2), self._zeros(5)
-        for i in by_torch:
-            sums[i] = self.first_pass(i)
+        for numbers, part, by_kernel in parts:
+            sums[numbers] = part._first(by_kernel=by_kernel)
         if all_reduce is not None:
-            if by_kernel:
-                sums[by_kernel], _ = self._kernel(by_kernel, native.Passes.FIRST)
             all_reduce(sums)
-        if by_kernel and all_reduce is None:
-            _, rows[by_kernel] = self._kernel(by_kernel, native.Passes.BOTH)
-        elif by_kernel:
-            _, rows[by_kernel] = self._kernel(by_kernel, native.Passes.SECOND, sums[by_kernel])
-        for i in by_torch:
-            row = self.second_pass(i, sums[i])
-            if row is not None:
-                rows[i] = row
+        for numbers, part, by_kernel in parts:
+            rows[numbers] = part._second(sums[numbers], by_kernel=by_kernel)
         return rows
 
-    def _zeros(self, columns: int) -> Tensor:
-        device = self.layers[0][0].device if self.layers else torch.device("cpu")
-        return torch.zeros(len(self.layers), columns, dtype=widest_float(device), device=device)
+    def _by_fit(self) -> Iterator[tuple[Any, "TwoPass", bool]]:
+        """The layers that kernels do, and those that torch does: (numbers, part, by kernel)."""
+        count = len(self.layer_values)
+        layers = [[None if c is None else [c[i]] for c in self.columns] for i in range(count)]
+        fits = [native.fits(*layer) for layer in layers]
+        for by_kernel in (True, False):
+            numbers = [i for i, fit in enumerate(fits) if fit is by_kernel]
+            if len(numbers) == count:
+                yield slice(None), self, by_kernel
+            elif numbers:
+                columns = [None if c is None else [c[i] for i in numbers] for c in self.columns]
+                values = [self.layer_values[i] for i in numbers]
+                yield numbers, replace(self, columns=columns, layer_values=values), by_kernel
 
-    def _kernel(
-        self, numbers: list[int], passes: native.Passes, sums: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _first(self, *, by_kernel: bool) -> Tensor:
+        sums = self._zeros(2)
+        if by_kernel:
+            return self._kernel(native.Passes.FIRST)[0]
+        for chunk in self._chunks():
+            sums[chunk.layers] += self.first_pass(chunk)
+        return sums
+
+    def _second(self, sums: Tensor, *, by_kernel: bool) -> Tensor:
+        if by_kernel:
+            return self._kernel(native.Passes.SECOND, sums)[1]
+        rows = self._zeros(5)
+        for chunk in self._chunks():
+            found = self.second_pass(chunk, sums[chunk.layers])
+            if found is not None:
+                rows[chunk.layers] += found
+        return rows
+
+    def _chunks(self) -> Iterator[Chunk]:
+        """Layers of one device and type together, up to a size; large ones of a CPU in parts."""
+        first: Any = self.columns[0]
+        shapes = list(map(_SHAPE, first))
+        if any(list(map(_SHAPE, column or first)) != shapes for column in self.columns):
+            raise StateError(
+                "a parameter, its gradient and its state have different shapes; load the state of "
+                "the same parameters, or none"
+            )
+        start, elements, limit = 0, 0, 0
+        for number, array in enumerate(first):
+            size, unlike = array.numel(), number and _SIGNATURE(array) != _SIGNATURE(first[start])
+            if number > start and (unlike or elements + size > limit):
+                yield self._chunk(slice(start, number))
+                start, elements = number, 0
+            limit = _ON_CPU if array.is_cpu else _ON_DEVICE
+            elements += size
+            if size > limit and self._is_contiguous(number):
+                yield from self._parts(number, limit)
+                start, elements = number + 1, 0
+        if start < len(first):
+            yield self._chunk(slice(start, len(first)))
+
+    def _chunk(self, layers: slice) -> Chunk:
+        columns = [None if c is None else c[layers] for c in self.columns]
+        sizes: Any = list(map(Tensor.numel, columns[0]))  # type: ignore[arg-type]
+        return Chunk(columns, layers, self.layer_values[layers], sizes)
+
+    def _is_contiguous(self, number: int) -> bool:
+        return all(c[number].is_contiguous() for c in self.columns if c is not None)
+
+    def _parts(self, number: int, limit: int) -> Iterator[Chunk]:
+        layers, values = slice(number, number + 1), self.layer_values[number : number + 1]
+        flats = [None if c is None else c[number].view(-1) for c in self.columns]
+        size = self.columns[0][number].numel()  # type: ignore[index]
+        for at in range(0, size, limit):
+            columns = [None if flat is None else [flat[at : at + limit]] for flat in flats]
+            yield Chunk(columns, layers, values, [min(limit, size - at)])
+
+    def _zeros(self, columns: int) -> Tensor:
+        first: Any = self.columns[0]
+        device = first[0].device if first else torch.device("cpu")
+        return torch.zeros(len(first), columns, dtype=widest_float(device), device=device)
+
+    def _kernel(self, passes: native.Passes, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        values = itertools.chain.from_iterable(self.layer_values)
         return native.run(
             self.rule,
-            [self.layers[i] for i in numbers],
-            [value for i in numbers for value in self.layer_values[i]],
+            self.columns,
             self.group_values,
+            values,
             passes=passes,
             sums=sums,
             watch=self.watch,

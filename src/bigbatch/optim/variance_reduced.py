@@ -220,6 +220,12 @@ class VarianceReduced(Optimizer):
         """
         self._report(self._scaling.apply(self._source))
 
+    def _scale_and_step(self) -> bool:
+        """Scales the gradients; returns whether the same pass has stepped the base optimizer."""
+        applied = self._scaling.apply(self._source, may_step=True)
+        self._report(applied)
+        return applied.stepped
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients, and forgets the micro-batches of the step."""
         self.base.zero_grad(set_to_none)
@@ -244,11 +250,13 @@ class VarianceReduced(Optimizer):
         pending = self._source.micro_batches or (attached is not None and attached.has_untaken_step)
         # with rates of 0 torch's distributed checkpoints let a step only initialize state
         moves = any(rate != 0 for rate in rates_of(self))
+        stepped = False
         if self.gsnr_state.vr_parameters and (pending or moves):
-            self.scale_gradients()
+            stepped = self._scale_and_step()
         else:
             self._make_momentum()
-        self._step_base()
+        if not stepped:
+            self._step_base()
         self._source.restart()
         return loss
 

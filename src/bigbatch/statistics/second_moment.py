@@ -1,28 +1,79 @@
 """Per-element sum and centred second moment of the micro-batch gradients."""
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+import itertools
+import operator
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
-from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.groups.group_tap import GroupGradients
 from bigbatch.gradients.protocols import MicroBatchGradients, Subscriber
+from bigbatch.gradients.source import TWICE
 from bigbatch.kernels import native
 
-_CHUNK = 1 << 16  # elements, of 256 KB in float32
+_CHUNK = 1 << 23  # elements of the deviations that are in memory at a time, 32 MB in float32
+_DEVICE, _SHAPE = operator.attrgetter("device"), operator.attrgetter("shape")
+_WELFORD = native.Rule.WELFORD
+_LISTS = 64  # lists of parameters that are remembered between steps
+
+SumsOf = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+"""S of parameters, as a source keeps it; None where no micro-batch reached one."""
 
 
-@dataclass
-class _Moment:
-    """Moments of one parameter; undefined if the weight is 0."""
+@dataclass(eq=False)
+class _Block:
+    """Parameters whose gradients come together, of one device and dtype, and their moments."""
 
-    m2: Tensor  # M2, shaped like the gradients
-    total: Tensor | None = None  # S; None if the guard has it
-    weight: float = 0.0  # of the micro-batches that the moments cover
+    parameters: list[Tensor]
+    places: list[int]  # of these in the lists that the source passes
+    m2s: list[Tensor]  # M2 of each, shaped like the gradients
+    fits: bool  # whether kernels can read M2
+    is_whole: bool  # whether these are all parameters of the list
+    step: int = -1  # the step that the moments are of
+    weight: float = 0.0  # of the micro-batches that they cover; 0 if no gradient came yet
+    written: bool = False  # whether M2 was written to in the step; it counts as 0 before
+    totals: list[Tensor] | None = None  # S of each, if the source does not keep it
+    total_addresses: "array[int] | None" = None  # of S in this step, if kernels can read it
+    lengths: "array[int]" = field(init=False)
+    addresses: "array[int]" = field(init=False)  # of M2
+
+    def __post_init__(self) -> None:
+        self.lengths, self.addresses = native.lengths(self.m2s), native.addresses(self.m2s)
+        self.elements = sum(self.lengths)
+        self.ids = list(map(id, self.parameters))
+        self.is_contiguous = set(map(Tensor.is_contiguous, self.m2s)) <= {True}
+        self.strides = list(map(Tensor.stride, self.m2s))
+
+    def start(self, step: int) -> None:
+        """A step starts in which no gradient came yet."""
+        self.step, self.weight, self.written, self.total_addresses = step, 0.0, False, None
+
+    def select(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The values of these parameters, of a list that the source passed."""
+        return list(values) if self.is_whole else list(map(values.__getitem__, self.places))
+
+    def arrange(self, values: list[Tensor]) -> list[Tensor]:
+        """The values with the strides of M2, so that all have the same order in memory."""
+        if self.is_contiguous and set(map(Tensor.is_contiguous, values)) <= {True}:
+            return values
+        if list(map(Tensor.stride, values)) == self.strides:
+            return values
+        return list(map(_with_strides_of, values, self.m2s))
+
+    def split(self) -> Iterator["_Block"]:
+        """A block of each parameter, with the same moments."""
+        totals: Sequence[Tensor | None] = self.totals or [None] * len(self.m2s)
+        for parameter, m2, total in zip(self.parameters, self.m2s, totals, strict=True):
+            own = None if total is None else [total]
+            fits = self.fits and native.fits([m2])
+            state = self.step, self.weight, self.written, own
+            yield _Block([parameter], [0], [m2], fits, False, *state)
+        self.step = -1
 
 
 class GradientMoments(Subscriber):
@@ -33,32 +84,43 @@ class GradientMoments(Subscriber):
         M2 += n_d W / (W + n_d) (g_d - S / W)^2;   S += n_d g_d;   W += n_d
 
     A micro-batch that does not reach a parameter has a gradient of 0 there, and counts as such.
-    M2 is float32 at least. S is float32 at least, in a buffer of its own that no change of `.grad`
-    affects. With `sum_guard`, the guard of a source whose sums are exactly S, S is its `grad_sum`
-    instead, except for the parameters in `own_sum_parameters`.
+    M2 and S are float32 at least. S is the source's, or, where that keeps none or one of a half
+    type, in a buffer of its own.
+
+    The gradients of a list of parameters are one call of a kernel, or of torch's foreach. The
+    second of a step writes M2, so nothing is zeroed. Where a later micro-batch reaches another
+    part of the parameters than those before, the rest of the step goes parameter by parameter.
 
     Source:
         Welford 1962, West 1979; why not E[g^2] - E[g]^2: docs/theory.md (5).
     """
 
     needs_exact_groups = True
+    reads_at_once = True
 
     def __init__(self, watched: Collection[Tensor] | None = None, *, fused: bool = True) -> None:
         self.micro_batches = 0  # groups of one backward count as micro-batches
         self.weight = 0.0  # of all micro-batches, the current one included
-        self.sum_guard: GradGuard | None = None  # assigned between steps only
-        self.own_sum_parameters: set[Tensor] = set()  # assigned between steps only
         self._watched = watched
+        self._watched_count = -1
         self._fused = fused
         self._weight_before = 0.0  # weight of the complete micro-batches
-        self._moments: dict[Tensor, _Moment] = {}  # kept for reuse
+        self._step = 0
+        self._lists: dict[tuple[int, ...], list[_Block]] = {}  # by the ids of the parameters
+        self._m2s: dict[int, Tensor] = {}  # by id of the parameter, which a block keeps alive
+        self._alive: dict[int, Tensor] = {}
+        self._block_of: dict[int, _Block] = {}  # of the parameters that this step reached
 
     def begin(self) -> None:
         """A step starts."""
         self.micro_batches = 0
         self.weight = self._weight_before = 0.0
-        for moment in self._moments.values():
-            moment.weight = 0.0
+        self._step += 1
+        self._block_of.clear()
+        count = -1 if self._watched is None else len(self._watched)
+        if count != self._watched_count or len(self._lists) > _LISTS:
+            self._watched_count = count
+            self._lists.clear()
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch of n_d = weight starts."""
@@ -66,29 +128,21 @@ class GradientMoments(Subscriber):
         self._weight_before = self.weight
         self.weight += weight
 
-    reads_at_once = True
-
     def gradients(self, batch: MicroBatchGradients) -> None:
-        """Adds n_d g_d, which the micro-batch is about to add to `parameter.grad`."""
-        for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
-            self.gradient(parameter, gradient)
-
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Adds one gradient."""
-        if self._watched is not None and parameter not in self._watched:
-            return
-        moment = self._moment(parameter, gradient)
-        if moment.weight == self.weight:
-            raise GradientError(
-                "a parameter received two gradients in one micro-batch (two backwards, or "
-                "reentrant checkpointing); sum the losses and call backward once"
-            )
-        gradient = _with_strides_of(gradient, moment.m2)
-        if moment.weight:
-            self._add(parameter, moment, gradient)
-        else:
-            self._start(parameter, moment, gradient)
-        moment.weight = self.weight
+        """Adds n_d g_d of each parameter, which the micro-batch is about to add to S."""
+        blocks = self._blocks(batch.parameters, batch.gradients)
+        for block in blocks:
+            if block.weight == self.weight:
+                raise GradientError(TWICE)
+            gradients = block.arrange(block.select(batch.gradients))
+            if not block.weight:
+                keeps_none = batch.sums is None and not batch.first
+                self._start(block, gradients, keeps_none=keeps_none)
+            else:
+                sums = None if batch.sums is None else block.select(batch.sums)
+                may_sum = batch.may_sum and block.is_whole
+                batch.summed |= self._add(block, gradients, sums, may_sum=may_sum)
+            block.weight = self.weight
 
     @torch.no_grad()
     def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
@@ -96,90 +150,220 @@ class GradientMoments(Subscriber):
 
         M2 += sum_d n_d (g_d - g)^2,    with n_d g_d = h_d and (sum n_d) g = sum h_d
         """
-        moment = self._moments.get(parameter)
-        if moment is None or moment.weight != self.weight:  # not watched
+        block = self._block_of.get(id(parameter))
+        if block is None or block.weight != self.weight:  # not watched
             return
+        m2 = _zeroed(block)[block.ids.index(id(parameter))]
         weights = groups.weights
         mean = gradient.to(groups.gradients.dtype)
         for images, weight in zip(groups.gradients, weights, strict=True):
             if weight:
                 deviation = torch.sub(images, mean, alpha=weight / sum(weights))
                 scale = (self.weight - self._weight_before) / sum(weights)
-                moment.m2.addcmul_(deviation, deviation, value=1 / (weight * scale))
+                m2.addcmul_(deviation, deviation, value=1 / (weight * scale))
+
+    def are_reached(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether a micro-batch of the step reached each of the parameters."""
+        return self._block_of.keys() >= set(map(id, parameters))
 
     def is_reached(self, parameter: Tensor) -> bool:
         """Whether any micro-batch of the step reached the parameter."""
-        return self.reached_and_own_sum(parameter)[0]
+        return id(parameter) in self._block_of
 
-    def reached_and_own_sum(self, parameter: Tensor) -> tuple[bool, Tensor | None]:
-        """(whether a micro-batch reached the parameter, its S if that has its own buffer)."""
-        moment = self._moments.get(parameter)
-        return (False, None) if moment is None else (moment.weight > 0, moment.total)
+    def keeps_sum(self, parameter: Tensor) -> bool:
+        """Whether S of the parameter has a buffer here, besides the source's."""
+        block = self._block_of.get(id(parameter))
+        return block is not None and block.totals is not None
 
-    def sum_and_m2(
-        self, parameter: Tensor, gradient: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(S, M2) over the whole step; zeros if no micro-batch reached the parameter."""
-        moment = self._moments.get(parameter)
-        if moment is None or not moment.weight:
-            m2 = self._moment(parameter, gradient).m2.zero_()
-            return torch.zeros_like(m2), m2
-        total = self._sum(parameter, moment)
-        self._catch_up(moment, total, self.weight)
-        return total, moment.m2
+    @torch.no_grad()
+    def sums_and_m2s(
+        self, parameters: Sequence[Tensor], sums_of: SumsOf, like: Sequence[Tensor] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """(S, M2) of each parameter over the whole step; zeros if no micro-batch reached it.
 
-    def _start(self, parameter: Tensor, moment: _Moment, gradient: Tensor) -> None:
-        """Takes the first gradient of a step; it was 0 in the micro-batches before."""
-        moment.m2.zero_()
+        Args:
+            parameters: the parameters.
+            sums_of: returns S as the source keeps it.
+            like: tensors shaped like the gradients, if those are not shaped like the parameters.
+        """
+        blocks = set(map(self._block_of.get, map(id, parameters)))
+        for block in blocks:
+            if block is not None and (block.weight < self.weight or not block.written):
+                totals = block.totals or sums_of(block.parameters)
+                self._catch_up(block, block.arrange(totals), self.weight)  # type: ignore[arg-type]
+        sums = list(sums_of(parameters))
+        if any(block is None or block.totals for block in blocks):
+            shapes = parameters if like is None else like
+            return self._mixed(parameters, sums, shapes)
+        return sums, list(map(self._m2s.__getitem__, map(id, parameters)))  # type: ignore[return-value]
+
+    def _mixed(
+        self, parameters: Sequence[Tensor], sums: list[Tensor | None], like: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The same where some parameters were not reached, or have an S of their own."""
+        m2s: list[Tensor] = []
+        for number, (parameter, shape) in enumerate(zip(parameters, like, strict=True)):
+            block = self._block_of.get(id(parameter))
+            if block is None:
+                dtype = sum_dtype(shape.dtype)
+                zeros = torch.zeros_like(shape, dtype=dtype, requires_grad=False)
+                sums[number], m2 = zeros, zeros.clone()
+            else:
+                m2 = self._m2s[id(parameter)]
+                if block.totals:
+                    sums[number] = block.totals[block.ids.index(id(parameter))]
+            m2s.append(m2)
+        return sums, m2s  # type: ignore[return-value]
+
+    def checked_addresses(
+        self, parameters: Sequence[Tensor]
+    ) -> "tuple[array[int], array[int], array[int]] | None":
+        """(addresses of S and of M2, elements) of each parameter, if kernels have read them.
+
+        They have if all were reached twice in the step. None if any was not.
+        """
+        ids = list(map(id, parameters))
+        blocks = [block for block in set(map(self._block_of.get, ids)) if block is not None]
+        if not self._block_of.keys() >= set(ids):
+            return None
+        if len(blocks) == 1 and blocks[0].ids == ids:
+            block = blocks[0]
+            s_at = block.total_addresses
+            return None if s_at is None else (s_at, block.addresses, block.lengths)
+        found: dict[int, tuple[int, int, int]] = {}
+        for block in blocks:
+            if block.total_addresses is None:
+                return None
+            rows = zip(block.total_addresses, block.addresses, block.lengths, strict=True)
+            found.update(zip(block.ids, rows, strict=True))
+        columns = zip(*map(found.__getitem__, ids), strict=True)
+        first, second, third = (array("q", column) for column in columns)
+        return first, second, third
+
+    # blocks
+
+    def _blocks(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> Sequence[_Block]:
+        """The blocks of a list of parameters, whose moments are those of this step."""
+        key = tuple(map(id, parameters))
+        blocks = self._lists.get(key)
+        if blocks is None:
+            blocks = self._lists[key] = self._make(parameters, gradients)
+        if {block.step for block in blocks} <= {self._step}:
+            return blocks
+        if not self._block_of.keys().isdisjoint(key):
+            return self._singles(parameters, gradients)
+        if not all(_has_shapes(block, gradients) for block in blocks):
+            blocks = self._lists[key] = self._make(parameters, gradients)
+        for block in blocks:
+            block.start(self._step)
+            self._block_of.update(dict.fromkeys(block.ids, block))
+        return blocks
+
+    def _make(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[_Block]:
+        """Sorts parameters into blocks of one device and dtype, with a kernel or without."""
+        places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+        for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            if self._watched is not None and parameter not in self._watched:
+                continue
+            m2 = self._m2s.get(id(parameter))
+            if m2 is None or m2.shape != gradient.shape or m2.device != gradient.device:
+                m2 = torch.empty_like(gradient, dtype=sum_dtype(gradient.dtype))
+                self._m2s[id(parameter)], self._alive[id(parameter)] = m2, parameter
+            kernel = self._fused and gradient.dtype == m2.dtype and native.fits([m2])
+            places.setdefault((gradient.device, gradient.dtype, kernel), []).append(place)
+        return [
+            _Block(
+                [parameters[i] for i in some],
+                some,
+                [self._m2s[id(parameters[i])] for i in some],
+                kernel,
+                len(some) == len(parameters),
+            )
+            for (_, _, kernel), some in places.items()
+        ]
+
+    def _singles(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[_Block]:
+        """A block for each watched parameter of a list, some of which the step has reached."""
+        singles = []
+        for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            block = self._block_of.get(id(parameter))
+            if block is None:
+                blocks = self._blocks([parameter], [gradient])
+                if not blocks:
+                    continue
+                block = blocks[0]
+            elif len(block.ids) > 1:
+                for single in block.split():
+                    self._block_of[single.ids[0]] = single
+                block = self._block_of[id(parameter)]
+            block.places, block.is_whole = [place], len(parameters) == 1
+            singles.append(block)
+        return singles
+
+    # moments of a block
+
+    def _start(self, block: _Block, gradients: list[Tensor], *, keeps_none: bool) -> None:
+        """Takes the first gradients of a step; they were 0 in the micro-batches before."""
         if self._weight_before:
             share = self._weight_before / ((self.weight - self._weight_before) * self.weight)
-            moment.m2.addcmul_(gradient, gradient, value=share)
-        if (
-            self.sum_guard
-            and gradient.dtype in FULL_PRECISION
-            and parameter not in self.own_sum_parameters
-        ):
-            moment.total = None
-        elif moment.total is None:
-            moment.total = gradient.to(moment.m2.dtype, copy=True)
+            torch._foreach_addcmul_(_zeroed(block), gradients, gradients, share)
+        if not keeps_none and gradients[0].dtype in FULL_PRECISION:
+            block.totals = None
+        elif block.totals is None:
+            block.totals = list(map(torch.empty_like, block.m2s))
+        if block.totals is not None:
+            torch._foreach_copy_(block.totals, gradients)
+
+    def _add(
+        self, block: _Block, gradients: list[Tensor], sums: list[Tensor] | None, *, may_sum: bool
+    ) -> bool:
+        """Takes further gradients of a step; returns whether it added them to the source's S."""
+        stored = block.totals or sums
+        assert stored is not None
+        totals = block.arrange(stored)
+        if block.weight < self._weight_before:
+            self._catch_up(block, totals, self._weight_before)
+        before, weight = self._weight_before, self.weight - self._weight_before
+        values = weight / before, before / (weight * self.weight), float(not block.written)
+        adds = block.totals is not None
+        columns = self._kernel_columns(block, gradients, totals)
+        if columns is None:
+            _add_deviations(gradients, totals, block.m2s, *values, adds=adds)
         else:
-            moment.total.copy_(gradient)
+            adds = adds or (may_sum and totals is stored)
+            threads = native.threads_for(block.elements)
+            group_values = (*values, float(adds))
+            native.run_at(_WELFORD, columns, block.lengths, group_values, threads=threads)
+            if adds:
+                torch.autograd.graph.increment_version(totals)
+        block.written = True
+        return adds and block.totals is None
 
-    def _add(self, parameter: Tensor, moment: _Moment, gradient: Tensor) -> None:
-        """Takes a further gradient of a step."""
-        stored = self._sum(parameter, moment)
-        total = _with_strides_of(stored, moment.m2)
-        self._catch_up(moment, total, self._weight_before)
-        weight, adds = self.weight - self._weight_before, moment.total is not None
-        if self.sum_guard is not None and not adds and total is stored and total.is_cpu:
-            # one pass updates S and M2; GPUs need several passes anyway
-            adds = False
-        before = self._weight_before
-        _welford(gradient, weight, total, moment.m2, before, fused=self._fused, adds=adds)
+    def _kernel_columns(
+        self, block: _Block, gradients: Sequence[Tensor], totals: Sequence[Tensor]
+    ) -> "list[array[int]] | None":
+        """Addresses of the gradients, S and M2, if the kernel can read them."""
+        if not block.fits or not native.are_plain(gradients):
+            return None
+        total_addresses = native.addresses(totals)
+        if total_addresses != block.total_addresses:
+            if not native.are_plain(totals) or native.lengths(totals) != block.lengths:
+                return None
+            block.total_addresses = total_addresses
+        if native.lengths(gradients) != block.lengths:
+            return None
+        return [native.addresses(gradients), total_addresses, block.addresses]
 
-    def _moment(self, parameter: Tensor, gradient: Tensor | None) -> _Moment:
-        moment = self._moments.get(parameter)
-        if moment is None or (gradient is not None and gradient.shape != moment.m2.shape):
-            like = parameter if gradient is None else gradient
-            m2 = torch.empty_like(like, dtype=sum_dtype(like.dtype), requires_grad=False)
-            moment = self._moments[parameter] = _Moment(m2)
-        return moment
-
-    def _sum(self, parameter: Tensor, moment: _Moment) -> Tensor:
-        """S, in its own buffer or the guard's."""
-        if moment.total is not None:
-            return moment.total
-        assert self.sum_guard is not None
-        total = self.sum_guard.sum_of(parameter)
-        assert total is not None
-        return total
-
-    def _catch_up(self, moment: _Moment, total: Tensor, weight: float) -> None:
-        """Adds zero gradients for micro-batches since the last one that reached the parameter."""
-        if moment.weight < weight:
-            share = (weight - moment.weight) / (moment.weight * weight)
-            moment.m2.addcmul_(total, total, value=share)
-            moment.weight = weight
+    def _catch_up(self, block: _Block, totals: list[Tensor], weight: float) -> None:
+        """Adds zero gradients for micro-batches since the last one that reached the parameters."""
+        if block.weight < weight:
+            share = (weight - block.weight) / (block.weight * weight)
+            torch._foreach_addcmul_(_zeroed(block), totals, totals, share)
+            block.weight = weight
+        else:
+            _zeroed(block)
 
 
 def combine_moments(
@@ -206,7 +390,12 @@ def combine_moments(
     before = 0.0
     for row, weight in zip(totals, weights, strict=True):
         if weight and before:
-            _welford(row.to(total.dtype), weight, total, m2, before, fused=fused, adds=True)
+            columns = [row.to(total.dtype)], [total], [m2]
+            values = weight / before, before / (weight * (before + weight)), 0.0
+            if fused and native.fits(*columns):
+                native.run(native.Rule.WELFORD, columns, (*values, 1.0))
+            else:
+                _add_deviations(*columns, *values, adds=True)
         else:
             total.add_(row)
         before += weight
@@ -214,36 +403,55 @@ def combine_moments(
         m2.add_(group_m2)
 
 
-def _with_strides_of(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient with the strides of `like`, so that both have the same order in memory."""
-    if gradient.stride() == like.stride() or (gradient.is_contiguous() and like.is_contiguous()):
-        return gradient
-    return torch.empty_like(like, dtype=gradient.dtype).copy_(gradient)
+def _has_shapes(block: _Block, gradients: Sequence[Tensor]) -> bool:
+    """Whether M2 has the shapes and the device of the gradients, which an engine may change."""
+    own = block.select(gradients)
+    devices = set(map(_DEVICE, own)) | {block.m2s[0].device}
+    return len(devices) == 1 and list(map(_SHAPE, own)) == list(map(_SHAPE, block.m2s))
 
 
-def _welford(
-    gradient: Tensor,
-    weight: float,
-    total: Tensor,
-    m2: Tensor,
-    before: float,
+def _zeroed(block: _Block) -> list[Tensor]:
+    """M2 of a block, which is set to 0 if the step has not written to it yet."""
+    if not block.written:
+        torch._foreach_zero_(block.m2s)
+        block.written = True
+    return block.m2s
+
+
+def _with_strides_of(value: Tensor, like: Tensor) -> Tensor:
+    """The value with the strides of `like`, so that both have the same order in memory."""
+    if value.stride() == like.stride() or (value.is_contiguous() and like.is_contiguous()):
+        return value
+    return torch.empty_like(like, dtype=value.dtype).copy_(value)
+
+
+def _add_deviations(
+    gradients: list[Tensor],
+    totals: list[Tensor],
+    m2s: list[Tensor],
+    mean_of: float,
+    share: float,
+    first: float,
     *,
-    fused: bool,
     adds: bool,
 ) -> None:
-    """Adds a gradient to the M2 of micro-batches with total weight `before`, and to S if `adds`.
-
-    Without the compiled kernel, torch runs in chunks that stay in a CPU's cache.
-    """
-    ratio, share = weight / before, before / (weight * (before + weight))
-    if fused and native.fits(gradient, total, m2):
-        native.welford(gradient, total, m2, ratio, share, adds=adds)
-        return
-    is_whole = total.device.type != "cpu" or not total.is_contiguous()
-    arrays = (gradient, total, m2)
-    chunks = [[x] if is_whole else torch.split(x.view(-1), _CHUNK) for x in arrays]
-    for g, s, m in zip(*chunks, strict=True):
-        deviation = torch.sub(g, s, alpha=ratio)
-        m.addcmul_(deviation, deviation, value=share)
+    """M2 += share (g - mean_of S)^2, from 0 if `first`; S += g if `adds`; by torch, in chunks."""
+    for chunk in _chunks(m2s):
+        deviations = torch._foreach_sub(gradients[chunk], totals[chunk], alpha=mean_of)
+        if first:
+            torch._foreach_zero_(m2s[chunk])
+        torch._foreach_addcmul_(m2s[chunk], deviations, deviations, share)
         if adds:
-            s.add_(g)
+            torch._foreach_add_(totals[chunk], gradients[chunk])
+
+
+def _chunks(arrays: Sequence[Tensor]) -> Iterator[slice]:
+    """Slices of a list whose arrays have at most `_CHUNK` elements together, or one array."""
+    ends = list(itertools.accumulate(map(Tensor.numel, arrays), operator.add))
+    first, start = 0, 0
+    for number, end in enumerate(ends):
+        if end - start > _CHUNK and number > first:
+            yield slice(first, number)
+            first, start = number, ends[number - 1]
+    if arrays:
+        yield slice(first, len(arrays))

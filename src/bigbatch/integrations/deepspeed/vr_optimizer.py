@@ -25,7 +25,7 @@ from bigbatch.integrations.deepspeed.zero_layout import (
     Shards,
     VRLayout,
 )
-from bigbatch.optim.apply_gsnr import AppliedGsnr, Layer, apply_gsnr
+from bigbatch.optim.apply_gsnr import AppliedGsnr, Layers, apply_gsnr
 from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.optim.trust_ratio import TrustRatioOptimizer
 from bigbatch.optim.variance_reduced import VarianceReduced, micro_batch_optimizer
@@ -131,34 +131,38 @@ class ZeroScaling:
 
     def bind(self, source: GradientSource) -> list[Subscriber]:
         """Returns the moments, which read sums from the source."""
-        self._state.moments.sum_guard = source.guard  # type: ignore[assignment]
+        self._state.sums_of = source.sums_of
         return [self._state.moments]
 
-    def apply(self, source: GradientSource) -> AppliedGsnr:
+    def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
         """Scales the gradients that the base optimizer has now: all, or those of one sub-group."""
         moments = self._state.moments
         for group in self._state.base.param_groups:
             options = self._state.options(group, moments.weight)
-            layers = [
-                layer
-                for flat in (group["params"] if group["vr"] else ())
-                for layer in self._layers(flat, group["beta3"])
-            ]
-            if layers:
+            flats = [p for p in group["params"] if group["vr"] and p.grad is not None]
+            if flats and (layers := self._layers(flats, group["beta3"])) is not None:
                 apply_gsnr(options, layers, self._layout.all_reduce)
         return AppliedGsnr(moments.micro_batches, {}, agree=False)
 
-    def _layers(self, flat: Tensor, beta3: float | None) -> Iterator[Layer]:
-        if flat.grad is None:
-            return
-        gradients, correction = self._layout.split(flat, flat.grad), 1.0
-        averages: list[Tensor | None] = [None] * len(gradients)
-        if beta3 is not None:
-            average, correction = self._average(flat, beta3)
-            averages = [shard for _, shard in self._layout.split(flat, average)]
-        for (parameter, gradient), shard in zip(gradients, averages, strict=True):
-            total, m2 = self._state.moments.sum_and_m2(parameter, gradient)
-            yield Layer(total, m2, gradient, shard, correction)
+    def _layers(self, flats: list[Tensor], beta3: float | None) -> Layers | None:
+        parts: list[tuple[Tensor, Tensor]] = []  # a parameter, this rank's shard of its gradient
+        averages: list[Tensor] = []
+        corrections: list[float] = []
+        for flat in flats:
+            assert flat.grad is not None
+            shards = self._layout.split(flat, flat.grad)
+            parts += shards
+            if beta3 is not None:
+                average, correction = self._average(flat, beta3)
+                averages += [shard for _, shard in self._layout.split(flat, average)]
+                corrections += [correction] * len(shards)
+        if not parts:
+            return None
+        parameters, gradients = map(list, zip(*parts, strict=True))
+        moments = self._state.moments
+        totals, m2s = moments.sums_and_m2s(parameters, self._state.sums_of, gradients)
+        momentum = (averages, corrections) if beta3 is not None else ()
+        return Layers(totals, m2s, gradients, *momentum)
 
     def _average(self, flat: Tensor, beta3: float) -> tuple[Tensor, float]:
         state = self._state.base.state.get(flat, {})

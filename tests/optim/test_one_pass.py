@@ -1,0 +1,125 @@
+"""r and the base optimizer's step in one kernel pass are r, then torch's own fused step."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from bigbatch.kernels import native
+from bigbatch.optim import VarianceReduced
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
+
+BASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "SGD": (SGD, {}),
+    "decay": (SGD, {"weight_decay": 0.1, "maximize": True}),
+    "momentum": (SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "nesterov": (SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+    "Adam": (Adam, {"weight_decay": 0.1, "maximize": True}),
+    "AdamW": (AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-3}),
+}
+SHAPES = [(), (3,), (40, 25), (0,), (5, 3, 2, 2), (300_007,)]
+
+
+def made(base: str, beta3: float | None, **settings: Any) -> VarianceReduced:
+    """The optimizer, over parameters in two groups of different rates."""
+    make, others = BASES[base]
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    parameters[4].data = parameters[4].data.contiguous(memory_format=torch.channels_last)
+    groups = [{"params": parameters[::2], "lr": 0.1}, {"params": parameters[1::2]}]
+    return VarianceReduced(make(groups, lr=0.01, **others, **settings), beta3=beta3)
+
+
+def step(optimizer: VarianceReduced, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for _ in range(4):
+        gradients = [torch.randn(p.shape, generator=draw) + 0.2 for p in parameters]
+        torch.autograd.backward(parameters, gradients)
+    optimizer.step()
+
+
+def arrays(optimizer: VarianceReduced) -> list[torch.Tensor]:
+    """Parameters, gradients and states."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [x for p in parameters for x in optimizer.state[p].values() if x is not None]
+    return [*(p.detach() for p in parameters), *(p.grad for p in parameters), *states]
+
+
+@pytest.mark.parametrize("beta3", [None, 0.9])
+@pytest.mark.parametrize("base", BASES)
+def test_one_pass_is_r_and_then_torchs_fused_step(base: str, beta3: float | None) -> None:
+    """A hook of the user's on the base optimizer, which sees r g, leaves its step to torch."""
+    one, two = (made(base, beta3, fused=True) for _ in range(2))
+    calls: list[Any] = []
+    two.base.register_step_pre_hook(lambda *_: calls.append(None))
+    for seed in range(4):
+        step(one, seed)
+        step(two, seed)
+        expected = list(map(torch.clone, arrays(two)))
+        for actual, other in zip(arrays(one), expected, strict=True):
+            # a few roundings of values of at most 10, which Adam divides by small moments
+            torch.testing.assert_close(actual, other, rtol=2e-5, atol=1e-5)
+        one.zero_grad()
+        two.zero_grad()
+    assert 4 == len(calls)
+
+
+@pytest.mark.parametrize("base", ["momentum", "AdamW"])
+def test_arrays_that_are_replaced_between_steps_are_found(base: str) -> None:
+    """States are loaded, and memory moves, as by `load_state_dict` and `.data`."""
+    one, two = (made(base, 0.9, fused=True) for _ in range(2))
+    two.base.register_step_pre_hook(lambda *_: None)
+    for seed in range(5):
+        for optimizer in (one, two):
+            step(optimizer, seed)
+            optimizer.zero_grad()
+            if seed == 1:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            first = optimizer.param_groups[0]["params"]
+            if seed == 2:
+                for parameter in first:
+                    parameter.data = parameter.data.clone()
+            if seed == 3:  # the same memory in another order
+                first[1].data = first[1].data.view(25, 40).t()
+    actual, expected = (o.param_groups[0]["params"][0] for o in (one, two))
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-5)
+
+
+def test_what_torch_would_not_step_in_its_fused_kernel_is_left_to_torch() -> None:
+    class Halved(SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(0.5)
+            return super().step(closure)
+
+    weights = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for weight, base in zip(weights, (SGD, Halved), strict=True):
+        optimizer = VarianceReduced(base([weight], lr=1.0))
+        for row in ([1.0, 2.0, 3.0], [1.5, 2.0, 5.0]):
+            torch.autograd.backward([weight], [torch.tensor(row)])
+        optimizer.step()
+    torch.testing.assert_close(weights[1], weights[0] / 2)
+
+
+def test_a_rate_of_zero_moves_nothing_and_a_frozen_parameter_is_left_out() -> None:
+    optimizer = made("momentum", None)
+    frozen = optimizer.param_groups[1]["params"][0]
+    frozen.requires_grad_(False)
+    before = frozen.detach().clone()
+    parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    for _ in range(2):
+        for _ in range(3):
+            torch.autograd.backward(parameters, list(map(torch.randn_like, parameters)))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        starts = [p.detach().clone() for p in parameters]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(map(torch.equal, starts, parameters))
+    assert torch.equal(before, frozen)
