@@ -3,31 +3,28 @@
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bigbatch.gradients import MicroBatchGradients, Subscriber
 from bigbatch.gradients.dtypes import FULL_PRECISION, stacked, sum_dtype, to_device, widest_float
+from bigbatch.kernels import native
 
 _SHORT = 1 << 14  # elements; for fewer, the call costs more than the read
 _DTYPE, _IS_CPU = operator.attrgetter("dtype"), operator.attrgetter("is_cpu")
-_FULL = frozenset(FULL_PRECISION)
+_FULL, _numel = frozenset(FULL_PRECISION), Tensor.numel
 
 
 class MicroBatchNorms(Subscriber):
-    """Subscriber of a source: |h_d|^2 of each micro-batch, by layer.
-
-    Gradients are read in one call; on a CPU, long ones are read by dot products, one by one.
-    """
+    """Subscriber of a source: |h_d|^2 of each micro-batch, by layer."""
 
     def __init__(self, layers: Mapping[Tensor, int]) -> None:
         self._layers = layers
         self._dtypes: set[torch.dtype] = set()
-        self._norms: list[Tensor] = []  # |h| of the parameters that the micro-batch reached
+        self._squares: list[Tensor] = []  # of the parameters that the micro-batch reached
         self._parameters: list[Tensor] = []  # these, if there are layers
-        self._rows: list[Tensor] = []  # by micro-batch: its norms; or, with layers, (L,) squares
+        self._rows: list[Tensor] = []  # |h_d|^2 of the complete micro-batches, (L,)
 
     def begin(self) -> None:
         """A step starts."""
@@ -36,19 +33,18 @@ class MicroBatchNorms(Subscriber):
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
-        self._norms, self._parameters = [], []
+        self._squares, self._parameters = [], []
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Reads the gradients once."""
         self._dtypes.update(map(_DTYPE, batch.gradients))
-        self._norms += norms(batch.gradients)
+        self._squares.append(squared_norms(batch.gradients))
         if self._layers:
             self._parameters += batch.parameters
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        row = stacked(self._norms) if self._norms else torch.zeros(0)
-        self._rows.append(self._squares_by_layer(row, self._parameters) if self._layers else row)
+        self._rows.append(self._by_layer(self._squares, self._parameters))
 
     @property
     def eps(self) -> float:
@@ -60,71 +56,50 @@ class MicroBatchNorms(Subscriber):
         """L, the number of layers."""
         return 1 + max(self._layers.values(), default=0)
 
-    def squares(self, device: torch.device) -> Tensor:
-        """|h_d|^2 of the micro-batches of the step so far, by layer (k, L)."""
-        dtype = widest_float(device)
-        rows = [to_device(row, device) for row in self._rows]
-        if not rows:
-            return torch.zeros(0, self.count, dtype=dtype, device=device)
-        if self._layers:
-            return torch.stack(rows).to(dtype)
-        if len({len(row) for row in rows}) > 1:  # some reached fewer parameters
-            return torch.stack([_square(row, dtype).sum(0, keepdim=True) for row in rows])
-        return _square(torch.stack(rows), dtype).sum(1, keepdim=True)
-
     @property
     def has_layers(self) -> bool:
         """Whether each layer is measured by itself."""
         return bool(self._layers)
 
+    def squares(self, device: torch.device) -> Tensor:
+        """|h_d|^2 of the micro-batches of the step so far, by layer (k, L)."""
+        if not self._rows:
+            return torch.zeros(0, self.count, dtype=widest_float(device), device=device)
+        return torch.stack([to_device(row, device, widest_float(device)) for row in self._rows])
+
     def by_layer(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> Tensor:
         """|gradient|^2, summed by layer (L,); the parameters are needed if there are several."""
-        if not gradients:
+        return self._by_layer([squared_norms(gradients)] if gradients else [], parameters)
+
+    def _by_layer(self, squares: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+        if not squares:
             return torch.zeros(self.count, dtype=torch.float64)
-        row = stacked(norms(gradients))
-        if self._layers:
-            return self._squares_by_layer(row, parameters)
-        return _square(row, widest_float(row.device)).sum(0, keepdim=True)
-
-    def _squares_by_layer(self, row: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        squares = _square(row, widest_float(row.device))
-        layer_numbers = torch.tensor([self._layers[p] for p in parameters], dtype=torch.int64)
-        layer_numbers = to_device(layer_numbers, row.device)
-        return squares.new_zeros(self.count).index_add_(0, layer_numbers, squares)
+        device = squares[0].device
+        parts = [to_device(part, device) for part in squares]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if not self._layers:
+            return values.sum(0, keepdim=True)
+        numbers = torch.tensor([self._layers[p] for p in parameters], device="cpu")
+        return values.new_zeros(self.count).index_add_(0, to_device(numbers, device), values)
 
 
-def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """|g| of each gradient, 0-dim; half types are summed in float32.
+def squared_norms(gradients: Sequence[Tensor]) -> Tensor:
+    """|g|^2 of each gradient, (T,), in the widest float of the first one's device.
 
-    On a CPU, `vector_norm` sums 10 M float32 with an error of 4e-4 (a dot product: 1e-5;
-    docs/LOG.md), so long gradients have a call each.
+    By a kernel if it fits. Half types are summed in float32.
     """
-    if not all(map(_IS_CPU, gradients)):
-        return _foreach_norm(gradients)
-    lengths = list(map(Tensor.numel, gradients))
-    if max(lengths, default=0) <= _SHORT:
-        return _foreach_norm(gradients)
-    found: list[Any] = [None] * len(gradients)
-    for i, length in enumerate(lengths):
-        if length > _SHORT:
-            found[i] = squared_norm(gradients[i]).sqrt()
-    short = [i for i, length in enumerate(lengths) if length <= _SHORT]
-    if short:
-        values = _foreach_norm([gradients[i] for i in short])
-        for i, value in zip(short, values, strict=True):
-            found[i] = value
-    return found
-
-
-def _foreach_norm(gradients: Sequence[Tensor]) -> list[Tensor]:
-    dtypes = set(map(_DTYPE, gradients))
-    if dtypes <= _FULL:
-        return list(torch._foreach_norm(list(gradients)))
-    return [torch.linalg.vector_norm(g, dtype=sum_dtype(g.dtype)) for g in gradients]
-
-
-def _square(norms: Tensor, dtype: torch.dtype) -> Tensor:
-    return norms.to(dtype).square_() if norms.dtype != dtype else norms.square()
+    if native.fits(gradients):
+        return native.squared_norms(gradients)
+    lengths = list(map(_numel, gradients))
+    if max(lengths) > _SHORT and all(map(_IS_CPU, gradients)):
+        values = stacked([squared_norm(gradient) for gradient in gradients])
+        return values.to(widest_float(values.device))
+    if set(map(_DTYPE, gradients)) <= _FULL:
+        values = stacked(torch._foreach_norm(list(gradients)))
+    else:
+        each = (torch.linalg.vector_norm(g, dtype=sum_dtype(g.dtype)) for g in gradients)
+        values = stacked([*each])
+    return values.to(widest_float(values.device)).square()
 
 
 def squared_norm(gradient: Tensor) -> Tensor:
