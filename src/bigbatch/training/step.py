@@ -2,15 +2,14 @@
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
@@ -23,8 +22,11 @@ from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_weights import label_weights, weighted_loss
-from bigbatch.training.optimizer_checks import ensure_step_hooks, trained_parameters
-from bigbatch.training.update import StepStatistics, Update
+from bigbatch.training.optimizer_checks import trained_parameters
+from bigbatch.training.past_steps import PastSteps
+from bigbatch.training.rank_facts import RankFacts
+from bigbatch.training.training_parts import TrainingParts
+from bigbatch.training.update import StepStatistics
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
@@ -39,6 +41,8 @@ _MIXED = (
     "weight= always, the number of samples if it is meant, or never"
 )
 
+EndStep = Callable[[StepStatistics], AbstractContextManager[None]]
+
 _WEIGHT = Kind(NotNegative)  # once, since a weight is checked for each micro-batch
 
 
@@ -47,18 +51,28 @@ class Step:
 
     Args:
         micro_batches: the micro-batches of the step on this rank.
-        update: has what all steps share; ends the step from its statistics.
+        parts: what the steps of the training work with.
+        past: what the steps before have left.
+        facts: compares the ranks.
+        end_step: ends the step from its statistics; the optimizer steps inside.
     """
 
-    def __init__(self, micro_batches: StepBatches | ExternalStep, update: Update) -> None:
+    def __init__(
+        self,
+        micro_batches: StepBatches | ExternalStep,
+        parts: TrainingParts,
+        past: PastSteps,
+        facts: RankFacts,
+        end_step: EndStep,
+    ) -> None:
         self.ended = False
-        self._micro_batches, self._update = micro_batches, update
-        self._meter, self._source = update.meter, update.meter.source
-        self._reduced = update.reduced
+        self._micro_batches, self._parts = micro_batches, parts
+        self._past, self._facts, self._end_step = past, facts, end_step
+        self._source = parts.meter.source
         # samples, here and on all ranks, of the micro-batch whose backward is still to come; not
         # the batch, whose memory an error must not keep
         self._pending: tuple[int, int] | None = None
-        self._trained = set(trained_parameters(update.optimizer))  # in this step
+        self._trained = set(trained_parameters(parts.optimizer))  # in this step
         self._backwards = 0  # micro-batches done on this rank
         self._samples = 0  # of those micro-batches
         self._weights: list[float] = []  # n_d of the micro-batches that count
@@ -68,13 +82,12 @@ class Step:
         self._weighting: Weighting | None = None  # what the weights are
         self._counts: list[float] = []  # what the host knows once complete, as in `_local_totals`
         self._device_totals: Tensor | None = None  # everything that the host reads, once complete
-        self._step_hook: RemovableHandle | None = None  # on the optimizer, once complete
-        self._optimizer_stepped = False  # by a call other than update
+        self._optimizer_steps = 0  # of the training, once complete
 
     def __iter__(self) -> Iterator[Batch]:
         if self._pending is not None:
             raise LoopError("a micro-batch was given out before, and left without step.backward")
-        hints = self._update.oom_hints
+        hints = self._parts.oom_hints
         try:
             for batch, samples, global_samples in self._micro_batches:
                 self._pending = samples, global_samples
@@ -152,8 +165,8 @@ class Step:
         with self.weighted_backward(loss, weight) as factor:
             if factor or self._source.ranks > 1:  # the other ranks wait for this backward
                 weighted = weighted_loss(loss, factor)
-                if self._update.scaler is not None and factor:
-                    weighted = self._update.scaler.scale(weighted)
+                if self._parts.scaler is not None and factor:
+                    weighted = self._parts.scaler.scale(weighted)
                 weighted.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -186,10 +199,10 @@ class Step:
         if weight is None:
             weight = labels = label_weights(root, samples)
             weighting = "samples" if labels is None else "labels"
-        if self._update.loss_check.examines:
+        if self._parts.loss_check.examines:
             # micro-batches of the step on this rank, if all are as large as this one
             accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
-            self._update.loss_check.examine(loss, samples, accumulation, weighting)
+            self._parts.loss_check.examine(loss, samples, accumulation, weighting)
         if {weighting, self._weighting} == {"samples", "labels"}:
             weight = self._even_weights(labels, samples)
             weighting = self._weighting or weighting
@@ -225,7 +238,7 @@ class Step:
             self._losses.append(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()))
         if self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
-        self._pending, self._update.oom_hints.samples = None, 0
+        self._pending, self._parts.oom_hints.samples = None, 0
         if self.last:
             self._complete()
 
@@ -251,11 +264,12 @@ class Step:
 
     def _prepare_groups(self, root: Tensor, samples: int, weight: float | Tensor | None) -> None:
         """Tells the source whose groups the backward is of."""
-        if self._meter.groups is None or root.grad_fn is None:  # torch refuses its backward
+        groups = self._parts.meter.groups
+        if groups is None or root.grad_fn is None:  # torch refuses its backward
             return
         if weight is not None and (not isinstance(weight, Tensor) or weight.shape != (samples,)):
             raise SettingError(
-                f"groups={self._meter.groups} needs the weight of each sample: pass weight= as a "
+                f"groups={groups} needs the weight of each sample: pass weight= as a "
                 f"tensor of {samples} numbers, (labels != -100).sum(1) for example"
             )
         self._source.prepare_groups([root], samples, weight)
@@ -266,7 +280,7 @@ class Step:
         The model's forward and `backward` call this themselves. For an error of the loss, call it
         inside `for ... in step`: outside, the iterator is closed and the micro-batch unknown.
         """
-        self._update.oom_hints.advise(error)
+        self._parts.oom_hints.advise(error)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the unscaled mean gradient of the trained parameters; returns its norm before that.
@@ -275,11 +289,11 @@ class Step:
             LoopError: before the last micro-batch's backward, or after `update()`.
         """
         self._require_complete("clip_grad_norm_")
-        optimizer, scaler = self._update.optimizer, self._update.scaler
+        optimizer, scaler = self._parts.optimizer, self._parts.scaler
         if scaler is not None:
             with suppress(RuntimeError):  # unscaled already, by a trainer
                 scaler.unscale_(optimizer)
-        reader = self._update.reader
+        reader = self._parts.reader
         attached = None if reader is None else reader.attached
         if attached is None:
             norm = nn.utils.clip_grad_norm_(trained_parameters(optimizer), max_norm)
@@ -299,8 +313,8 @@ class Step:
         """
         with self.optimizer_step() as finite:
             self.step_optimizer(finite)
-        assert self._update.record is not None
-        return self._update.record
+        assert self._past.record is not None
+        return self._past.record
 
     @contextmanager
     def optimizer_step(self) -> Iterator[bool]:
@@ -310,7 +324,7 @@ class Step:
             Whether the optimizer may step: the gradient is finite.
         """
         self._require_complete("update")
-        if self._optimizer_stepped:
+        if self._optimizer_steps != self._parts.optimizer_steps:
             raise LoopError("optimizer.step() was called inside a step; leave it to step.update()")
         if self._source.foreign_backward:
             raise GradientError(
@@ -321,15 +335,13 @@ class Step:
         zeroed = not statistics.vanishes and self._source.guard.was_zeroed()
         if zeroed or self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
-        assert self._step_hook is not None
-        self._step_hook.remove()
-        with self._update.end_step(statistics):
+        with self._end_step(statistics):
             yield statistics.finite
         self.ended = True
 
     def step_optimizer(self, finite: bool) -> None:
         """Steps the optimizer inside `optimizer_step`; if not finite, updates the scaler only."""
-        optimizer, scaler = self._update.optimizer, self._update.scaler
+        optimizer, scaler = self._parts.optimizer, self._parts.scaler
         if scaler is None:
             if finite:
                 optimizer.step()
@@ -343,9 +355,9 @@ class Step:
 
     def _expect_weight(self, weight: float, samples: int) -> None:
         """Expects a sum of the step's weights, the same on all ranks; `_complete` corrects it."""
-        per_sample = 1.0 if self._weighting == "samples" else self._update.weight_per_sample
+        per_sample = 1.0 if self._weighting == "samples" else self._past.weight_per_sample
         if not per_sample:  # the first step: ranks may begin with different weights
-            rows = self._update.collectives.all_gather(weight / samples)
+            rows = self._parts.collectives.all_gather(weight / samples)
             per_sample = math.fsum(value for (value,) in rows) / len(rows) or 1.0
         self._expected_weight = per_sample * self._micro_batches.samples
 
@@ -353,13 +365,13 @@ class Step:
         self, weight: float, global_samples: int
     ) -> AbstractContextManager[None]:
         """For an optimizer over sharded parameters: it reads sums over the ranks' micro-batches."""
-        if self._reduced is None:
+        if self._parts.reduced is None:
             return nullcontext()
-        self._update.require_same_weighting(self._weighting_code)
+        self._facts.require_same_weighting(self._weighting_code)
         total = float(global_samples)
         if not (self._weighting == "samples" and self._micro_batches.samples_known):
-            total = math.fsum(row[0] for row in self._update.collectives.all_gather(weight))
-        return self._reduced.micro_batch(total) if total else self._reduced.idle()
+            total = math.fsum(row[0] for row in self._parts.collectives.all_gather(weight))
+        return self._parts.reduced.micro_batch(total) if total else self._parts.reduced.idle()
 
     @property
     def _weighting_code(self) -> int:
@@ -372,7 +384,7 @@ class Step:
         """Sums over the ranks what the host will read; corrects `.grad` if the weights differ."""
         if self._source.ranks == 1 and not any(self._weights):
             raise LoopError(_NO_WEIGHT)
-        if late := set(trained_parameters(self._update.optimizer)) - self._trained:
+        if late := set(trained_parameters(self._parts.optimizer)) - self._trained:
             raise GradientError(
                 f"{len(late)} parameters were added to the optimizer after the step began, and "
                 "their gradients lack a part of it; add them between two steps, after step.update()"
@@ -385,14 +397,14 @@ class Step:
             self._weighting_code,
             self._samples,
             has_gradient(self._source),
-            self._update.step_seconds,
-            *self._update.rank_message(),
+            self._past.step_seconds,
+            self._past.elapsed_seconds,
+            self._facts.checksum(),
         ]
         # one process knows its counts, and weighs the losses once it has read them
         extra = losses if self._source.ranks == 1 else self._local_totals(losses)
-        self._device_totals = self._meter.measure(self._weights, extra)
-        optimizer = ensure_step_hooks(self._update.optimizer)
-        self._step_hook = optimizer.register_step_post_hook(self._note_optimizer_step)
+        self._device_totals = self._parts.meter.measure(self._weights, extra)
+        self._optimizer_steps = self._parts.optimizer_steps
         total = self._total_weight()
         if total not in (0, self._expected_weight):
             self._source.scale(self._expected_weight / total)
@@ -428,9 +440,6 @@ class Step:
             raise LoopError(_NO_WEIGHT)
         return total
 
-    def _note_optimizer_step(self, *_: Any) -> None:
-        self._optimizer_stepped = True
-
     @cached_property
     def _values(self) -> list[float]:
         """What was summed on the device; reading it is the one wait for the device in a step."""
@@ -454,23 +463,23 @@ class Step:
         if weighting not in (0, ranks, ranks * (1 + ranks)):  # equal on all ranks
             raise LoopError(_MIXED)
         statistics = None
-        if not self._meter.due:
+        if not self._parts.meter.due:
             finite, vanishes = math.isfinite(values[-1]), values[-1] == 0
             if self._source.group_tap is not None:
                 self._source.refuse_groups(refusal_of_sums(values[-2]))
         else:
-            totals = self._meter.totals(values)
+            totals = self._parts.meter.totals(values)
             finite, vanishes = totals.is_finite, not any(totals.grad_sqnorms)
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._expected_weight / weight) ** 2
-                statistics = self._meter.statistics(totals, unit, of_all_ranks=True)
+                statistics = self._parts.meter.statistics(totals, unit, of_all_ranks=True)
                 statistics = _in_samples(statistics, round(samples))
         if vanishes and not has_grad:
             raise GradientError(NO_GRADIENT)
         if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
             finite, vanishes = False, True
         elif not finite:  # a square may overflow by itself
-            rows = self._update.collectives.all_gather(self._source.guard.is_finite())
+            rows = self._parts.collectives.all_gather(self._source.guard.is_finite())
             finite = all(all(row) for row in rows)
         return StepStatistics(
             samples=round(samples),
