@@ -17,7 +17,7 @@ class RankFacts:
 
     Args:
         collectives: the other ranks.
-        facts: gives the facts by name; with `waits=False` without a wait for the device.
+        facts: gives the facts by name; called with False without a wait for the device.
     """
 
     def __init__(self, collectives: HostCollectives, facts: Callable[..., dict[str, str]]) -> None:
@@ -27,7 +27,7 @@ class RankFacts:
 
     def checksum(self, *, waits: bool = False) -> float:
         """A checksum of the facts; 0 for one rank, which has nothing to compare."""
-        return checksum(repr(self._facts(waits=waits))) if self.collectives.ranks > 1 else 0.0
+        return checksum(repr(self._facts(waits))) if self.collectives.ranks > 1 else 0.0
 
     def compare(self, checksums: list[float]) -> None:
         """Raises RankError if the checksums of a step differ."""

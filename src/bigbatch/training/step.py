@@ -26,6 +26,7 @@ from bigbatch.training.optimizer_checks import trained_parameters
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.rank_facts import RankFacts
 from bigbatch.training.training_parts import TrainingParts
+from bigbatch.training.unmeasured_step import UnmeasuredStep
 from bigbatch.training.update import StepStatistics
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
@@ -72,7 +73,7 @@ class Step:
         # samples, here and on all ranks, of the micro-batch whose backward is still to come; not
         # the batch, whose memory an error must not keep
         self._pending: tuple[int, int] | None = None
-        self._trained = set(trained_parameters(parts.optimizer))  # in this step
+        self._trained = trained_parameters(parts.optimizer)  # in this step
         self._backwards = 0  # micro-batches done on this rank
         self._samples = 0  # of those micro-batches
         self._weights: list[float] = []  # n_d of the micro-batches that count
@@ -80,8 +81,14 @@ class Step:
         self._losses: list[Tensor] = []
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
         self._weighting: Weighting | None = None  # what the weights are
+        self._elapsed_seconds = 0.0  # once complete
         self._counts: list[float] = []  # what the host knows once complete, as in `_local_totals`
         self._device_totals: Tensor | None = None  # everything that the host reads, once complete
+        # [Note: A step that measures nothing]: whether it is one, what is read of it once complete,
+        # and the labels of its only backward
+        self._is_light = self._source.ranks == 1 and parts.reader is None and not parts.meter.due
+        self._unmeasured: UnmeasuredStep | None = None
+        self._labels: Tensor | None = None
         self._optimizer_steps = 0  # of the training, once complete
 
     def __iter__(self) -> Iterator[Batch]:
@@ -107,7 +114,7 @@ class Step:
     @property
     def complete(self) -> bool:
         """Whether every micro-batch was run backward, so that `update` comes next."""
-        return self._device_totals is not None
+        return self._device_totals is not None or self._unmeasured is not None
 
     @property
     def last(self) -> bool:
@@ -209,6 +216,8 @@ class Step:
         if self._weighting not in (None, weighting):
             raise LoopError(_MIXED)
         self._weighting = weighting
+        if self._is_light and labels is not None and self.last and not self._backwards:
+            self._labels, weight = labels, samples  # its mean is the step's
         if isinstance(weight, Tensor):
             weight = weight.detach().cpu()  # one wait for the device
         sample_weights = weight
@@ -218,12 +227,14 @@ class Step:
             weight = samples if weight is None else _as_number(weight, samples)
         if self._is_lost(weight):
             weight, sample_weights = samples, None
-        if weight:
+        if weight and self._labels is None:
             self._prepare_groups(root, samples, sample_weights)
         self._backwards += 1
         self._samples += samples
         self._per_sample.add(weight / samples)
-        if not self._expected_weight:
+        if self._labels is not None:
+            self._expected_weight = weight
+        elif not self._expected_weight:
             self._expect_weight(weight, samples)
         try:
             # a micro-batch of weight 0 only keeps this rank in step with the others
@@ -384,11 +395,17 @@ class Step:
         """Sums over the ranks what the host will read; corrects `.grad` if the weights differ."""
         if self._source.ranks == 1 and not any(self._weights):
             raise LoopError(_NO_WEIGHT)
-        if late := set(trained_parameters(self._parts.optimizer)) - self._trained:
+        trained = trained_parameters(self._parts.optimizer)
+        same = len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained))
+        if not same and (late := set(trained) - set(self._trained)):
             raise GradientError(
                 f"{len(late)} parameters were added to the optimizer after the step began, and "
                 "their gradients lack a part of it; add them between two steps, after step.update()"
             )
+        self._optimizer_steps = self._parts.optimizer_steps
+        if self._is_light:
+            self._complete_light()
+            return
         device = self._source.parameters[0].device
         losses = to_device(torch.stack(self._losses), device) if self._losses else None
         self._counts = [
@@ -404,7 +421,20 @@ class Step:
         # one process knows its counts, and weighs the losses once it has read them
         extra = losses if self._source.ranks == 1 else self._local_totals(losses)
         self._device_totals = self._parts.meter.measure(self._weights, extra)
-        self._optimizer_steps = self._parts.optimizer_steps
+        self._correct_weight()
+
+    def _complete_light(self) -> None:
+        """The end of a step that measures nothing, in one process."""
+        parts, labels = self._parts, self._labels
+        self._elapsed_seconds = self._past.elapsed_seconds
+        self._unmeasured = UnmeasuredStep(
+            self._source, self._losses, self._weights, labels, on_device=parts.skips_on_device
+        )
+        if labels is None:
+            self._correct_weight()
+
+    def _correct_weight(self) -> None:
+        """Corrects `.grad` where the sum of the weights is not the expected one."""
         total = self._total_weight()
         if total not in (0, self._expected_weight):
             self._source.scale(self._expected_weight / total)
@@ -450,6 +480,10 @@ class Step:
     @cached_property
     def _host_totals(self) -> list[float]:
         """The totals of `_local_totals`, over all ranks."""
+        if (light := self._unmeasured) is not None:
+            weight, gradient = light.total_weight, float(light.has_gradient)
+            counts = [weight, self._backwards, self._weighting_code, self._samples, gradient]
+            return [light.loss_sum, *counts, self._past.step_seconds, self._elapsed_seconds, 0.0]
         if self._source.ranks > 1:
             return self._values[: 1 + len(self._counts) + 2 * (self._source.ranks - 1)]
         losses = self._values[: len(self._losses)]
@@ -457,13 +491,17 @@ class Step:
 
     def _statistics(self) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
-        values, ranks = self._values, self._source.ranks
+        ranks = self._source.ranks
         loss, weight, micro_batches, weighting, samples, has_grad, *rest = self._host_totals
         seconds, *messages = rest
         if weighting not in (0, ranks, ranks * (1 + ranks)):  # equal on all ranks
             raise LoopError(_MIXED)
         statistics = None
-        if not self._parts.meter.due:
+        light = self._unmeasured
+        values = self._values if light is None else []
+        if light is not None:
+            finite, vanishes = light.finite, light.vanishes
+        elif not self._parts.meter.due:
             finite, vanishes = math.isfinite(values[-1]), values[-1] == 0
             if self._source.group_tap is not None:
                 self._source.refuse_groups(refusal_of_sums(values[-2]))
@@ -478,7 +516,7 @@ class Step:
             raise GradientError(NO_GRADIENT)
         if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
             finite, vanishes = False, True
-        elif not finite:  # a square may overflow by itself
+        elif light is None and not finite:  # a square may overflow by itself
             rows = self._parts.collectives.all_gather(self._source.guard.is_finite())
             finite = all(all(row) for row in rows)
         return StepStatistics(

@@ -67,8 +67,8 @@ class StepPlanner:
         statistics: GradientStatistics | None,
         samples: int,
         past: PastSteps,
-        lr_decay: float | None,
         *,
+        lr_decay: float | None,
         finite: bool,
         complete: bool,
     ) -> Decision:

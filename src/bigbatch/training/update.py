@@ -10,6 +10,7 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rank_consistency import facts_of, optimizer_facts
 from bigbatch.errors import LoopError
+from bigbatch.gradients.gradient_hooks import weak_method
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.controller import Controller
@@ -25,7 +26,7 @@ from bigbatch.training.step_rates import StepRates
 from bigbatch.training.training_parts import TrainingParts
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepStatistics:
     """Everything that a decision rests on, read from the step's gradients; equal on all ranks."""
 
@@ -82,7 +83,7 @@ class Update:
         self.planner = StepPlanner(
             controller, constraints, interval, batches, compares=is_vr, warns=warns
         )
-        self.facts = RankFacts(parts.collectives, self._facts)
+        self.facts = RankFacts(parts.collectives, weak_method(self._facts))
         self.settings = {  # as text; must be equal on all ranks
             **{name: repr(value) for name, value in vars(constraints).items()},
             "remainder": repr(batches.remainder),
@@ -138,12 +139,12 @@ class Update:
         with rates.in_force(step.samples, step.statistics) as lr:
             self._half_done = True
             if not rates.clock.follows_rates:
-                decision = decide(rates.clock.lr_decay)
+                decision = decide(lr_decay=rates.clock.lr_decay)
             yield
         if step.finite:
             rates.clock.advance(step.samples)
         if decision is None:  # by the next step's rate
-            decision = decide(rates.clock.lr_decay)
+            decision = decide(lr_decay=rates.clock.lr_decay)
         past.count(step.samples, finite=step.finite)
         self._half_done = False
         measured = step.statistics is not None
@@ -184,7 +185,7 @@ class Update:
 
     # what must be equal on all ranks
 
-    def _facts(self, *, waits: bool = True) -> dict[str, str]:
+    def _facts(self, waits: bool = True) -> dict[str, str]:
         """What must be equal on all ranks, by name, as text; see [Note: Agreement of ranks]."""
         parts, past, planner, clock = self.parts, self.past, self.planner, self.rates.clock
         facts = {
