@@ -81,6 +81,8 @@ class StepPlanner:
             reason = "the end of an epoch does not decide"
         elif statistics is None and controller.needs_measurement:
             reason = f"not measured; one step in {self.interval.every} is"
+        elif controller.repeat(samples):
+            return present
         else:
             now = TrainingState(
                 target_batch_size=present.batch_size,
