@@ -1,8 +1,9 @@
 """The record of one optimizer step: what a loop returns and a log keeps."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bigbatch.policies.policy import Decision
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -56,3 +57,34 @@ class StepRecord:
     def noise_scale(self) -> float:
         """B_simple of this step in samples; nan if it was not measured."""
         return math.nan if self.statistics is None else self.statistics.noise_scale
+
+
+class UnreadRecord(StepRecord):
+    """The record of a step that the host has not read yet.
+
+    Loss, decision, and whether the step was skipped are read at the first look at one of them, or
+    by the loop at its next step. From then on it is a `StepRecord` like any other.
+
+    Args:
+        read: reads the step, and calls `complete`.
+        known: all other fields.
+    """
+
+    def __init__(self, read: Callable[[], object], **known: Any) -> None:
+        self.__dict__.update(known, _read=read)
+
+    def complete(self, **values: Any) -> None:
+        """Adds the fields that were read."""
+        del self.__dict__["_read"]
+        self.__dict__.update(values)
+        object.__setattr__(self, "__class__", StepRecord)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_read" not in self.__dict__ or name not in StepRecord.__dataclass_fields__:
+            raise AttributeError(name)
+        self._read()
+        return self.__dict__[name]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._read()
+        return self.__reduce_ex__(protocol)  # of a StepRecord

@@ -171,12 +171,14 @@ class Controller:
                 self._repeated = self.decision
         return self.decision
 
-    def repeat(self, samples: int) -> bool:
-        """Counts a step of so many samples if the decision after it is known to be the present one.
+    @property
+    def repeats(self) -> bool:
+        """Whether the next decision is the present one: `Fixed` has decided within the bounds."""
+        return self._repeated is self.decision
 
-        So it is with `Fixed`, once it has decided within the present bounds.
-        """
-        if self._repeated is not self.decision:
+    def repeat(self, samples: int) -> bool:
+        """Counts a step of so many samples, if the decision after it is the present one."""
+        if not self.repeats:
             return False
         self._samples += samples
         self._steps += 1

@@ -182,11 +182,13 @@ class AdaptiveBatch:
     @property
     def steps(self) -> int:
         """Optimizer steps done."""
+        self._update.settle()
         return self._update.past.steps
 
     @property
     def skipped(self) -> int:
         """Steps that were skipped because their gradient was not finite."""
+        self._update.settle()
         return self._update.past.skipped
 
     @property
@@ -202,6 +204,7 @@ class AdaptiveBatch:
     @property
     def run_log(self) -> RunLog | None:
         """The log that every step is written to; None without one."""
+        self._update.settle()
         return self._update.log
 
     def log(self, **scores: float | Tensor) -> None:
@@ -227,15 +230,18 @@ class AdaptiveBatch:
     @property
     def lr_factor(self) -> float:
         """Factor of the next step's learning rate, before that step is measured."""
+        self._update.settle()
         return self._update.rates.factors_of([self.plan.batch_size])[0]
 
     @property
     def scheduler(self) -> LRScheduler | None:
         """The scheduler that is advanced in base batches; may be set before the first step."""
+        self._update.settle()
         return self._update.rates.clock.scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: LRScheduler | Callable[[int], float] | None) -> None:
+        self._update.settle()
         self._update.rates.clock.scheduler = scheduler
         self._update.rates.changes.note()  # the rates that it has set
 
@@ -358,10 +364,12 @@ class AdaptiveBatch:
         while (micro_batches := self._next_micro_batches()) is not None:
             self._select_trained()
             update = self._update
-            self._step = Step(
-                micro_batches, self._parts, update.past, update.facts, update.end_step
-            )
-            yield self._step
+            self._step = Step(micro_batches, self._parts, update.past, update.facts, update)
+            try:
+                yield self._step
+            except GeneratorExit:  # the loop is left, and its last step may wait to be read
+                self._update.settle()
+                raise
             empty = False
             if self._step is not None and not self._step.ended:
                 raise LoopError(_NOT_ENDED)

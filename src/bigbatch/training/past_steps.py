@@ -30,7 +30,7 @@ class PastSteps:
         self.step_seconds = 0.0  # of the last step, on this rank; 0 before the first
         self.step_times, self.loss_trend = StepTimes(ranks), LossTrend()
         self._noise = NoiseAverage(_NOISE_STEPS, "steps")  # of measured steps
-        self._keeps_history = keeps_history
+        self.keeps_history = keeps_history
         self._timed: tuple[int, bool] | None = None  # the last step: its size, whether measured
         self._earlier_seconds = 0.0  # before the last resumption
         self._started = self._step_started = time.perf_counter()
@@ -70,7 +70,7 @@ class PastSteps:
 
     def add_to_history(self, samples: int, loss: float, seconds: float, *, measured: bool) -> None:
         """Adds the loss of a step, and the seconds of the one before it, if the policy reads it."""
-        if not self._keeps_history:
+        if not self.keeps_history:
             return
         self.loss_trend.add(samples, loss)
         if self._timed is not None:

@@ -2,11 +2,11 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.rank_facts import RankFacts
 from bigbatch.training.training_parts import TrainingParts
 from bigbatch.training.unmeasured_step import UnmeasuredStep
-from bigbatch.training.update import StepStatistics
+from bigbatch.training.update import StepStatistics, Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
@@ -42,8 +42,6 @@ _MIXED = (
     "weight= always, the number of samples if it is meant, or never"
 )
 
-EndStep = Callable[[StepStatistics], AbstractContextManager[None]]
-
 _WEIGHT = Kind(NotNegative)  # once, since a weight is checked for each micro-batch
 
 
@@ -55,7 +53,7 @@ class Step:
         parts: what the steps of the training work with.
         past: what the steps before have left.
         facts: compares the ranks.
-        end_step: ends the step from its statistics; the optimizer steps inside.
+        update: ends the step.
     """
 
     def __init__(
@@ -64,11 +62,11 @@ class Step:
         parts: TrainingParts,
         past: PastSteps,
         facts: RankFacts,
-        end_step: EndStep,
+        update: Update,
     ) -> None:
         self.ended = False
         self._micro_batches, self._parts = micro_batches, parts
-        self._past, self._facts, self._end_step = past, facts, end_step
+        self._past, self._facts, self._update = past, facts, update
         self._source = parts.meter.source
         # samples, here and on all ranks, of the micro-batch whose backward is still to come; not
         # the batch, whose memory an error must not keep
@@ -322,6 +320,11 @@ class Step:
             LoopError: micro-batches are missing, or it was called already.
             GradientError: a backward of your own changed `.grad` after the last micro-batch.
         """
+        light = self._unmeasured
+        is_weighed = self._labels is not None or self._weighting != "labels"
+        found_inf = None if light is None else light.found_inf
+        if found_inf is not None and is_weighed and self._update.can_wait:
+            return self._end_unread(found_inf)
         with self.optimizer_step() as finite:
             self.step_optimizer(finite)
         assert self._past.record is not None
@@ -335,6 +338,32 @@ class Step:
             Whether the optimizer may step: the gradient is finite.
         """
         self._require_complete("update")
+        statistics = self._statistics()
+        self._require_untouched(vanishes=statistics.vanishes)
+        with self._update.end_step(statistics):
+            yield statistics.finite
+        self.ended = True
+
+    def _end_unread(self, found_inf: Tensor) -> StepRecord:
+        """Ends a step that the optimizer skips on the device if its gradient is not finite."""
+        self._require_complete("update")
+        self._require_untouched(vanishes=False)
+        optimizer: Any = self._parts.optimizer
+
+        def step_optimizer() -> None:
+            optimizer.found_inf = found_inf
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf
+
+        counts = self._samples, self._backwards, self._elapsed_seconds
+        record = self._update.end_unread(self._statistics, step_optimizer, *counts)
+        self.ended = True
+        return record
+
+    def _require_untouched(self, *, vanishes: bool) -> None:
+        """Raises an error if anybody else has stepped the optimizer, or written to `.grad`."""
         if self._optimizer_steps != self._parts.optimizer_steps:
             raise LoopError("optimizer.step() was called inside a step; leave it to step.update()")
         if self._source.foreign_backward:
@@ -342,13 +371,9 @@ class Step:
                 "a backward of your own changed .grad between the last step.backward and "
                 "step.update(); run it outside the step, or as part of the loss"
             )
-        statistics = self._statistics()
-        zeroed = not statistics.vanishes and self._source.guard.was_zeroed()
+        zeroed = not vanishes and self._source.guard.was_zeroed()
         if zeroed or self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
-        with self._end_step(statistics):
-            yield statistics.finite
-        self.ended = True
 
     def step_optimizer(self, finite: bool) -> None:
         """Steps the optimizer inside `optimizer_step`; if not finite, updates the scaler only."""
@@ -366,6 +391,7 @@ class Step:
 
     def _expect_weight(self, weight: float, samples: int) -> None:
         """Expects a sum of the step's weights, the same on all ranks; `_complete` corrects it."""
+        self._update.settle()  # for the weights of the last step
         per_sample = 1.0 if self._weighting == "samples" else self._past.weight_per_sample
         if not per_sample:  # the first step: ranks may begin with different weights
             rows = self._parts.collectives.all_gather(weight / samples)

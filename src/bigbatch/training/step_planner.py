@@ -52,6 +52,11 @@ class StepPlanner:
         bounds = controller.min_batch, controller.max_batch
         return self._fit_plan(controller.decision.batch_size, *bounds, compared=compared)
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether a step that measures nothing cannot change the plan, whatever its loss is."""
+        return self.controller.repeats or self.controller.needs_measurement
+
     def limit_batch(self) -> None:
         """Bounds the batch by the data set, if its size is known."""
         samples = self._batches.samples

@@ -1,6 +1,6 @@
 """The end of a step: decides, steps the optimizer and the schedule, counts, plans the next."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from bigbatch.data.rank_consistency import facts_of, optimizer_facts
 from bigbatch.errors import LoopError
 from bigbatch.gradients.gradient_hooks import weak_method
 from bigbatch.log.run_log import RunLog
-from bigbatch.log.step_record import StepRecord
+from bigbatch.log.step_record import StepRecord, UnreadRecord
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.plan import PlanConstraints
@@ -93,12 +93,15 @@ class Update:
             "every": repr(every),
         }
         self._half_done = False  # whether a step has failed after it may have changed something
+        # reads the last step, where the host has not: [Note: A step that measures nothing]
+        self._unsettled: Callable[[], None] | None = None
         parts.meter.at_step(0, due=interval.due)
 
     # between two steps
 
     def end_pass(self) -> None:
         """Counts an epoch; the length of the loader is known now."""
+        self.settle()
         self.planner.limit_batch()
         self.past.epoch += 1
 
@@ -109,6 +112,7 @@ class Update:
         Raises:
             LoopError: an earlier step failed half way.
         """
+        self.settle()
         self._require_ready()
         with self.past.stopped_clock():
             try:
@@ -127,8 +131,8 @@ class Update:
                 or an earlier call failed half way.
             RankError: the ranks differ in what decides a step.
         """
+        self.settle()
         self.facts.compare(step.checksums)
-        self.rates.clock.require_ready()
         self._require_ready()
         planner, rates, past = self.planner, self.rates, self.past
         target_batch_size = planner.controller.decision.batch_size
@@ -177,8 +181,93 @@ class Update:
         self.parts.zero_grad()
         past.end_step()
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether nothing that is done before the next step ends depends on what the host reads."""
+        reads_all = self.past.keeps_history or self.rates.clock.follows_rates
+        return self.planner.is_certain and not reads_all
+
+    def end_unread(
+        self,
+        read: Callable[[], StepStatistics],
+        step_optimizer: Callable[[], None],
+        samples: int,
+        micro_batches: int,
+        elapsed_seconds: float,
+    ) -> StepRecord:
+        """Ends a step that measures nothing, before the host has read it.
+
+        Args:
+            read: what the host reads of it, later.
+            step_optimizer: steps the optimizer, which skips on the device.
+            samples: samples of the step.
+            micro_batches: its backwards.
+            elapsed_seconds: time spent training so far.
+        Raises:
+            LoopError: as `end_step`.
+        """
+        self.settle()
+        self._require_ready()
+        planner, rates, past, meter = self.planner, self.rates, self.past, self.parts.meter
+        target_batch_size = planner.controller.decision.batch_size
+        complete = planner.is_complete(samples)
+        with rates.in_force(samples, None) as lr:
+            self._half_done = True
+            step_optimizer()
+        self._half_done = False
+        past.samples += samples
+        planner.end_step(finite=True, complete=complete, measured=False)
+        meter.at_step(meter.step + 1, due=planner.interval.due)
+        past.record = record = UnreadRecord(
+            self.settle,
+            step=past.steps + past.skipped + 1,
+            epoch=past.epoch,
+            samples=past.samples,
+            batch_size=samples,
+            target_batch_size=target_batch_size,
+            micro_batches=micro_batches,
+            lr=tuple(lr),
+            statistics=None,
+            elapsed_seconds=elapsed_seconds,
+            every=planner.interval.every,
+            gsnr=None,
+        )
+        self._unsettled = partial(self._settle, record, read, complete)
+        rates.changes.note(past.epoch)
+        self.parts.zero_grad()
+        past.end_step()
+        return record
+
+    def settle(self) -> None:
+        """Reads the last step, if the host has not, and does everything that depends on it."""
+        if self._unsettled is not None:
+            self._unsettled()
+
+    def _settle(
+        self, record: UnreadRecord, read: Callable[[], StepStatistics], complete: bool
+    ) -> None:
+        past, clock = self.past, self.rates.clock
+        step = read()
+        if clock.scheduler is not None:
+            self.rates.changes.examine(past.epoch, clock.scheduler)
+        if step.finite:
+            clock.advance(step.samples)
+        self._unsettled = None
+        decision = self.planner.decide(
+            None, step.samples, past, lr_decay=None, finite=step.finite, complete=complete
+        )
+        past.count(0, finite=step.finite)
+        past.weight_per_sample = step.weight_per_sample
+        record.complete(loss=step.loss, skipped=not step.finite, decision=decision)
+        if self.log is not None:
+            self.log.record(record)
+        if clock.scheduler is not None:
+            self.rates.changes.note(past.epoch)
+        self.parts.loss_check.compare(step.samples / step.micro_batches, step.loss)
+
     def _require_ready(self) -> None:
         """Checks that all is as the last step left it."""
+        self.rates.clock.require_ready()
         if self._half_done:
             raise LoopError("update() failed half way; load an earlier checkpoint")
         self.rates.changes.examine(self.past.epoch, self.rates.clock.scheduler)
@@ -211,6 +300,7 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         """A state for `load_state_dict`, the same on all ranks."""
+        self.settle()
         rooms = self.planner, self.rates, self.past
         states = {name: value for room in rooms for name, value in room.state_dict().items()}
         return {**states, "settings": dict(self.settings)}
@@ -222,7 +312,7 @@ class Update:
         Raises:
             StateError: the schedule is another one.
         """
-        past = self.past
+        past, self._unsettled = self.past, None
         self.planner.controller.load_state_dict(state["controller"])
         self.rates.load_state_dict(state)
         past.load_state_dict(state, own)
