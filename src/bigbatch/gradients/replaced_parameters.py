@@ -1,5 +1,6 @@
 """Checks that the watched parameters are still the model's own."""
 
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -37,7 +38,7 @@ class ReplacementCheck:
 
         A parameter that was tied to another one since, or removed with its layer, is not replaced.
         """
-        if all(slots.get(name) is value for slots, name, value in self._slots):
+        if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._held)):
             return
         watched = list(watched)
         parameters = self._parameters()
@@ -50,8 +51,11 @@ class ReplacementCheck:
     def _record(self) -> None:
         """Remembers the model as it is now."""
         self._names = self._parameters()
-        self._slots = list(self._iterate_slots())
-        self._values = {(id(slots), name): value for slots, name, value in self._slots}
+        slots = list(self._iterate_slots())
+        self._values = {(id(values), name): value for values, name, value in slots}
+        self._dicts = [values for values, _, _ in slots]
+        self._keys = [name for _, name, _ in slots]
+        self._held = [value for _, _, value in slots]
 
     def _parameters(self) -> dict[Tensor, str]:
         """Every parameter, with its first name."""

@@ -1,6 +1,7 @@
 """The training loop: measures the gradients, decides the batch size, ends each step."""
 
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -132,6 +133,7 @@ class AdaptiveBatch:
         self.meter.cut_backwards(options.get("groups"), model)
         self._reader = micro_batch_optimizer(optimizer)
         self._replacement_check = ReplacementCheck(model)
+        self._selected: list[Tensor] = []  # the parameters that are measured
         self._bind_source()
         self._collectives = HostCollectives(self.meter.source)
         self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
@@ -555,7 +557,10 @@ class AdaptiveBatch:
         parameters = trained_parameters(self.optimizer)
         trained = self.meter.source.reducer.model_parameters(parameters)
         self._replacement_check.require_held(trained)
-        self.meter.select(trained)
+        selected = self._selected
+        if len(trained) != len(selected) or not all(map(operator.is_, trained, selected)):
+            self.meter.select(trained)
+            self._selected = trained
         return trained
 
     def _next_micro_batches(self) -> StepBatches | ExternalStep | None:

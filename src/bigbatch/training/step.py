@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
 from bigbatch.data.micro_batches import StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
+from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
@@ -236,9 +237,15 @@ class Step:
             self._expect_weight(weight, samples)
         try:
             # a micro-batch of weight 0 only keeps this rank in step with the others
+            factor = weight * self._source.ranks / self._expected_weight if weight else 0.0
             micro_batch = self._source.micro_batch(weight) if weight else self._source.idle()
-            with self._reduced_micro_batch(weight, global_samples), micro_batch:
-                yield weight * self._source.ranks / self._expected_weight if weight else 0.0
+            if self._parts.reduced is None:
+                with micro_batch:
+                    yield factor
+            else:
+                reduced = self._reduced_micro_batch(self._parts.reduced, weight, global_samples)
+                with reduced, micro_batch:
+                    yield factor
         except Exception as error:
             self.advise(error)
             raise
@@ -399,16 +406,14 @@ class Step:
         self._expected_weight = per_sample * self._micro_batches.samples
 
     def _reduced_micro_batch(
-        self, weight: float, global_samples: int
+        self, reduced: GradientSource, weight: float, global_samples: int
     ) -> AbstractContextManager[None]:
         """For an optimizer over sharded parameters: it reads sums over the ranks' micro-batches."""
-        if self._parts.reduced is None:
-            return nullcontext()
         self._facts.require_same_weighting(self._weighting_code)
         total = float(global_samples)
         if not (self._weighting == "samples" and self._micro_batches.samples_known):
             total = math.fsum(row[0] for row in self._parts.collectives.all_gather(weight))
-        return self._parts.reduced.micro_batch(total) if total else self._parts.reduced.idle()
+        return reduced.micro_batch(total) if total else reduced.idle()
 
     @property
     def _weighting_code(self) -> int:

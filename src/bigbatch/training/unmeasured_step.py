@@ -63,7 +63,7 @@ class UnmeasuredStep:
         values: list[float] = self._values.tolist()
         return values
 
-    @property
+    @cached_property
     def total_weight(self) -> float:
         """Sum of the weights; that of the samples where no label counts."""
         labels = self._host_values[1 + self._count :]
