@@ -1,7 +1,7 @@
 """The end of a step: decides, steps the optimizer and the schedule, counts, plans the next."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -312,7 +312,10 @@ class Update:
         Raises:
             StateError: the schedule is another one.
         """
-        past, self._unsettled = self.past, None
+        past = self.past
+        with suppress(LoopError):  # of the run before
+            self.settle()
+        self._unsettled = None
         self.planner.controller.load_state_dict(state["controller"])
         self.rates.load_state_dict(state)
         past.load_state_dict(state, own)
