@@ -38,7 +38,7 @@ class ReplacementCheck:
 
         A parameter that was tied to another one since, or removed with its layer, is not replaced.
         """
-        if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._held)):
+        if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._present)):
             return
         watched = list(watched)
         parameters = self._parameters()
@@ -55,7 +55,7 @@ class ReplacementCheck:
         self._values = {(id(values), name): value for values, name, value in slots}
         self._dicts = [values for values, _, _ in slots]
         self._keys = [name for _, name, _ in slots]
-        self._held = [value for _, _, value in slots]
+        self._present = [value for _, _, value in slots]
 
     def _parameters(self) -> dict[Tensor, str]:
         """Every parameter, with its first name."""

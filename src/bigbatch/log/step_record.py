@@ -16,6 +16,9 @@ if TYPE_CHECKING:  # torch, which takes seconds
 class StepRecord:
     """One optimizer step.
 
+    After a step that was not measured the host may not have read the loss yet: a first look at the
+    loss, at `skipped` or at the decision then waits for the device; see docs/faults.md.
+
     Args:
         step: number of the step, from 1, skipped ones included.
         epoch: passes over the data that were complete.
