@@ -52,11 +52,11 @@ _NOT_ENDED = (
 # position in its loader, its random states. So on as many ranks each loads its own state, and the
 # run is the same to the last bit; on another number of ranks any shared part will do.
 # Nothing is communicated in saving: a rank that saves alone would wait for the others forever.
-# Loading has one order. The settings of both runs are compared before anything changes. The
-# counts come before the batches, whose sampler gets the epoch; the batches come before the bounds of
-# the batch size, since only a resumed loader may know its length. Random states come last: reading
-# up to the position draws numbers (shuffling, augmentation), as it did in the run that was saved.
-# Then the log may cut its rows, since nothing can refuse the state any more.
+# Loading has one order. The settings of both runs are compared before anything changes. Counts and
+# decisions come before the batches, whose sampler gets the epoch; the batches come before the
+# bounds of the batch size, since only a resumed loader may know its length. Random states come
+# last: reading up to the position draws numbers (shuffling, augmentation), as it did in the run
+# that was saved. Then the log may cut its rows, since nothing can refuse the state any more.
 
 
 class AdaptiveBatch:

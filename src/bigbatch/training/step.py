@@ -216,7 +216,7 @@ class Step:
             raise LoopError(_MIXED)
         self._weighting = weighting
         if self._is_light and labels is not None and self.last and not self._backwards:
-            self._labels, weight = labels, samples  # its mean is the step's
+            self._labels, weight = labels, None  # its mean is the step's
         if isinstance(weight, Tensor):
             weight = weight.detach().cpu()  # one wait for the device
         sample_weights = weight

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
@@ -72,18 +72,22 @@ class StepRates:
             scaling.load_state_dict(saved)
         return factors
 
-    @contextmanager
     def in_force(
         self, samples: int, statistics: GradientStatistics | None
-    ) -> Iterator[list[float]]:
+    ) -> AbstractContextManager[list[float]]:
         """The rates of a step of so many samples inside the block, one per group."""
         scale = self._scale(samples, statistics)
-        with scale_lr(self._optimizer, scale * self._controller.decision.lr_factor) as rates:
-            if not self._transports:
-                yield rates
-                return
-            with transported(self._optimizer, samples / self.clock.base_batch, scale):
-                yield rates
+        scaled = scale_lr(self._optimizer, scale * self._controller.decision.lr_factor)
+        return self._transported(scaled, samples, scale) if self._transports else scaled
+
+    @contextmanager
+    def _transported(
+        self, scaled: AbstractContextManager[list[float]], samples: int, scale: float
+    ) -> Iterator[list[float]]:
+        """The same, with half-lives that are kept in samples."""
+        ratio = samples / self.clock.base_batch
+        with scaled as rates, transported(self._optimizer, ratio, scale):
+            yield rates
 
     def _scale(self, batch_size: int, statistics: GradientStatistics | None) -> float:
         """The part of the factor that follows from the batch size."""

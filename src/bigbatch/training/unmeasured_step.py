@@ -10,6 +10,9 @@ from torch import Tensor
 from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import sum_scalars, to_device
 
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
 # [Note: A step that measures nothing]
 # Its gradients are looked at once, for the skipping of a step that is not finite. Nothing is
 # planned or decided, and in one process nothing is weighed: the mean of one backward over its
@@ -32,7 +35,6 @@ class UnmeasuredStep:
         on_device: whether the optimizer skips a step that is not finite by `found_inf`.
     """
 
-    @torch.no_grad()
     def __init__(
         self,
         source: GradientSource,
@@ -44,6 +46,8 @@ class UnmeasuredStep:
     ) -> None:
         self._source, self._weights, self._count = source, weights, len(losses)
         grads = source.local_grads()
+        if any(map(_REQUIRES_GRAD, grads)):  # of a backward with create_graph
+            grads = [grad.detach() for grad in grads]
         self.has_gradient = bool(grads)
         self.found_inf: Tensor | None = None  # 1 where the step must be skipped
         device = source.parameters[0].device
