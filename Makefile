@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := .venv/.run
 READY := .venv/.ready
-COMPILED := .venv/.compiled
+COMPILED := .venv/.compiled .venv/.simulated
 LIGHT := .venv-light/bin
 LIGHT_READY := .venv-light/.ready
 OUTSIDE := .venv-outside/bin
@@ -36,8 +36,13 @@ $(READY): $(RUN)
 	@touch $@
 
 # DeepSpeed compiles for a minute on first use; without a compiler its tests are skipped
-$(COMPILED): $(READY)
+.venv/.compiled: $(READY)
 	-$(BIN)/python tests/helpers/deepspeed_operations.py
+	@touch $@
+
+# the device that counts operations compiles for 20 seconds; without a compiler its tests are skipped
+.venv/.simulated: $(READY) studies/simulated_device.cpp
+	-$(BIN)/python -m studies.simulated_device
 	@touch $@
 
 # a folder for each time: two batch sizes, two seeds each, then a batch that follows the noise
@@ -57,12 +62,15 @@ study: $(RUN)  ## train the digits study: 18 networks, a table, report.html
 test test-all test-release test-light test-outside: export OMP_NUM_THREADS = 1
 TESTS = -m pytest -n 3 --dist worksteal
 FOLDER = $(if $(AREA),tests/$(AREA))
+# again, with tensors on the simulated device
+ON_DEVICE = --device sim tests/gradients tests/statistics
 
 test: $(COMPILED)  ## every promise once, in about ten minutes; AREA=optim for one folder of tests
 	$(BIN)/python $(TESTS) $(FOLDER) -m "not thorough and not release"
 
 test-all: $(COMPILED)  ## what CI runs: pairs of engine, precision, ranks, rule; kill and resume
 	$(BIN)/python $(TESTS) $(FOLDER) -m "not release"
+	$(if $(AREA),,$(BIN)/python $(TESTS) $(ON_DEVICE) -m "not thorough and not release")
 
 test-release: $(COMPILED) $(if $(AREA),,test-outside)  ## the rest: full products, studies, elastic runs; test-outside
 	$(BIN)/python $(TESTS) $(FOLDER) -m release

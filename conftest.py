@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -17,12 +18,23 @@ from bigbatch.kernels import native
 from deepspeed_operations import compile_deepspeed, keep_compiled
 from property_tests import try_fewer
 from ranks import forking, ranks_of
+from studies.simulated_device import NAME, compiled_library, simulated_device
 from tiers import THOROUGH, is_on_deepspeed, is_on_ranks, mark_products
 
 collect_ignore = ["tests/advisor/scripts"]  # as users write them; tests start them
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=("cpu", NAME), default="cpu", help="of tensors by default")
+
+
 def pytest_configure(config):
+    if config.option.device == NAME:
+        try:
+            simulated_device()
+        except RuntimeError as error:
+            pytest.exit(f"no test runs on the simulated device: {error}", returncode=0)
+        torch.set_default_device(NAME)
     config.pluginmanager.register(extras)  # for src/ too, which this file's own hooks do not reach
     torch.set_num_threads(1)  # the test processes share the cores; sums also come in one order
     keep_compiled()
@@ -33,14 +45,28 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects tests
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     mark_products(items)
+    if config.option.device == NAME:  # which other processes do not have
+        others = [one for one in items if is_on_ranks(one) or one.get_closest_marker("cpu")]
+        items[:] = [item for item in items if item not in others]
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         skip = pytest.mark.skip(reason="DeepSpeed needs a C++ compiler")
         for item in items:
             if is_on_deepspeed(item):
                 item.add_marker(skip)
     items.sort(key=lambda item: not is_on_ranks(item))  # the long tests first
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skips a test that needs what the device does not have: recurrent cells, sparse tensors."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        if item.config.option.device == NAME and re.search(r"from the '(Sparse)?sim'", str(error)):
+            pytest.skip(str(error).partition(".")[0])
+        raise
 
 
 def pytest_collection_finish(session):
@@ -96,6 +122,16 @@ def trackers():
 def ranks():
     """`ranks(n)(function, *arguments)` calls the function in n new processes."""
     return ranks_of
+
+
+@pytest.fixture(scope="session")
+def on_simulated_device(ranks):
+    """`on_simulated_device(function, *arguments)` calls it in a new process with the device."""
+    try:
+        compiled_library()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    return lambda function, *arguments: ranks(1)(function, *arguments)[0]
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import single_process_training
 from bigbatch import AdaptiveBatch, Fixed, GradientMeter
@@ -106,7 +107,7 @@ def with_noise_as_data(p):
 
 EDITS = [
     halved_as_data,
-    halved_in_numpy,
+    pytest.param(halved_in_numpy, marks=pytest.mark.cpu),
     halved_in_place,
     halved_by_detach,
     replaced,
@@ -449,6 +450,23 @@ def test_gradients_towards_the_parameters_in_each_micro_batch_are_not_counted():
         assert same(expected_of(model), measure())
         meter.close()
         model.zero_grad()
+
+
+@pytest.mark.parametrize("reads", ["meter", "optimizer"])
+def test_a_model_that_is_checkpointed_as_a_whole_the_reentrant_way_is_refused(reads):
+    model = network()
+    parameters = list(model.parameters())
+    reader = GradientMeter(model) if reads == "meter" else VRSGD(parameters, lr=0.1)
+    x, y = data()[0]
+    outputs = checkpoint(model, x.requires_grad_(), use_reentrant=True)
+    with pytest.raises(GradientError, match="use_reentrant=False avoids"):
+        cross_entropy(outputs, y).backward()
+    model.zero_grad()
+    loss = cross_entropy(checkpoint(model, x, use_reentrant=False), y)
+    loss.backward()
+    loss = cross_entropy(checkpoint(model, x, use_reentrant=False), y)
+    loss.backward()
+    assert reads == "optimizer" or reader.read([len(y)] * 2).micro_batches == 2
 
 
 def test_a_stray_backward_after_the_step_is_refused_or_forgotten_with_its_zeroing():

@@ -12,7 +12,10 @@ WAITS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "uniqu
 
 
 class Recorded(TorchDispatchMode):
-    """Every operation that reaches a kernel, by name; backwards of a CPU run in this thread."""
+    """Every operation that reaches a kernel, by name; backwards of a CPU run in this thread.
+
+    `moved` has the copies to another device that the host waits for.
+    """
 
     def __init__(self):
         super().__init__()
@@ -24,7 +27,7 @@ class Recorded(TorchDispatchMode):
         self.seen[func.overloadpacket.__name__] += 1
         before = {x.device for x in args if isinstance(x, torch.Tensor)}
         after = {result.device} if isinstance(result, torch.Tensor) else set()
-        if before and not after <= before:
+        if before and not after <= before and not (kwargs or {}).get("non_blocking"):
             self.moved.append(func.overloadpacket.__name__)
         return result
 

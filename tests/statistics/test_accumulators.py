@@ -394,6 +394,7 @@ def test_after_a_backward_that_failed_half_way_the_step_can_be_repeated():
     optimizer.step()
 
 
+@pytest.mark.cpu
 def test_no_hook_is_left_when_the_optimizer_is_gone():
     model = network()
     optimizer = trained_once(model)

@@ -151,7 +151,7 @@ def test_a_step_of_a_loop_waits_once_in_its_update(every):
             step.update()
         # one tolist() is a read of each element on a CPU, and one copy elsewhere
         assert set(seen.waits) <= {"_local_scalar_dense"}
-        assert [] == seen.moved
+        assert len(seen.moved) <= 1
 
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to wait for")

@@ -3,12 +3,14 @@
 import functools
 import itertools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.gradients.gradient_hooks import remove_hooks, weak_method
@@ -60,6 +62,16 @@ class FirstHook:
     def close(self) -> None:
         """Removes every hook."""
         remove_hooks(self._handles)
+
+
+def is_nested() -> bool:
+    """Whether this hook runs in a backward that the backward of another function has called."""
+    frame = sys._getframe()
+    while (below := frame.f_back) is not None:
+        frame = below
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+    return False
 
 
 def owners(parameters: Iterable[Tensor]) -> Iterator[Any]:

@@ -71,8 +71,9 @@ class GradFold:
 
     def begin(self, *, foreign_backward: bool) -> None:
         """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
-        require_clean(self)
         self.accept()
+        if any(map(is_tensor, self._visible)):
+            require_clean(self)
         self.sums = [None] * len(self._visible) if self.keeps_apart else list(self._visible)
 
     def is_clean(self) -> bool:

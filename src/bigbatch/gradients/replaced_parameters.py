@@ -38,7 +38,7 @@ class ReplacementCheck:
 
         A parameter that was tied to another one since, or removed with its layer, is not replaced.
         """
-        if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._present)):
+        if all(map(operator.is_, map(dict.get, self._dicts, self._slot_names), self._held)):
             return
         watched = list(watched)
         parameters = self._parameters()
@@ -51,11 +51,11 @@ class ReplacementCheck:
     def _record(self) -> None:
         """Remembers the model as it is now."""
         self._names = self._parameters()
-        slots = list(self._iterate_slots())
-        self._values = {(id(values), name): value for values, name, value in slots}
-        self._dicts = [values for values, _, _ in slots]
-        self._keys = [name for _, name, _ in slots]
-        self._present = [value for _, _, value in slots]
+        found = list(self._iterate_slots())
+        self._dicts = [slots for slots, _, _ in found]
+        self._slot_names = [name for _, name, _ in found]
+        self._held = [value for _, _, value in found]
+        self._values = {(id(slots), name): value for slots, name, value in found}
 
     def _parameters(self) -> dict[Tensor, str]:
         """Every parameter, with its first name."""

@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.first_hook import HOOKS, FirstHook, owners
+from bigbatch.gradients.first_hook import HOOKS, FirstHook, is_nested, owners
 from bigbatch.gradients.grad_fold import GradFold, is_tensor, require_dense
 from bigbatch.gradients.gradient_hooks import (
     hands_errors_over,
@@ -23,7 +23,13 @@ from bigbatch.gradients.protocols import MicroBatchGradients
 from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.gradients.source import TWICE, GradientSource
 
+_NEEDS_EXACT = operator.attrgetter("needs_exact_groups")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_NESTED = (
+    "a backward inside another one reached the parameters first (reentrant checkpointing of the "
+    "whole model, which use_reentrant=False avoids?), so the end of the micro-batch is unknown; "
+    "mark the micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch"
+)
 _LARGE = 1 << 20  # bytes of a gradient that is folded at once, to free its memory
 
 
@@ -51,7 +57,6 @@ class SingleProcessSource(GradientSource):
         self._folded: set[int] = set()  # parameters that the micro-batch has reached and folded
         self._attached: tuple[object, ...] | None = None  # what the hooks were put on for
         self._guests: list[SingleProcessSource] = []  # that read the same backward after this one
-        self._weight = 1.0  # of the current micro-batch
         self._announced = False  # whether the subscribers know of it
         weakref.finalize(self, remove_hooks, self._large)
         reducer = RankReducer(unshared)
@@ -72,7 +77,7 @@ class SingleProcessSource(GradientSource):
         if self._closed:
             return
         reads = bool(self._subscribers)
-        is_exact = any(subscriber.needs_exact_groups for subscriber in self._subscribers)
+        is_exact = reads and any(map(_NEEDS_EXACT, self._subscribers))
         has_groups = self.group_tap is not None
         at_once = has_groups and is_exact  # k gradients of each are in memory
         trains = list(map(_REQUIRES_GRAD, self.parameters))
@@ -120,7 +125,7 @@ class SingleProcessSource(GradientSource):
 
     # a micro-batch
 
-    def _open(self, weight: float) -> None:
+    def _open(self) -> None:
         guard, host = self.guard, self._find_host()
         if host is not None:
             host._guests.append(self)
@@ -133,15 +138,16 @@ class SingleProcessSource(GradientSource):
             self.require_unchanged("this one")
         self._begin_step()
         self._in_micro_batch, self.foreign_backward = True, False
-        self._weight, self._announced = weight, False
+        self._announced = False
         self._folded.clear()
         if self._subscribers and host is None:
             guard.hide()
 
     def _find_host(self) -> "SingleProcessSource | None":
         """Another source of the same parameters that takes the gradients of this backward apart."""
-        hooks = map(len, filter(None, map(HOOKS, self.parameters)))
-        if not self._subscribers or max(hooks, default=0) < 2:
+        if not self._subscribers:
+            return None
+        if max(map(len, filter(None, map(HOOKS, self.parameters))), default=0) < 2:
             return None
         others = (owner for owner in owners(self.parameters) if owner is not self)
         return next((other for other in others if other.guard.hides), None)
@@ -189,7 +195,7 @@ class SingleProcessSource(GradientSource):
         """Tells the subscribers of the micro-batch, once it is known to have a gradient."""
         if not self._announced:
             self._announced = True
-            self._begin_micro_batch(self._weight)
+            self._begin_micro_batch()
 
     def _fold(self, found: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Reports what the backward has left, and adds it to the sums; returns what it reached."""
@@ -201,9 +207,11 @@ class SingleProcessSource(GradientSource):
         self._announce()
         for number in filter(self.guard.left.__contains__, numbers):
             self._report_left(number, found[number])
-        numbers = tuple(number for number in numbers if number not in self.guard.left)
-        without = tuple(number for number in numbers if sums[number] is None)
-        later = numbers if not without else tuple(n for n in numbers if sums[n] is not None)
+        if self.guard.left:
+            numbers = tuple(number for number in numbers if number not in self.guard.left)
+        have_sums = list(map(is_tensor, map(sums.__getitem__, numbers)))
+        later = tuple(itertools.compress(numbers, have_sums))
+        without = tuple(itertools.compress(numbers, map(operator.not_, have_sums)))
         for some, is_first in ((without, True), (later, False)):
             if some:
                 self._add(some, found, first=is_first)
@@ -265,7 +273,10 @@ class SingleProcessSource(GradientSource):
 
     @hands_errors_over
     def _begin_implicit(self) -> None:
-        self._open(1.0)
+        if is_nested():
+            raise GradientError(_NESTED)
+        self._weight, self._several = 1.0, False
+        self._open()
         self._implicit = True
 
     @_disable_dynamo

@@ -1,9 +1,10 @@
 """A model's micro-batch gradients, reported to subscribers; `.grad` is checked meanwhile."""
 
 import operator
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -54,6 +55,26 @@ class Guard(Protocol):
         """This rank's part of the gradient of a parameter."""
 
 
+class _Scope:
+    """What happens inside is one micro-batch of a source."""
+
+    def __init__(self, source: "GradientSource") -> None:
+        self._source = weakref.ref(source)
+
+    def __enter__(self) -> None:
+        source = self._source()
+        assert source is not None
+        source._open()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        source = self._source()
+        assert source is not None
+        if kind is None:
+            source._close()
+        else:
+            source._fail()
+
+
 class GradientSource(ABC):
     """Reports each micro-batch's gradient to its subscribers, and checks `.grad` meanwhile.
 
@@ -97,6 +118,8 @@ class GradientSource(ABC):
         self.group_tap: GroupTap | None = None  # if a backward is cut into groups
         # of the groups of each micro-batch of the step; None if it has none
         self.group_norms: list[GroupNorms | None] = []
+        self._weight = 1.0  # of the current micro-batch
+        self._scope = _Scope(self)
         self.add(parameters)
 
     # hooks, by kind of source
@@ -121,7 +144,7 @@ class GradientSource(ABC):
         """Removes the hooks of a parameter that is no longer watched."""
 
     @abstractmethod
-    def _open(self, weight: float) -> None:
+    def _open(self) -> None:
         """A micro-batch starts."""
 
     @abstractmethod
@@ -246,10 +269,9 @@ class GradientSource(ABC):
             parameter.grad = None
         self.restart()
 
-    @contextmanager
     def micro_batch(
         self, weight: float = 1.0, *, several_backwards: bool = False
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Counts what is computed inside as one micro-batch.
 
         Args:
@@ -258,14 +280,8 @@ class GradientSource(ABC):
         """
         if self._in_micro_batch and not self._implicit:
             raise GradientError("micro_batch() was entered inside another; leave the first before")
-        self._several = several_backwards
-        self._open(weight)
-        try:
-            yield
-        except BaseException:
-            self._fail()
-            raise
-        self._close()
+        self._weight, self._several = weight, several_backwards
+        return self._scope
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -322,12 +338,12 @@ class GradientSource(ABC):
         for subscriber in self._subscribers:
             subscriber.begin()
 
-    def _begin_micro_batch(self, weight: float) -> None:
+    def _begin_micro_batch(self) -> None:
         """Announces a micro-batch to the subscribers."""
         tap = self.group_tap
         groups = 1 if tap is None or tap.grouping is None else len(tap.weights)
         for subscriber in self._subscribers:
-            subscriber.micro_batch(weight, groups)
+            subscriber.micro_batch(self._weight, groups)
 
     def _report(self, batch: MicroBatchGradients) -> None:
         """Hands gradients of the micro-batch to the subscribers, and what its groups add."""

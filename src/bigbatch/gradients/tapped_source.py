@@ -101,7 +101,7 @@ class TappedSource(GradientSource):
         self._gathered.clear()
         super()._restart()
 
-    def _open(self, weight: float) -> None:
+    def _open(self) -> None:
         changed = self.guard.open_micro_batch() or self._in_micro_batch
         may_be_zeroed = self.micro_batches and changed and not self.explicit
         if may_be_zeroed and self.guard.is_clean_within_step():
@@ -114,7 +114,7 @@ class TappedSource(GradientSource):
         self._elements = 0
         self._totals = {} if self._several else None
         self._in_micro_batch, self.foreign_backward = True, False
-        self._begin_micro_batch(weight)
+        self._begin_micro_batch()
 
     def _require_undisturbed(self) -> None:
         """Checks gradients that an engine writes to, without waiting for the device."""
@@ -185,7 +185,8 @@ class TappedSource(GradientSource):
             self._restart()  # the previous backward failed
         if backward_begins and not self._in_micro_batch:
             if not self.explicit:
-                self._open(1.0)
+                self._weight, self._several = 1.0, False
+                self._open()
                 self._implicit = True
             self._call_when_backward_ends()
         if not self._in_micro_batch:

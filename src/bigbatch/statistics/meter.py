@@ -294,7 +294,7 @@ class GradientMeter:
                 "long; leave the division to the engine"
             )
         if self.loss == "weighted" and c != 1 and not of_all_ranks:
-            samples = [rank.samples for rank in totals.ranks]
+            samples = totals.ranks.samples.tolist()
             if max(samples) - min(samples) > 1e-6 * max(samples):
                 raise GradientError(
                     f"the ranks have {samples} samples, so the mean over ranks is not the mean "

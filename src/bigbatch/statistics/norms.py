@@ -72,8 +72,13 @@ class MicroBatchNorms(Subscriber):
             return torch.stack([_square(row, dtype).sum(0, keepdim=True) for row in rows])
         return _square(torch.stack(rows), dtype).sum(1, keepdim=True)
 
-    def by_layer(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-        """|gradient|^2 of these parameters, summed by layer (L,)."""
+    @property
+    def has_layers(self) -> bool:
+        """Whether each layer is measured by itself."""
+        return bool(self._layers)
+
+    def by_layer(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> Tensor:
+        """|gradient|^2, summed by layer (L,); the parameters are needed if there are several."""
         if not gradients:
             return torch.zeros(self.count, dtype=torch.float64)
         row = stacked(norms(gradients))
@@ -96,12 +101,14 @@ def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """
     if not all(map(_IS_CPU, gradients)):
         return _foreach_norm(gradients)
+    lengths = list(map(Tensor.numel, gradients))
+    if max(lengths, default=0) <= _SHORT:
+        return _foreach_norm(gradients)
     found: list[Any] = [None] * len(gradients)
-    short = [i for i, gradient in enumerate(gradients) if gradient.numel() <= _SHORT]
-    if len(short) < len(gradients):
-        for i, gradient in enumerate(gradients):
-            if gradient.numel() > _SHORT:
-                found[i] = squared_norm(gradient).sqrt()
+    for i, length in enumerate(lengths):
+        if length > _SHORT:
+            found[i] = squared_norm(gradients[i]).sqrt()
+    short = [i for i, length in enumerate(lengths) if length <= _SHORT]
     if short:
         values = _foreach_norm([gradients[i] for i in short])
         for i, value in zip(short, values, strict=True):

@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ _SIZE = 1021  # prime, so that rows do not align with those of a weight matrix
 _PROBES = 8  # number of projections
 _MAX_PARAMETERS = 16  # number of probed parameters
 _ELEMENTS = 256  # number of probed elements of each parameter
+_DEVICE = operator.attrgetter("device")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -102,13 +103,13 @@ class ProjectionProbe(Subscriber):
         self._source = source
         self._trained: list[bool] = []  # of the source's parameters, when they were chosen
         self._seen: list[Tensor] = []  # these parameters
-        self._chosen: dict[Tensor, int] = {}  # probed parameter -> probed elements
+        self._chosen: list[tuple[Tensor, int]] = []  # probed parameters, and how many elements
         self._listed: Sequence[Tensor] | None = None  # the last list of parameters ...
-        self._places: list[tuple[Tensor, int]] = []  # ... and where the chosen ones are in it
-        # layout of the shards, parameter -> `_indices_of`
-        self._indices: dict[tuple[int, Tensor], ShardIndices | None] = {}
+        self._places: list[tuple[int, int]] = []  # ... and the chosen ones: place here, place there
+        # layout of the shards, number -> `_indices_of`
+        self._indices: dict[tuple[int, int], ShardIndices | None] = {}
         self._signs = torch.zeros(0)  # (8, elements)
-        self._heads: dict[Tensor, Tensor] = {}  # of the current micro-batch
+        self._heads: list[Tensor | None] = []  # of the current micro-batch, by chosen parameter
         self._rows: list[Tensor] = []  # elements of each micro-batch
         self.begin()
 
@@ -131,26 +132,26 @@ class ProjectionProbe(Subscriber):
         gaps = max(1, min(_MAX_PARAMETERS, len(trained)) - 1)
         numbers = {i * (len(trained) - 1) // gaps for i in range(gaps + 1)} if trained else set()
         chosen = [trained[number] for number in sorted(numbers)]
-        self._chosen = {p: min(_ELEMENTS, shape(p).numel()) for p in chosen}
+        self._chosen = [(p, min(_ELEMENTS, shape(p).numel())) for p in chosen]
         self._indices.clear()
         self._listed = None
         device = self._seen[0].device
-        signs = random_signs((_PROBES, sum(self._chosen.values())), 0)
+        signs = random_signs((_PROBES, sum(count for _, count in self._chosen)), 0)
         self._signs = signs.to(device, widest_float(device))
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
-        self._heads.clear()
+        self._heads = [None] * len(self._chosen)
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Keeps the first elements of the gradients of probed parameters."""
         if batch.parameters is not self._listed:
             self._listed = batch.parameters
-            numbered = zip(batch.parameters, itertools.count(), strict=False)
-            self._places = [(p, number) for p, number in numbered if p in self._chosen]
-        for parameter, number in self._places:
-            gradient = batch.gradients[number]
-            self._heads[parameter] = _head(gradient, gradient.shape)[: self._chosen[parameter]]
+            numbers = dict(zip(map(id, batch.parameters), itertools.count(), strict=False))
+            places = [numbers.get(id(p)) for p, _ in self._chosen]
+            self._places = [(i, number) for i, number in enumerate(places) if number is not None]
+        for i, number in self._places:
+            self._heads[i] = _head(batch.gradients[number], self._chosen[i][1])
 
     def end(self) -> None:
         """The micro-batch is complete."""
@@ -164,43 +165,51 @@ class ProjectionProbe(Subscriber):
 
     def grad_projections(self) -> Tensor:
         """The projections of this rank's shards of `.grad`, (8,)."""
-        heads: dict[Tensor, Tensor] = {}
-        for parameter, count in self._chosen.items():
+        heads: list[Tensor | None] = []
+        reducer = self._source.reducer
+        for number, (parameter, count) in enumerate(self._chosen):
             grad = self._source.local_grad(parameter)
             if grad is None:
+                heads.append(None)
                 continue
-            key = self._source.reducer.shards.layout, parameter
+            key = reducer.shards.layout, number
             if key not in self._indices:
-                self._indices[key] = self._indices_of(parameter, grad.device)
-            indices, head = self._indices[key], _head(grad, self._source.reducer.shape(parameter))
+                self._indices[key] = self._indices_of(parameter, count, grad.device)
+            indices = self._indices[key]
             if indices is None:
-                heads[parameter] = head[:count]
-            else:
-                positions, numbers = indices
-                heads[parameter] = head.new_zeros(count)
-                heads[parameter][numbers] = head[positions]
+                heads.append(_head(grad, count))
+                continue
+            positions, numbers = indices
+            shape = reducer.shape(parameter)
+            rows = grad if grad.ndim < len(shape) else grad[: -(-count * shape[0] // shape.numel())]
+            head = grad.new_zeros(count)
+            head[numbers] = rows.reshape(-1)[positions]
+            heads.append(head)
         return self._projected(self._joined(heads)[None])[0]
 
-    def _joined(self, heads: Mapping[Tensor, Tensor]) -> Tensor:
+    def _joined(self, heads: Sequence[Tensor | None]) -> Tensor:
         """The probed elements of all chosen parameters, zeros where there is no gradient."""
-        device, parts = self._signs.device, []
-        for parameter, count in self._chosen.items():
-            head = heads.get(parameter)
-            if head is None:
-                head = torch.zeros(count, device=device)
-            parts.append(head if head.device == device else to_device(head, device))
-        return torch.cat(parts) if parts else torch.zeros(0, device=device)
+        if not self._chosen:
+            return self._signs.new_zeros(0)
+        parts = [
+            torch.zeros(count, device=self._signs.device) if head is None else head
+            for head, (_, count) in zip(heads, self._chosen, strict=True)
+        ]
+        if len(set(map(_DEVICE, parts))) > 1:
+            parts = [to_device(part, self._signs.device) for part in parts]
+        return torch.cat(parts)
 
     def _projected(self, elements: Tensor) -> Tensor:
         with without_autocast(self._signs.device):
             return torch.mm(elements.to(self._signs.dtype), self._signs.t())
 
-    def _indices_of(self, parameter: Tensor, device: torch.device) -> ShardIndices | None:
+    def _indices_of(
+        self, parameter: Tensor, count: int, device: torch.device
+    ) -> ShardIndices | None:
         """Positions in this rank's shard of the probed elements that it has, and their numbers.
 
         None if it has all of them, in order.
         """
-        count = self._chosen[parameter]
         indices = self._source.reducer.shards.shard_indices(parameter, count)
         if indices is None:
             return None
@@ -208,15 +217,12 @@ class ProjectionProbe(Subscriber):
         return to_device(positions, device), to_device(numbers, device)
 
 
-def _head(tensor: Tensor, full_shape: torch.Size) -> Tensor:
-    """The rows of a gradient, or of a shard, that have the first elements of the full gradient.
-
-    Returns all of a flat shard of a gradient that is not flat, since it may have any order.
-    """
-    if not full_shape or tensor.ndim < len(full_shape):
-        return tensor.reshape(-1)
-    rows = -(-_ELEMENTS * full_shape[0] // full_shape.numel())
-    return (tensor[:rows] if rows < tensor.shape[0] else tensor).reshape(-1)
+def _head(gradient: Tensor, count: int) -> Tensor:
+    """The first elements of a gradient."""
+    if gradient.ndim > 1:  # only the rows that have them, as a copy may be needed
+        rows = -(-count * gradient.shape[0] // gradient.numel())
+        gradient = gradient[:rows]
+    return gradient.reshape(-1)[:count]
 
 
 def random_signs(shape: tuple[int, ...], seed: int) -> Tensor:

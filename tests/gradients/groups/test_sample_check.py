@@ -429,6 +429,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.cpu  # they make tensors in a backward, whose thread has another default device
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_a_function_of_the_user_computes_the_gradients_that_it_did_without_groups(kind):
     """One that overwrites what it saved is refused, and what it saved is put back first."""

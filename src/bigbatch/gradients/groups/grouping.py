@@ -1,5 +1,7 @@
 """How the samples of a backward are cut into groups, and which part of a tensor each group has."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,8 +34,10 @@ class Grouping:
 
     def sums(self, weights: Sequence[float] | Tensor) -> list[float]:
         """The sum of the samples' weights in each group."""
-        weights = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
-        return [float(part.sum()) for part in torch.split(weights, list(self.sizes))]
+        numbers = weights.tolist() if isinstance(weights, Tensor) else weights
+        ends = [*itertools.accumulate(self.sizes)]
+        pairs = zip(ends, self.sizes, strict=True)
+        return [math.fsum(numbers[end - size : end]) for end, size in pairs]
 
     def split(self, tensor: Tensor, dim: int = 0) -> list[Tensor]:
         """Cuts `dim`, of n entries for each sample, into (groups, entries of each).

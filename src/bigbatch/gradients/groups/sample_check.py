@@ -327,8 +327,9 @@ def _halves(samples: int, number: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(samples + 7919 * number)
     halves = list[Tensor]()
     for half in range(_HALVES_OF_FEW if samples < _FEW else 1):
-        members = torch.zeros(samples, dtype=torch.bool)
-        members[torch.randperm(samples, generator=generator)[: samples // 2]] = True
+        members = torch.zeros(samples, dtype=torch.bool, device="cpu")
+        chosen = torch.randperm(samples, generator=generator, device="cpu")[: samples // 2]
+        members[chosen] = True
         if number == half == 0:
             members[[0, (1 + samples // 2) % samples, -2]] = False
             members[1] = True
