@@ -60,10 +60,18 @@ class UnmeasuredStep:
             torch._amp_foreach_non_finite_check_and_unscale_(checked, value, value + 1)
         rest = [loss.to(device) if loss.device != device else loss for loss in losses]
         parts = [value.reshape(1), *(loss.reshape(1) for loss in rest)]
-        self._values = torch.cat(parts if labels is None else [*parts, to_device(labels, device)])
+        values = torch.cat(parts if labels is None else [*parts, to_device(labels, device)])
+        self._copied: torch.Event | None = None
+        if self.found_inf is not None and device.type != "cpu":
+            values = values.to("cpu", non_blocking=True)  # now, as the next step's work is queued
+            self._copied = torch.Event(device.type)
+            self._copied.record()
+        self._values = values
 
     @cached_property
     def _host_values(self) -> list[float]:
+        if self._copied is not None:
+            self._copied.synchronize()
         values: list[float] = self._values.tolist()
         return values
 
