@@ -12,7 +12,7 @@ COUNTS = {
     "plain SGD": (367, 0, 8, 0),
     "plain SGD, k = 1": (73, 0, 2, 0),
     "plain SGD, k = 8": (759, 0, 16, 0),
-    "AdaptiveBatch, not measured": (380, 5, 8, 5),
+    "AdaptiveBatch, not measured": (379, 5, 8, 5),
     "AdaptiveBatch, cut, measured": (607, 5, 9, 5),
     "AdaptiveBatch, 8 groups, measured": (238, 2, 5, 2),
     "GradientMeter": (599, 1, 9, 1),

@@ -34,7 +34,11 @@ def count_samples(batch: Batch) -> int:
         >>> count_samples({"x": torch.zeros(8, 3), "name": ["a"] * 8})
         8
     """
-    sizes = {_size(leaf) for leaf in _leaves(batch) if type(leaf) is not Constant}
+    if type(batch) in (tuple, list) and all(type(leaf) is torch.Tensor for leaf in batch):
+        leaves = batch  # as most loaders give them
+    else:
+        leaves = _leaves(batch)
+    sizes = {_size(leaf) for leaf in leaves if type(leaf) is not Constant}
     if len(sizes) != 1:
         contents = "no tensor" if not sizes else f"first sizes {sorted(sizes)}"
         raise BatchError(f"a batch with {contents} cannot be cut along its samples; {REMEDY}")

@@ -39,6 +39,7 @@ class ResumableLoader:
             )
         self.batches = loader
         self.endless = callable(loader) and not isinstance(loader, Iterable)
+        self._has_state = all(callable(getattr(loader, name, None)) for name in _STATEFUL)
         self._started_from: dict[str, Any] = {}  # random states at the pass's start
         # whether its workers, with random states of their own, live from pass to pass
         self.keeps_workers = isinstance(loader, DataLoader) and loader.persistent_workers
@@ -138,7 +139,7 @@ class ResumableLoader:
 
     def loader_state(self) -> dict[str, Any] | None:
         """The loader's own state, if it has one (StatefulDataLoader); an empty one if endless."""
-        if all(callable(getattr(self.batches, name, None)) for name in _STATEFUL):
+        if self._has_state:
             own: dict[str, Any] = copy.deepcopy(self.batches.state_dict())  # some change it later
             return own
         return {} if self.endless else None

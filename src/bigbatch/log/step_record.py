@@ -1,8 +1,9 @@
 """The record of one optimizer step: what a loop returns and a log keeps."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bigbatch.policies.policy import Decision
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -14,6 +15,9 @@ if TYPE_CHECKING:  # torch, which takes seconds
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One optimizer step.
+
+    After a step that was not measured the host may not have read the loss yet: a first look at the
+    loss, at `skipped` or at the decision then waits for the device; see docs/faults.md.
 
     Args:
         step: number of the step, from 1, skipped ones included.
@@ -56,3 +60,34 @@ class StepRecord:
     def noise_scale(self) -> float:
         """B_simple of this step in samples; nan if it was not measured."""
         return math.nan if self.statistics is None else self.statistics.noise_scale
+
+
+class UnreadRecord(StepRecord):
+    """The record of a step that the host has not read yet.
+
+    Loss, decision, and whether the step was skipped are read at the first look at one of them, or
+    by the loop at its next step. From then on it is a `StepRecord` like any other.
+
+    Args:
+        read: reads the step, and calls `complete`.
+        known: all other fields.
+    """
+
+    def __init__(self, read: Callable[[], object], **known: Any) -> None:
+        self.__dict__.update(known, _read=read)
+
+    def complete(self, **values: Any) -> None:
+        """Adds the fields that were read."""
+        del self.__dict__["_read"]
+        self.__dict__.update(values)
+        object.__setattr__(self, "__class__", StepRecord)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_read" not in self.__dict__ or name not in StepRecord.__dataclass_fields__:
+            raise AttributeError(name)
+        self._read()
+        return self.__dict__[name]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._read()
+        return self.__reduce_ex__(protocol)  # of a StepRecord

@@ -36,6 +36,9 @@ def rates_of(optimizer: Optimizer) -> list[float]:
     rates: list[float] = []
     for number, group in enumerate(optimizer.param_groups):
         lr: Any = group.get("lr")
+        if type(lr) is float and 0 <= lr <= 1e38:  # most are, and need no closer look
+            rates.append(lr)
+            continue
         rate = lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr
         if "lr" not in group or (lr is None and optimizer.defaults.get("lr") is None):
             rate = math.nan

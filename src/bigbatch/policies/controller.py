@@ -14,6 +14,7 @@ from bigbatch.policies.goodput import Goodput
 from bigbatch.policies.plan import PlanConstraints, clamp, require_bounds
 from bigbatch.policies.policy import (
     Decision,
+    Fixed,
     NoiseScale,
     Policy,
     TrainingState,
@@ -123,6 +124,10 @@ class Controller:
         self.first_batch_size = batch_size  # before it is moved into the bounds
         self._constraints: PlanConstraints | None = None
         self._notes = BoundNotes()
+        holds_back = warmup is not None or decide_every > 1 or dead_band > 0
+        is_fixed = type(policy) is Fixed and self._average is None
+        self._is_constant = is_fixed and not holds_back
+        self._repeated: Decision | None = None  # the decision that a constant policy repeats
         self.decision = Decision(batch_size, "start")
         self.limit(min_batch or 1, max_batch)
         self._given_max_batch = self.max_batch  # a training may lower it to its data set
@@ -160,8 +165,24 @@ class Controller:
         elif self._steps % self._decide_every:
             self.decision = self._keep(f"held: decides every {self._decide_every} steps")
         else:
+            previous = self.decision
             self.decision = self._decide(statistics, now, measured=measured)
+            if self._is_constant and self.decision == previous:
+                self._repeated = self.decision
         return self.decision
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the next decision is the present one: `Fixed` has decided within the bounds."""
+        return self._repeated is self.decision
+
+    def repeat(self, samples: int) -> bool:
+        """Counts a step of so many samples, if the decision after it is the present one."""
+        if not self.repeats:
+            return False
+        self._samples += samples
+        self._steps += 1
+        return True
 
     def _count_step(
         self, statistics: GradientStatistics | None, now: TrainingState | None

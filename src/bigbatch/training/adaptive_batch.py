@@ -1,6 +1,7 @@
 """The training loop: measures the gradients, decides the batch size, ends each step."""
 
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,7 @@ from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test
 from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
 from bigbatch.training.step import Step
+from bigbatch.training.training_parts import TrainingParts
 from bigbatch.training.update import Update
 
 _STATE_VERSION = 6
@@ -50,11 +52,11 @@ _NOT_ENDED = (
 # position in its loader, its random states. So on as many ranks each loads its own state, and the
 # run is the same to the last bit; on another number of ranks any shared part will do.
 # Nothing is communicated in saving: a rank that saves alone would wait for the others forever.
-# Loading has one order. The settings of both runs are compared before anything changes. `Update`
-# comes before the batches, whose sampler gets the epoch; the batches come before the bounds of
-# the batch size, since only a resumed loader may know its length. Random states come last: reading
-# up to the position draws numbers (shuffling, augmentation), as it did in the run that was saved.
-# Then the log may cut its rows, since nothing can refuse the state any more.
+# Loading has one order. The settings of both runs are compared before anything changes. Counts and
+# decisions come before the batches, whose sampler gets the epoch; the batches come before the
+# bounds of the batch size, since only a resumed loader may know its length. Random states come
+# last: reading up to the position draws numbers (shuffling, augmentation), as it did in the run
+# that was saved. Then the log may cut its rows, since nothing can refuse the state any more.
 
 
 class AdaptiveBatch:
@@ -131,6 +133,7 @@ class AdaptiveBatch:
         self.meter.cut_backwards(options.get("groups"), model)
         self._reader = micro_batch_optimizer(optimizer)
         self._replacement_check = ReplacementCheck(model)
+        self._selected: list[Tensor] = []  # the parameters that are measured
         self._bind_source()
         self._collectives = HostCollectives(self.meter.source)
         self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
@@ -149,9 +152,10 @@ class AdaptiveBatch:
             samples=self.batches.samples,
         )
         lr_scaling = options.get("lr_scaling", "sqrt")
+        external = isinstance(self.batches, ExternalBatches)
+        self._parts = TrainingParts(self.meter, optimizer, external=external)
         self._update = Update(
-            self.meter,
-            optimizer,
+            self._parts,
             self.batches,
             self.controller,
             constraints,
@@ -159,47 +163,50 @@ class AdaptiveBatch:
             every=self._every(options),
             transport=options.get("transport", False),
         )
-        hook = model.register_forward_hook(self._update.oom_hints, always_call=True)
+        hook = model.register_forward_hook(self._parts.oom_hints, always_call=True)
         weakref.finalize(self, hook.remove)
         self.scheduler = scheduler
         self._step: Step | None = None
         self._is_whole = True  # not between the parts of a state that is loaded
         self._update.log = self._build_log(options)
-        self._update.require_equal_ranks("their settings")
+        self._update.facts.require_equal("their settings")
 
     @property
     def epoch(self) -> int:
         """Complete passes over the data."""
-        return self._update.epoch
+        return self._update.past.epoch
 
     @property
     def samples(self) -> int:
         """Samples consumed, over all ranks."""
-        return self._update.samples
+        return self._update.past.samples
 
     @property
     def steps(self) -> int:
         """Optimizer steps done."""
-        return self._update.steps
+        self._update.settle()
+        return self._update.past.steps
 
     @property
     def skipped(self) -> int:
         """Steps that were skipped because their gradient was not finite."""
-        return self._update.skipped
+        self._update.settle()
+        return self._update.past.skipped
 
     @property
     def record(self) -> StepRecord | None:
         """Record of the last step; None before the first."""
-        return self._update.record
+        return self._update.past.record
 
     @property
     def last_measured(self) -> StepRecord | None:
         """Record of the last measured step; None before the first."""
-        return self._update.last_measured
+        return self._update.past.last_measured
 
     @property
     def run_log(self) -> RunLog | None:
         """The log that every step is written to; None without one."""
+        self._update.settle()
         return self._update.log
 
     def log(self, **scores: float | Tensor) -> None:
@@ -215,27 +222,30 @@ class AdaptiveBatch:
     @property
     def every(self) -> int | None:
         """Interval from one measured step to the next, at present; None if none is measured."""
-        return self._update.interval.every
+        return self._update.planner.interval.every
 
     @property
     def plan(self) -> BatchPlan:
         """How the next step is cut into micro-batches."""
-        return self._update.plan
+        return self._update.planner.plan
 
     @property
     def lr_factor(self) -> float:
         """Factor of the next step's learning rate, before that step is measured."""
-        return self._update.factors_of([self.plan.batch_size])[0]
+        self._update.settle()
+        return self._update.rates.factors_of([self.plan.batch_size])[0]
 
     @property
     def scheduler(self) -> LRScheduler | None:
         """The scheduler that is advanced in base batches; may be set before the first step."""
-        return self._update.clock.scheduler
+        self._update.settle()
+        return self._update.rates.clock.scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: LRScheduler | Callable[[int], float] | None) -> None:
-        self._update.clock.scheduler = scheduler
-        self._update.lr_changes.note()  # the rates that it has set
+        self._update.settle()
+        self._update.rates.clock.scheduler = scheduler
+        self._update.rates.changes.note()  # the rates that it has set
 
     @property
     def scheduler_batch(self) -> float:
@@ -243,17 +253,17 @@ class AdaptiveBatch:
 
         May be set before the first step, if the schedule was written for other batches.
         """
-        return self._update.clock.scheduler_batch
+        return self._update.rates.clock.scheduler_batch
 
     @scheduler_batch.setter
     def scheduler_batch(self, samples: float) -> None:
         samples = check_setting("scheduler_batch", samples, Positive)
-        self._update.clock.scheduler_batch = samples
+        self._update.rates.clock.scheduler_batch = samples
 
     @property
     def elapsed_seconds(self) -> float:
         """Time spent training, over all resumptions."""
-        return self._update.elapsed_seconds
+        return self._update.past.elapsed_seconds
 
     @property
     def base_step(self) -> int:
@@ -348,15 +358,20 @@ class AdaptiveBatch:
         """One pass over the loader; after a `break`, the rest of it."""
         self._require_whole()
         self._require_no_open_step()
-        self._update.require_equal_ranks("where the run stands")
+        self._update.facts.require_equal("where the run stands")
         self._open_log()
         empty = not self.batches.open  # so far
         if empty:
             self.batches.start(self.epoch)
         while (micro_batches := self._next_micro_batches()) is not None:
             self._select_trained()
-            self._step = Step(micro_batches, self._update)
-            yield self._step
+            update = self._update
+            self._step = Step(micro_batches, self._parts, update.past, update.facts, update)
+            try:
+                yield self._step
+            except GeneratorExit:  # the loop is left, and its last step may wait to be read
+                self._update.settle()
+                raise
             empty = False
             if self._step is not None and not self._step.ended:
                 raise LoopError(_NOT_ENDED)
@@ -389,7 +404,7 @@ class AdaptiveBatch:
             "shared": {**self._update.state_dict(), "pass": position["pass"]},
             "own": {
                 "elapsed_seconds": self.elapsed_seconds,
-                "step_seconds": self._update.step_seconds,
+                "step_seconds": self._update.past.step_seconds,
                 "rank": self._collectives.rank,
                 "ranks": self._collectives.ranks,
                 "stream": position["stream"],
@@ -423,7 +438,7 @@ class AdaptiveBatch:
         same_rank = (int(own["rank"]), int(own["ranks"])) == (rank, ranks)
         position = {"pass": shared["pass"], "stream": own["stream"]}
         self.batches.load_state_dict(position, self.epoch, same_rank=same_rank)
-        self._update.limit_batch()
+        self._update.planner.limit_batch()
         if same_rank:
             restore_random_state(own["random"])
         elif rank == int((own["rank"], own["ranks"]) == (0, ranks)):
@@ -513,7 +528,7 @@ class AdaptiveBatch:
             **({"target": policy.target} if isinstance(policy, SimiGrad) else {}),
             "batch_size": self.controller.decision.batch_size,
             "base_batch": self.controller.base_batch,
-            "micro_batch": self._update.max_micro_batch,
+            "micro_batch": self._update.planner.max_micro_batch,
             "lr_scaling": str(rule).lower() if isinstance(rule, str | None) else "a function",
             "groups": self.meter.groups,
             "every": self._every(options),
@@ -542,7 +557,10 @@ class AdaptiveBatch:
         parameters = trained_parameters(self.optimizer)
         trained = self.meter.source.reducer.model_parameters(parameters)
         self._replacement_check.require_held(trained)
-        self.meter.select(trained)
+        selected = self._selected
+        if len(trained) != len(selected) or not all(map(operator.is_, trained, selected)):
+            self.meter.select(trained)
+            self._selected = trained
         return trained
 
     def _next_micro_batches(self) -> StepBatches | ExternalStep | None:

@@ -86,12 +86,12 @@ def _require_supported(update: Update, batches: object) -> None:
     problem = ""
     if not isinstance(batches, Batches):
         problem = "another loop gives the micro-batches; run the test in a loop over a loader"
-    elif update.reader is not None:
+    elif update.parts.reader is not None:
         problem = (
-            f"{type(update.optimizer).__name__} needs the gradient of each micro-batch of the "
-            "loop; test with its base optimizer, at the same learning rate"
+            f"{type(update.parts.optimizer).__name__} needs the gradient of each micro-batch of "
+            "the loop; test with its base optimizer, at the same learning rate"
         )
-    elif update.scaler is not None:
+    elif update.parts.scaler is not None:
         problem = "a GradScaler may skip steps of a branch; use bfloat16, which needs none"
     if problem:
         raise SettingError(f"a branch test is not possible: {problem}")
@@ -107,20 +107,20 @@ def branch_test(
     """Trains the branches and restores everything; see `AdaptiveBatch.branch_test`. Collective."""
     _require_supported(update, batches)
     assert isinstance(batches, Batches)
-    ranks, memory = update.collectives.ranks, averaging_steps(update.optimizer)
+    ranks, memory = update.parts.collectives.ranks, averaging_steps(update.parts.optimizer)
     left = None if batches.samples is None else batches.samples - batches.open * batches.consumed
-    arguments = update.plan.batch_size, ranks, memory
+    arguments = update.planner.plan.batch_size, ranks, memory
     plan = request.plan(*arguments, left)
-    with batches.peek(plan.read // ranks, update.epoch) as (samples, available):
-        fewest = min(count for (count,) in update.collectives.all_gather(available))
+    with batches.peek(plan.read // ranks, update.past.epoch) as (samples, available):
+        fewest = min(count for (count,) in update.parts.collectives.all_gather(available))
         if fewest * ranks < plan.read:
             plan = request.plan(*arguments, int(fewest) * ranks)
-        factors = update.factors_of(plan.batch_sizes)
+        factors = update.rates.factors_of(plan.batch_sizes)
         with ExitStack() as undo:
-            snapshot = TrainingSnapshot(model, update.optimizer)
-            undo.callback(update.meter.source.restart)
+            snapshot = TrainingSnapshot(model, update.parts.optimizer)
+            undo.callback(update.parts.meter.source.restart)
             undo.callback(snapshot.restore)
-            undo.callback(update.meter.source.reducer.set_requires_gradient_sync, True)
+            undo.callback(update.parts.meter.source.reducer.set_requires_gradient_sync, True)
             branches = _Branches(update, loss_of, samples, snapshot, plan, factors)
             first_losses, losses = branches.train()
     curves = []
@@ -137,7 +137,7 @@ def branch_test(
         losses=tuple(tuple(row[-1] for row in rows) for rows in losses),
         critical_batch=found.estimate,
         interval=(found.low, found.high),
-        noise_scale=update.average_noise_scale,
+        noise_scale=update.past.noise_scale,
         samples_spent=plan.cost,
         reason=found.reason,
     )
@@ -157,7 +157,7 @@ class _Branches:
 
     def train(self) -> tuple[list[float], list[list[list[float]]]]:
         """Losses before the branches, by repeat, and of each branch, by repeat and point."""
-        plan, ranks = self.plan, self.update.collectives.ranks
+        plan, ranks = self.plan, self.update.parts.collectives.ranks
         # of its own on each rank, for dropout; the same for all branches of a repeat
         seeds = torch.randint(2**40, (plan.repeats,)).tolist()
         first_losses: list[float] = []
@@ -168,9 +168,11 @@ class _Branches:
             sums = self._loss_sum(start, seed)
             for size, factor in zip(plan.batch_sizes, self.factors, strict=True):
                 self._restart()
-                with scale_lr(self.update.optimizer, factor):
+                with scale_lr(self.update.parts.optimizer, factor):
                     sums += self._train_branch(size // ranks, plan.points(size), start, seed)
-            totals = map(math.fsum, zip(*self.update.collectives.all_gather(*sums), strict=True))
+            totals = map(
+                math.fsum, zip(*self.update.parts.collectives.all_gather(*sums), strict=True)
+            )
             pairs = zip(totals, totals, strict=True)
             means = (loss / weight if weight else math.nan for loss, weight in pairs)
             first_losses.append(next(means))
@@ -180,26 +182,28 @@ class _Branches:
 
     def _restart(self) -> None:
         self.snapshot.restore()
-        self.update.meter.source.zero_grad()
+        self.update.parts.meter.source.zero_grad()
 
     def _train_branch(self, rows: int, points: list[int], start: int, seed: int) -> list[float]:
         """`_loss_sum` of one branch after so many steps of `rows` samples of this rank."""
         sums: list[float] = []
-        first = start + self.plan.held_aside // self.update.collectives.ranks
+        first = start + self.plan.held_aside // self.update.parts.collectives.ranks
         seed_torch(seed)
         for step in range(1, points[-1] + 1):
             parts = self._parts(first, first + rows)
             weights: list[float] = []
             for number, (batch, samples) in enumerate(parts, start=1):
                 # before the forward, which reads it
-                self.update.meter.source.reducer.set_requires_gradient_sync(number == len(parts))
+                self.update.parts.meter.source.reducer.set_requires_gradient_sync(
+                    number == len(parts)
+                )
                 loss = self._loss(batch)
                 weights.append(self._weight(loss, samples))
-                if weights[-1] or self.update.collectives.ranks > 1:
+                if weights[-1] or self.update.parts.collectives.ranks > 1:
                     weighted_loss(loss, weights[-1] / rows).backward()  # type: ignore[no-untyped-call]
             if self._divide_by(math.fsum(weights) / rows):
-                self.update.optimizer.step()
-            self.update.meter.source.zero_grad()
+                self.update.parts.optimizer.step()
+            self.update.parts.meter.source.zero_grad()
             first += rows
             if step in points:
                 sums += self._loss_sum(start, seed)
@@ -208,18 +212,20 @@ class _Branches:
 
     def _divide_by(self, weight: float) -> bool:
         """Divides the gradient by the mean weight of a sample, over the ranks' means, if it can."""
-        rows = self.update.collectives.all_gather(weight)
+        rows = self.update.parts.collectives.all_gather(weight)
         if (total := math.fsum(mean for (mean,) in rows)) not in (0, len(rows)):
-            self.update.meter.source.scale(len(rows) / total)
+            self.update.parts.meter.source.scale(len(rows) / total)
         return total > 0
 
     def _loss_sum(self, start: int, seed: int) -> list[float]:
         """The sum of weight x loss over this rank's held-aside samples, and that of the weights."""
         seed_torch(seed)  # so that dropout is the same for all branches
-        self.update.meter.source.reducer.set_requires_gradient_sync(False)  # no backward follows
-        stop = start + self.plan.held_aside // self.update.collectives.ranks
+        self.update.parts.meter.source.reducer.set_requires_gradient_sync(
+            False
+        )  # no backward follows
+        stop = start + self.plan.held_aside // self.update.parts.collectives.ranks
         sums = [self._weighted(batch, samples) for batch, samples in self._parts(start, stop)]
-        self.update.meter.source.zero_grad()  # what an engine has gathered for the forward
+        self.update.parts.meter.source.zero_grad()  # what an engine has gathered for the forward
         return [math.fsum(column) for column in zip(*sums, strict=True)]
 
     def _weighted(self, batch: Batch, samples: int) -> tuple[float, float]:
@@ -241,10 +247,10 @@ class _Branches:
     def _parts(self, start: int, stop: int) -> list[tuple[Batch, int]]:
         """Samples of this rank as micro-batches of about equal sizes."""
         rows = stop - start
-        count = -(-rows // self.update.max_micro_batch)
+        count = -(-rows // self.update.planner.max_micro_batch)
         cuts = [start + rows * number // count for number in range(count + 1)]
         parts = [part for cut in pairwise(cuts) for part in self.samples.peek(*cut)]
-        if len(parts) > count and self.update.meter.source.reducer.lockstep:
+        if len(parts) > count and self.update.parts.meter.source.reducer.lockstep:
             raise BatchError(
                 "batches of different shapes cannot be concatenated, and the ranks must do equally "
                 "many backwards; pad them to one length in the collate function"

@@ -57,6 +57,8 @@ def label_weights(loss: Tensor, samples: int) -> Tensor | None:
     if node is None:
         return None
     counts = label_counts(node)
+    if counts.numel() == samples:
+        return counts if counts.is_floating_point() else counts.long()
     is_even = counts.numel() % max(1, samples) == 0
     if is_even and _has_time_first(node, samples):
         return counts.reshape(-1, samples).sum(0)
@@ -84,12 +86,16 @@ def label_counts(node: Node) -> Tensor:
 
 def weighted_loss(loss: Tensor, factor: float) -> Tensor:
     """A micro-batch's part of the mean loss; zeros that have its graph for a factor of 0."""
+    if factor == 1:
+        return loss
     return loss * factor if factor else loss.nan_to_num(0.0, 0.0, 0.0) * 0
 
 
 def mean_over_labels(loss: Tensor, samples: int = 0) -> Node | None:
     """The node of the mean over labels that the loss is; None if it is something else."""
-    node = without_factors(loss)
+    node = loss.grad_fn
+    if node is not None and not node.name().startswith("NllLoss"):
+        node = without_factors(loss)
     if node is not None and node.name() == "AddBackward0":
         node = _smoothed(node)
     is_mean = node is not None and is_mean_over_labels(node)

@@ -23,24 +23,19 @@ class MeasuringInterval:
     """
 
     def __init__(self, every: int | None = None) -> None:
-        self._fixed, self._step = every, 0
-        self.again = False  # whether the last step should have decided, and could not
+        self._fixed = every
+        self.start(0, again=False)
 
-    @property
-    def every(self) -> int | None:
+    def start(self, step: int, *, again: bool) -> None:
+        """Continues a run after so many steps, of which the last one is measured again or not."""
+        self._step = step
+        self.again = again  # whether the last step should have decided, and could not
+        n = min(_LARGEST, 1 << (max(1, step // _STEPS).bit_length() - 1))
+        self.every = n if self._fixed is None else self._fixed or None
         """The present n; None if no step is measured."""
-        if self._fixed is not None:
-            return self._fixed or None
-        return min(_LARGEST, 1 << (max(1, self._step // _STEPS).bit_length() - 1))
-
-    @property
-    def _is_nth(self) -> bool:
-        return self.every is not None and self._step % self.every == 0
-
-    @property
-    def due(self) -> bool:
+        self._is_nth = self.every is not None and step % self.every == 0
+        self.due = self._is_nth or again
         """Whether the next step is measured."""
-        return self._is_nth or self.again
 
     def require_statistics(self, reader: str) -> None:
         """Raises SettingError if no step is measured, for a setting that reads statistics."""
@@ -51,9 +46,4 @@ class MeasuringInterval:
 
     def end_step(self, *, decides: bool) -> None:
         """Ends a step, which decides unless it was measured in vain."""
-        self.again = self._is_nth and not decides
-        self._step += 1
-
-    def start(self, step: int, *, again: bool) -> None:
-        """Continues a run after so many steps, of which the last one is measured again or not."""
-        self._step, self.again = step, again
+        self.start(self._step + 1, again=self._is_nth and not decides)

@@ -310,7 +310,11 @@ class LRChanges:
         if epoch is None and not self._rates:
             return
         groups = self._optimizer.param_groups
-        self._rates = [(group, group.get("lr"), times_written(group.get("lr"))) for group in groups]
+        rates = [(group, group.get("lr")) for group in groups]
+        self._rates = [
+            (group, rate, 0 if type(rate) is float else times_written(rate))
+            for group, rate in rates
+        ]
         self._epoch = self._epoch if epoch is None else epoch
 
     def examine(self, epoch: int, scheduler: LRScheduler | None) -> None:
@@ -325,7 +329,9 @@ class LRChanges:
                 stacklevel=5,
             )
             self._follower = ""
-        if epoch != self._epoch:
+        if epoch != self._epoch or all(
+            type(rate) is float and group.get("lr") is rate for group, rate, _ in self._rates
+        ):
             return
         numbers = {id(group): number for number, group in enumerate(self._optimizer.param_groups)}
         for group, rate, writes in self._rates:

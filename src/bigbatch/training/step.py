@@ -3,19 +3,19 @@
 import math
 import operator
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
 from bigbatch.data.micro_batches import StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
+from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
@@ -23,7 +23,11 @@ from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_weights import label_weights, weighted_loss
-from bigbatch.training.optimizer_checks import ensure_step_hooks, trained_parameters
+from bigbatch.training.optimizer_checks import trained_parameters
+from bigbatch.training.past_steps import PastSteps
+from bigbatch.training.rank_facts import RankFacts
+from bigbatch.training.training_parts import TrainingParts
+from bigbatch.training.unmeasured_step import UnmeasuredStep
 from bigbatch.training.update import StepStatistics, Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
@@ -47,18 +51,28 @@ class Step:
 
     Args:
         micro_batches: the micro-batches of the step on this rank.
-        update: has what all steps share; ends the step from its statistics.
+        parts: what the steps of the training work with.
+        past: what the steps before have left.
+        facts: compares the ranks.
+        update: ends the step.
     """
 
-    def __init__(self, micro_batches: StepBatches | ExternalStep, update: Update) -> None:
+    def __init__(
+        self,
+        micro_batches: StepBatches | ExternalStep,
+        parts: TrainingParts,
+        past: PastSteps,
+        facts: RankFacts,
+        update: Update,
+    ) -> None:
         self.ended = False
-        self._micro_batches, self._update = micro_batches, update
-        self._meter, self._source = update.meter, update.meter.source
-        self._reduced = update.reduced
+        self._micro_batches, self._parts = micro_batches, parts
+        self._past, self._facts, self._update = past, facts, update
+        self._source = parts.meter.source
         # samples, here and on all ranks, of the micro-batch whose backward is still to come; not
         # the batch, whose memory an error must not keep
         self._pending: tuple[int, int] | None = None
-        self._trained = set(trained_parameters(update.optimizer))  # in this step
+        self._trained = trained_parameters(parts.optimizer)  # in this step
         self._backwards = 0  # micro-batches done on this rank
         self._samples = 0  # of those micro-batches
         self._weights: list[float] = []  # n_d of the micro-batches that count
@@ -66,15 +80,20 @@ class Step:
         self._losses: list[Tensor] = []
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
         self._weighting: Weighting | None = None  # what the weights are
+        self._elapsed_seconds = 0.0  # once complete
         self._counts: list[float] = []  # what the host knows once complete, as in `_local_totals`
         self._device_totals: Tensor | None = None  # everything that the host reads, once complete
-        self._step_hook: RemovableHandle | None = None  # on the optimizer, once complete
-        self._optimizer_stepped = False  # by a call other than update
+        # [Note: A step that measures nothing]: whether it is one, what is read of it once complete,
+        # and the labels of its only backward
+        self._is_light = self._source.ranks == 1 and parts.reader is None and not parts.meter.due
+        self._unmeasured: UnmeasuredStep | None = None
+        self._labels: Tensor | None = None
+        self._optimizer_steps = 0  # of the training, once complete
 
     def __iter__(self) -> Iterator[Batch]:
         if self._pending is not None:
             raise LoopError("a micro-batch was given out before, and left without step.backward")
-        hints = self._update.oom_hints
+        hints = self._parts.oom_hints
         try:
             for batch, samples, global_samples in self._micro_batches:
                 self._pending = samples, global_samples
@@ -94,7 +113,7 @@ class Step:
     @property
     def complete(self) -> bool:
         """Whether every micro-batch was run backward, so that `update` comes next."""
-        return self._device_totals is not None
+        return self._device_totals is not None or self._unmeasured is not None
 
     @property
     def last(self) -> bool:
@@ -152,8 +171,8 @@ class Step:
         with self.weighted_backward(loss, weight) as factor:
             if factor or self._source.ranks > 1:  # the other ranks wait for this backward
                 weighted = weighted_loss(loss, factor)
-                if self._update.scaler is not None and factor:
-                    weighted = self._update.scaler.scale(weighted)
+                if self._parts.scaler is not None and factor:
+                    weighted = self._parts.scaler.scale(weighted)
                 weighted.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -186,16 +205,18 @@ class Step:
         if weight is None:
             weight = labels = label_weights(root, samples)
             weighting = "samples" if labels is None else "labels"
-        if self._update.loss_check.examines:
+        if self._parts.loss_check.examines:
             # micro-batches of the step on this rank, if all are as large as this one
             accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
-            self._update.loss_check.examine(loss, samples, accumulation, weighting)
+            self._parts.loss_check.examine(loss, samples, accumulation, weighting)
         if {weighting, self._weighting} == {"samples", "labels"}:
             weight = self._even_weights(labels, samples)
             weighting = self._weighting or weighting
         if self._weighting not in (None, weighting):
             raise LoopError(_MIXED)
         self._weighting = weighting
+        if self._is_light and labels is not None and self.last and not self._backwards:
+            self._labels, weight = labels, None  # its mean is the step's
         if isinstance(weight, Tensor):
             weight = weight.detach().cpu()  # one wait for the device
         sample_weights = weight
@@ -205,18 +226,26 @@ class Step:
             weight = samples if weight is None else _as_number(weight, samples)
         if self._is_lost(weight):
             weight, sample_weights = samples, None
-        if weight:
+        if weight and self._labels is None:
             self._prepare_groups(root, samples, sample_weights)
         self._backwards += 1
         self._samples += samples
         self._per_sample.add(weight / samples)
-        if not self._expected_weight:
+        if self._labels is not None:
+            self._expected_weight = weight
+        elif not self._expected_weight:
             self._expect_weight(weight, samples)
         try:
             # a micro-batch of weight 0 only keeps this rank in step with the others
+            factor = weight * self._source.ranks / self._expected_weight if weight else 0.0
             micro_batch = self._source.micro_batch(weight) if weight else self._source.idle()
-            with self._reduced_micro_batch(weight, global_samples), micro_batch:
-                yield weight * self._source.ranks / self._expected_weight if weight else 0.0
+            if self._parts.reduced is None:
+                with micro_batch:
+                    yield factor
+            else:
+                reduced = self._reduced_micro_batch(self._parts.reduced, weight, global_samples)
+                with reduced, micro_batch:
+                    yield factor
         except Exception as error:
             self.advise(error)
             raise
@@ -225,7 +254,7 @@ class Step:
             self._losses.append(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()))
         if self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
-        self._pending, self._update.oom_hints.samples = None, 0
+        self._pending, self._parts.oom_hints.samples = None, 0
         if self.last:
             self._complete()
 
@@ -251,11 +280,12 @@ class Step:
 
     def _prepare_groups(self, root: Tensor, samples: int, weight: float | Tensor | None) -> None:
         """Tells the source whose groups the backward is of."""
-        if self._meter.groups is None or root.grad_fn is None:  # torch refuses its backward
+        groups = self._parts.meter.groups
+        if groups is None or root.grad_fn is None:  # torch refuses its backward
             return
         if weight is not None and (not isinstance(weight, Tensor) or weight.shape != (samples,)):
             raise SettingError(
-                f"groups={self._meter.groups} needs the weight of each sample: pass weight= as a "
+                f"groups={groups} needs the weight of each sample: pass weight= as a "
                 f"tensor of {samples} numbers, (labels != -100).sum(1) for example"
             )
         self._source.prepare_groups([root], samples, weight)
@@ -266,7 +296,7 @@ class Step:
         The model's forward and `backward` call this themselves. For an error of the loss, call it
         inside `for ... in step`: outside, the iterator is closed and the micro-batch unknown.
         """
-        self._update.oom_hints.advise(error)
+        self._parts.oom_hints.advise(error)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the unscaled mean gradient of the trained parameters; returns its norm before that.
@@ -275,11 +305,11 @@ class Step:
             LoopError: before the last micro-batch's backward, or after `update()`.
         """
         self._require_complete("clip_grad_norm_")
-        optimizer, scaler = self._update.optimizer, self._update.scaler
+        optimizer, scaler = self._parts.optimizer, self._parts.scaler
         if scaler is not None:
             with suppress(RuntimeError):  # unscaled already, by a trainer
                 scaler.unscale_(optimizer)
-        reader = self._update.reader
+        reader = self._parts.reader
         attached = None if reader is None else reader.attached
         if attached is None:
             norm = nn.utils.clip_grad_norm_(trained_parameters(optimizer), max_norm)
@@ -297,10 +327,15 @@ class Step:
             LoopError: micro-batches are missing, or it was called already.
             GradientError: a backward of your own changed `.grad` after the last micro-batch.
         """
+        light = self._unmeasured
+        is_weighed = self._labels is not None or self._weighting != "labels"
+        found_inf = None if light is None else light.found_inf
+        if found_inf is not None and is_weighed and self._update.can_wait:
+            return self._end_unread(found_inf)
         with self.optimizer_step() as finite:
             self.step_optimizer(finite)
-        assert self._update.record is not None
-        return self._update.record
+        assert self._past.record is not None
+        return self._past.record
 
     @contextmanager
     def optimizer_step(self) -> Iterator[bool]:
@@ -310,26 +345,46 @@ class Step:
             Whether the optimizer may step: the gradient is finite.
         """
         self._require_complete("update")
-        if self._optimizer_stepped:
+        statistics = self._statistics()
+        self._require_untouched(vanishes=statistics.vanishes)
+        with self._update.end_step(statistics):
+            yield statistics.finite
+        self.ended = True
+
+    def _end_unread(self, found_inf: Tensor) -> StepRecord:
+        """Ends a step that the optimizer skips on the device if its gradient is not finite."""
+        self._require_complete("update")
+        self._require_untouched(vanishes=False)
+        optimizer: Any = self._parts.optimizer
+
+        def step_optimizer() -> None:
+            optimizer.found_inf = found_inf
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf
+
+        counts = self._samples, self._backwards, self._elapsed_seconds
+        record = self._update.end_unread(self._statistics, step_optimizer, *counts)
+        self.ended = True
+        return record
+
+    def _require_untouched(self, *, vanishes: bool) -> None:
+        """Raises an error if anybody else has stepped the optimizer, or written to `.grad`."""
+        if self._optimizer_steps != self._parts.optimizer_steps:
             raise LoopError("optimizer.step() was called inside a step; leave it to step.update()")
         if self._source.foreign_backward:
             raise GradientError(
                 "a backward of your own changed .grad between the last step.backward and "
                 "step.update(); run it outside the step, or as part of the loss"
             )
-        statistics = self._statistics()
-        zeroed = not statistics.vanishes and self._source.guard.was_zeroed()
+        zeroed = not vanishes and self._source.guard.was_zeroed()
         if zeroed or self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
-        assert self._step_hook is not None
-        self._step_hook.remove()
-        with self._update.end_step(statistics):
-            yield statistics.finite
-        self.ended = True
 
     def step_optimizer(self, finite: bool) -> None:
         """Steps the optimizer inside `optimizer_step`; if not finite, updates the scaler only."""
-        optimizer, scaler = self._update.optimizer, self._update.scaler
+        optimizer, scaler = self._parts.optimizer, self._parts.scaler
         if scaler is None:
             if finite:
                 optimizer.step()
@@ -343,23 +398,22 @@ class Step:
 
     def _expect_weight(self, weight: float, samples: int) -> None:
         """Expects a sum of the step's weights, the same on all ranks; `_complete` corrects it."""
-        per_sample = 1.0 if self._weighting == "samples" else self._update.weight_per_sample
+        self._update.settle()  # for the weights of the last step
+        per_sample = 1.0 if self._weighting == "samples" else self._past.weight_per_sample
         if not per_sample:  # the first step: ranks may begin with different weights
-            rows = self._update.collectives.all_gather(weight / samples)
+            rows = self._parts.collectives.all_gather(weight / samples)
             per_sample = math.fsum(value for (value,) in rows) / len(rows) or 1.0
         self._expected_weight = per_sample * self._micro_batches.samples
 
     def _reduced_micro_batch(
-        self, weight: float, global_samples: int
+        self, reduced: GradientSource, weight: float, global_samples: int
     ) -> AbstractContextManager[None]:
         """For an optimizer over sharded parameters: it reads sums over the ranks' micro-batches."""
-        if self._reduced is None:
-            return nullcontext()
-        self._update.require_same_weighting(self._weighting_code)
+        self._facts.require_same_weighting(self._weighting_code)
         total = float(global_samples)
         if not (self._weighting == "samples" and self._micro_batches.samples_known):
-            total = math.fsum(row[0] for row in self._update.collectives.all_gather(weight))
-        return self._reduced.micro_batch(total) if total else self._reduced.idle()
+            total = math.fsum(row[0] for row in self._parts.collectives.all_gather(weight))
+        return reduced.micro_batch(total) if total else reduced.idle()
 
     @property
     def _weighting_code(self) -> int:
@@ -372,11 +426,17 @@ class Step:
         """Sums over the ranks what the host will read; corrects `.grad` if the weights differ."""
         if self._source.ranks == 1 and not any(self._weights):
             raise LoopError(_NO_WEIGHT)
-        if late := set(trained_parameters(self._update.optimizer)) - self._trained:
+        trained = trained_parameters(self._parts.optimizer)
+        same = len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained))
+        if not same and (late := set(trained) - set(self._trained)):
             raise GradientError(
                 f"{len(late)} parameters were added to the optimizer after the step began, and "
                 "their gradients lack a part of it; add them between two steps, after step.update()"
             )
+        self._optimizer_steps = self._parts.optimizer_steps
+        if self._is_light:
+            self._complete_light()
+            return
         device = self._source.parameters[0].device
         losses = to_device(torch.stack(self._losses), device) if self._losses else None
         self._counts = [
@@ -385,14 +445,27 @@ class Step:
             self._weighting_code,
             self._samples,
             has_gradient(self._source),
-            self._update.step_seconds,
-            *self._update.rank_message(),
+            self._past.step_seconds,
+            self._past.elapsed_seconds,
+            self._facts.checksum(),
         ]
         # one process knows its counts, and weighs the losses once it has read them
         extra = losses if self._source.ranks == 1 else self._local_totals(losses)
-        self._device_totals = self._meter.measure(self._weights, extra)
-        optimizer = ensure_step_hooks(self._update.optimizer)
-        self._step_hook = optimizer.register_step_post_hook(self._note_optimizer_step)
+        self._device_totals = self._parts.meter.measure(self._weights, extra)
+        self._correct_weight()
+
+    def _complete_light(self) -> None:
+        """The end of a step that measures nothing, in one process."""
+        parts, labels = self._parts, self._labels
+        self._elapsed_seconds = self._past.elapsed_seconds
+        self._unmeasured = UnmeasuredStep(
+            self._source, self._losses, self._weights, labels, on_device=parts.skips_on_device
+        )
+        if labels is None:
+            self._correct_weight()
+
+    def _correct_weight(self) -> None:
+        """Corrects `.grad` where the sum of the weights is not the expected one."""
         total = self._total_weight()
         if total not in (0, self._expected_weight):
             self._source.scale(self._expected_weight / total)
@@ -428,9 +501,6 @@ class Step:
             raise LoopError(_NO_WEIGHT)
         return total
 
-    def _note_optimizer_step(self, *_: Any) -> None:
-        self._optimizer_stepped = True
-
     @cached_property
     def _values(self) -> list[float]:
         """What was summed on the device; reading it is the one wait for the device in a step."""
@@ -441,6 +511,10 @@ class Step:
     @cached_property
     def _host_totals(self) -> list[float]:
         """The totals of `_local_totals`, over all ranks."""
+        if (light := self._unmeasured) is not None:
+            weight, gradient = light.total_weight, float(light.has_gradient)
+            counts = [weight, self._backwards, self._weighting_code, self._samples, gradient]
+            return [light.loss_sum, *counts, self._past.step_seconds, self._elapsed_seconds, 0.0]
         if self._source.ranks > 1:
             return self._values[: 1 + len(self._counts) + 2 * (self._source.ranks - 1)]
         losses = self._values[: len(self._losses)]
@@ -448,29 +522,33 @@ class Step:
 
     def _statistics(self) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
-        values, ranks = self._values, self._source.ranks
+        ranks = self._source.ranks
         loss, weight, micro_batches, weighting, samples, has_grad, *rest = self._host_totals
         seconds, *messages = rest
         if weighting not in (0, ranks, ranks * (1 + ranks)):  # equal on all ranks
             raise LoopError(_MIXED)
         statistics = None
-        if not self._meter.due:
+        light = self._unmeasured
+        values = self._values if light is None else []
+        if light is not None:
+            finite, vanishes = light.finite, light.vanishes
+        elif not self._parts.meter.due:
             finite, vanishes = math.isfinite(values[-1]), values[-1] == 0
             if self._source.group_tap is not None:
                 self._source.refuse_groups(refusal_of_sums(values[-2]))
         else:
-            totals = self._meter.totals(values)
+            totals = self._parts.meter.totals(values)
             finite, vanishes = totals.is_finite, not any(totals.grad_sqnorms)
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._expected_weight / weight) ** 2
-                statistics = self._meter.statistics(totals, unit, of_all_ranks=True)
+                statistics = self._parts.meter.statistics(totals, unit, of_all_ranks=True)
                 statistics = _in_samples(statistics, round(samples))
         if vanishes and not has_grad:
             raise GradientError(NO_GRADIENT)
         if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
             finite, vanishes = False, True
-        elif not finite:  # a square may overflow by itself
-            rows = self._update.collectives.all_gather(self._source.guard.is_finite())
+        elif light is None and not finite:  # a square may overflow by itself
+            rows = self._parts.collectives.all_gather(self._source.guard.is_finite())
             finite = all(all(row) for row in rows)
         return StepStatistics(
             samples=round(samples),

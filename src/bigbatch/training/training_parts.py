@@ -1,0 +1,74 @@
+"""The parts of a training that its steps work with."""
+
+from typing import Any
+
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from bigbatch.data.rank_consistency import HostCollectives
+from bigbatch.gradients.gradient_hooks import weak_method
+from bigbatch.optim.variance_reduced import micro_batch_optimizer
+from bigbatch.statistics.meter import GradientMeter
+from bigbatch.training.loss_check import LossCheck
+from bigbatch.training.oom_hints import OomHints
+from bigbatch.training.optimizer_checks import ensure_step_hooks
+
+_SKIPPING = {SGD, Adagrad, Adam, AdamW}  # their fused step reads `found_inf`
+
+
+class TrainingParts:
+    """Meter, optimizer, scaler and ranks of a training; what warns of a step's mistakes.
+
+    Args:
+        meter: reads the gradients.
+        optimizer: steps once per update.
+        external: whether another loop gives the micro-batches.
+    """
+
+    def __init__(self, meter: GradientMeter, optimizer: Optimizer, *, external: bool) -> None:
+        self.meter, self.scaler, self.optimizer = meter, meter.scaler, optimizer
+        self.reader = micro_batch_optimizer(optimizer)  # if it reads each micro-batch's gradient
+        # its own source, if each backward is reduced over the ranks
+        self.reduced = None if self.reader is None else self.reader.reduced_source()
+        self.collectives = collectives = HostCollectives(meter.source)
+        self.oom_hints = OomHints(collectives.rank, collectives.ranks, external=external)
+        self.loss_check = LossCheck(warns=self.warns, has_scaler=self.scaler is not None)
+        self.optimizer_steps = 0  # calls of optimizer.step(), by anybody
+        hook = weak_method(self._count_optimizer_step)
+        ensure_step_hooks(optimizer).register_step_post_hook(hook)
+
+    @property
+    def warns(self) -> bool:
+        """Whether this rank warns."""
+        return self.collectives.rank == 0
+
+    @property
+    def kind(self) -> str:
+        """The optimizer in words, equal on all ranks."""
+        reader = self.reader
+        return type(self.optimizer).__name__ if reader is None else reader.describe()
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `optimizer.step()` leaves all as it is where `found_inf` is 1.
+
+        A fused step of torch's own does. Its first one makes the buffers, and torch leaves the
+        momentum of SGD uninitialised if that one is skipped; so they have to be there.
+        """
+        optimizer = self.optimizer
+        if type(optimizer) not in _SKIPPING or self.scaler is not None:
+            return False
+        groups = optimizer.param_groups
+        if not all(group.get("fused") for group in groups):
+            return False
+        if type(optimizer) is SGD and not any(group["momentum"] for group in groups):
+            return True
+        return len(optimizer.state) == sum(len(group["params"]) for group in groups)
+
+    def zero_grad(self) -> None:
+        """Zeroes the gradients and forgets the micro-batches of an unfinished step."""
+        self.meter.source.zero_grad()
+        if self.reduced is not None:
+            self.reduced.restart()
+
+    def _count_optimizer_step(self, *_: Any) -> None:
+        self.optimizer_steps += 1

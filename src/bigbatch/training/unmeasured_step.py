@@ -1,0 +1,106 @@
+"""What the host reads of a step that is not measured: its loss, and whether it is finite."""
+
+import math
+import operator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bigbatch.gradients import GradientSource
+from bigbatch.gradients.dtypes import sum_scalars, to_device
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+# [Note: A step that measures nothing]
+# Its gradients are looked at once, for the skipping of a step that is not finite. Nothing is
+# planned or decided, and in one process nothing is weighed: the mean of one backward over its
+# labels needs no factor, whatever they are. So what the host reads, the loss and the labels, can
+# wait until the end of the step, for one wait in all. Where the optimizer skips a step on the
+# device (torch's fused ones read `found_inf`), it waits until the next step ends: by then the
+# device is past it. `Update.settle` does everything that depends on it, before anything else reads
+# what the step has changed.
+
+
+class UnmeasuredStep:
+    """Loss, labels and finiteness of one step of one process, read by the host in one wait.
+
+    Args:
+        source: the gradients, complete.
+        losses: the mean loss of each micro-batch that counts.
+        weights: n_d of each; of one alone, its labels instead.
+        labels: the weight of each sample of a backward alone, (B,), on the device; None where the
+            weights are known.
+        on_device: whether the optimizer skips a step that is not finite by `found_inf`.
+    """
+
+    def __init__(
+        self,
+        source: GradientSource,
+        losses: list[Tensor],
+        weights: list[float],
+        labels: Tensor | None,
+        *,
+        on_device: bool,
+    ) -> None:
+        self._source, self._weights, self._count = source, weights, len(losses)
+        grads = source.local_grads()
+        if any(map(_REQUIRES_GRAD, grads)):  # of a backward with create_graph
+            grads = [grad.detach() for grad in grads]
+        self.has_gradient = bool(grads)
+        self.found_inf: Tensor | None = None  # 1 where the step must be skipped
+        device = source.parameters[0].device
+        if not on_device or len({(grad.dtype, grad.device) for grad in grads}) != 1:
+            norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=device)]
+            value = sum_scalars(norms)
+        else:
+            checked = grads if labels is None else [*grads, _nan_as_inf(losses[0], grads[0])]
+            self.found_inf = value = torch.zeros((), device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(checked, value, value + 1)
+        rest = [loss.to(device) if loss.device != device else loss for loss in losses]
+        parts = [value.reshape(1), *(loss.reshape(1) for loss in rest)]
+        values = torch.cat(parts if labels is None else [*parts, to_device(labels, device)])
+        self._copied: torch.Event | None = None
+        if self.found_inf is not None and device.type != "cpu":
+            values = values.to("cpu", non_blocking=True)  # now, as the next step's work is queued
+            self._copied = torch.Event(device.type)
+            self._copied.record()
+        self._values = values
+
+    @cached_property
+    def _host_values(self) -> list[float]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[float] = self._values.tolist()
+        return values
+
+    @cached_property
+    def total_weight(self) -> float:
+        """Sum of the weights; that of the samples where no label counts."""
+        labels = self._host_values[1 + self._count :]
+        return (math.fsum(labels) if labels else 0) or math.fsum(self._weights)
+
+    @property
+    def loss_sum(self) -> float:
+        """Sum of weight x loss."""
+        weights = self._weights if self._count > 1 else [self.total_weight]
+        return math.fsum(map(operator.mul, weights, self._host_values[1 : 1 + self._count]))
+
+    @property
+    def vanishes(self) -> bool:
+        """Whether every gradient is zero; False where that is not known."""
+        return self.found_inf is None and self._host_values[0] == 0
+
+    @cached_property
+    def finite(self) -> bool:
+        """Whether every gradient is finite."""
+        if self.found_inf is not None:
+            return not self._host_values[0]
+        # a norm may overflow by itself
+        return math.isfinite(self._host_values[0]) or self._source.guard.is_finite()
+
+
+def _nan_as_inf(loss: Tensor, like: Tensor) -> Tensor:
+    """Infinite where the loss is nan, as without a label that counts; else a finite number."""
+    return loss.to(like.dtype).nan_to_num(math.inf, 0.0, 0.0)
