@@ -82,9 +82,8 @@ class ConsecutiveSteps:
             return self._compare(parameters, gradients, samples, scale)
         self.forget()
         kept = [None if g is None else full_precision(g).detach().clone() for g in gradients]
-        if existing := [g for g in kept if g is not None]:
-            if isinstance(scale, Tensor) or scale != 1:
-                torch._foreach_div_(existing, scale)
+        if (existing := [g for g in kept if g is not None]) and _is_scaled(scale):
+            torch._foreach_div_(existing, scale)
         self._samples, self._gradients, self._parameters = samples, kept, list(parameters)
         self._sqnorms = [self._by_layer(parameters, kept)]
         return None
@@ -95,13 +94,11 @@ class ConsecutiveSteps:
         Args:
             values: the sums of `add`, over all shards, once the host has read them.
         """
-        first, second = self._sizes
         count = len(values) // 3
         rows = [values[i::count] for i in range(count)]
-        whole = _estimate(*map(math.fsum, zip(*rows, strict=True)), first, second)
+        whole = _estimate([math.fsum(row[i] for row in rows) for i in range(3)], *self._sizes)
         layers = {
-            name: _estimate(*row, first, second)
-            for name, row in zip(self._names, rows, strict=False)
+            name: _estimate(row, *self._sizes) for name, row in zip(self._names, rows, strict=False)
         }
         interval = None
         if self._confidence is not None:
@@ -147,9 +144,8 @@ class ConsecutiveSteps:
         kept, first = self._gradients, self._sqnorms[0]
         self._sizes = self._samples, samples
         self.forget()
-        if moved := [g for g in kept if g is not None]:
-            if isinstance(scale, Tensor) or scale != 1:
-                torch._foreach_mul_(moved, scale)
+        if (existing := [g for g in kept if g is not None]) and _is_scaled(scale):
+            torch._foreach_mul_(existing, scale)
         pairs = zip(kept, gradients, strict=True)
         if both := [(g, h) for g, h in pairs if g is not None and h is not None]:
             torch._foreach_sub_([g for g, _ in both], [h for _, h in both])
@@ -172,10 +168,13 @@ class ConsecutiveSteps:
         return self._norms.by_layer(squared_norms(existing)).to(device, widest_float(device))
 
 
-def _estimate(
-    first_sqnorm: float, second_sqnorm: float, difference_sqnorm: float, first: float, second: float
-) -> GradientStatistics:
+def _is_scaled(scale: float | Tensor) -> bool:
+    return isinstance(scale, Tensor) or scale != 1
+
+
+def _estimate(sqnorms: Sequence[float], first: float, second: float) -> GradientStatistics:
     """Signal and noise of a pair; g_1 . g_2 = (|g_1|^2 + |g_2|^2 - |g_1 - g_2|^2) / 2."""
+    first_sqnorm, second_sqnorm, difference_sqnorm = sqnorms
     signal = (first_sqnorm + second_sqnorm - difference_sqnorm) / 2
     noise = difference_sqnorm / (1 / first + 1 / second)
     return GradientStatistics(signal, noise, second, 2, compared="consecutive steps")
