@@ -178,14 +178,12 @@ def rows(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of each row")
+    parser.add_argument("--seeds", type=int, default=5, help="trainings of each row")
     parser.add_argument("--steps", type=int, default=240, help="steps of each")
     parser.add_argument("--tiny", action="store_true", help="four steps of one training")
     given = parser.parse_args(arguments)
-    if given.tiny:
-        found = rows(1, 4, truths=3, batches=(8,))
-    else:
-        found = rows(given.seeds, given.steps)
+    tiny = rows(1, 4, truths=3, batches=(8,))
+    found = tiny if given.tiny else rows(given.seeds, given.steps)
     show(f"estimates over the truth; averages over {_WINDOW} measured steps", found)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.dtypes import full_precision, widest_float
+from bigbatch.gradients.dtypes import full_precision, to_device, widest_float
 from bigbatch.statistics.confidence import Interval
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
@@ -141,7 +141,11 @@ class ConsecutiveSteps:
         scale: float | Tensor,
     ) -> Tensor:
         """|g_1|^2, |g_2|^2 and |g_1 - g_2|^2 by layer; the pair is complete."""
-        kept, first = self._gradients, self._sqnorms[0]
+        first = self._sqnorms[0]
+        kept = [  # loaded ones may be on another device
+            None if g is None else to_device(g, p.device)
+            for g, p in zip(self._gradients, parameters, strict=True)
+        ]
         self._sizes = self._samples, samples
         self.forget()
         if (existing := [g for g in kept if g is not None]) and _is_scaled(scale):

@@ -67,6 +67,7 @@ class Step:
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
         self._weighting: Weighting | None = None  # what the weights are
         self._counts: list[float] = []  # what the host knows once complete, as in `_local_totals`
+        self._pair_values = 0  # how many of what the host reads are sums over a pair of steps
         self._device_totals: Tensor | None = None  # everything that the host reads, once complete
         self._step_hook: RemovableHandle | None = None  # on the optimizer, once complete
         self._optimizer_stepped = False  # by a call other than update
@@ -390,12 +391,38 @@ class Step:
         ]
         # one process knows its counts, and weighs the losses once it has read them
         extra = losses if self._source.ranks == 1 else self._local_totals(losses)
+        if (sums := self._compare_steps()) is not None and extra is not None:
+            extra, self._pair_values = torch.cat([extra, sums]), len(sums)
         self._device_totals = self._meter.measure(self._weights, extra)
         optimizer = ensure_step_hooks(self._update.optimizer)
         self._step_hook = optimizer.register_step_post_hook(self._note_optimizer_step)
         total = self._total_weight()
         if total not in (0, self._expected_weight):
             self._source.scale(self._expected_weight / total)
+
+    def _compare_steps(self) -> Tensor | None:
+        """Sums over this step and the one before; None if they are not compared."""
+        pairs, source, scaler = self._update.pairs, self._source, self._update.scaler
+        if pairs is None:
+            return None
+        if self._meter.due or not self._update.interval.due or len(self._weights) != 1:
+            pairs.forget()
+            return None
+        scale: float | Tensor = self._weights[0] / self._expected_weight
+        if scaler is not None:
+            device = source.parameters[0].device
+            scale = scaler.scale(torch.tensor(scale, dtype=widest_float(device), device=device))
+        gradients = [source.local_grad(p) for p in source.parameters]
+        return pairs.add(source.parameters, gradients, self._weights[0], scale)
+
+    def _pair_statistics(self, values: list[float], samples: int) -> GradientStatistics | None:
+        """The statistics of this step and the one before; None if they are not known."""
+        pairs, first = self._update.pairs, len(self._losses)
+        if pairs is None or not self._pair_values:
+            return None
+        statistics = pairs.statistics(values[first : first + self._pair_values])
+        is_finite = math.isfinite(statistics.grad_sqnorm + statistics.grad_variance)
+        return _in_samples(statistics, samples) if is_finite else None
 
     def _local_totals(self, losses: Tensor | None) -> Tensor:
         """[weight * loss, weight, micro-batches, weighting, samples, has gradient, ...].
@@ -456,6 +483,7 @@ class Step:
         statistics = None
         if not self._meter.due:
             finite, vanishes = math.isfinite(values[-1]), values[-1] == 0
+            statistics = self._pair_statistics(values, round(samples))
             if self._source.group_tap is not None:
                 self._source.refuse_groups(refusal_of_sums(values[-2]))
         else:

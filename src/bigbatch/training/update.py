@@ -1,6 +1,7 @@
 """The end of a step: decides, steps the optimizer and the schedule, counts, plans the next."""
 
 import copy
+import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from bigbatch.policies.policy import Decision, Fixed, TrainingState, has_state
 from bigbatch.policies.step_time import StepTimes
 from bigbatch.state_checks import loads_state
 from bigbatch.statistics.averages import NoiseAverage
+from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_check import LossCheck
@@ -36,6 +38,10 @@ from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
 from bigbatch.training.transport import require_transportable, transported
 
+_NO_PAIR = (
+    "no step was measured in the first pass: min_micro_batches=1 compares two steps of one pass, "
+    "of similar sizes, and there were none; take smaller batches, or leave min_micro_batches out"
+)
 _NOISE_STEPS = 16  # measured steps over which the noise is averaged for a branch test
 
 
@@ -116,7 +122,11 @@ class Update:
             "transport": repr(transport),
             "every": repr(every),
         }
-        self.interval = interval = MeasuringInterval(every)
+        # if steps of one backward are measured, by comparing two of them
+        self.pairs: ConsecutiveSteps | None = None
+        if constraints.min_micro_batches == 1 and collectives.ranks == 1:
+            self.pairs = ConsecutiveSteps(meter.layers, meter.confidence)
+        self.interval = interval = MeasuringInterval(every, pairs=self.pairs is not None)
         self._scaling: Any = resolve_scaling(lr_scaling, controller.base_batch)
         self._batches, self._controller = batches, controller
         self._fit_plan = lru_cache(maxsize=4)(constraints.plan)
@@ -124,7 +134,7 @@ class Update:
         self._half_done = False  # whether a step has failed after it may have changed something
         self._earlier_seconds = 0.0  # before the last resumption
         self._started = self._step_started = time.perf_counter()
-        meter.at_step(0, due=interval.due)
+        self._start_step(0)
         policy = type(controller.policy).__name__
         follower = policy if controller.needs.lr_decay else ""
         self.lr_changes = LRChanges(optimizer, warns=warns, follower=follower)
@@ -163,8 +173,23 @@ class Update:
         bounds = controller.min_batch, controller.max_batch
         return self._fit_plan(controller.decision.batch_size, *bounds, compared=compared)
 
+    def _start_step(self, number: int) -> None:
+        """Lets the meter read a measured step, unless its one gradient is compared with another."""
+        compares_steps = self.pairs is not None and self.plan.micro_batches == 1
+        self.meter.at_step(number, due=self.interval.due and not compares_steps)
+
+    @property
+    def first_of_pair(self) -> dict[str, Any] | None:
+        """A state of the step that the next one is compared with; None if there is none."""
+        return None if self.pairs is None else self.pairs.state_dict()
+
     def end_pass(self) -> None:
         """Counts an epoch; the length of the loader is known now."""
+        if self.pairs is not None:
+            self.pairs.forget()  # the next pass has the same samples, so both steps may share some
+            needs = self._controller.needs.statistics and self.interval.every is not None
+            if self._warns and needs and math.isnan(self.average_noise_scale):
+                warnings.warn(_NO_PAIR, stacklevel=3)
         self.limit_batch()
         self.epoch += 1
 
@@ -267,9 +292,11 @@ class Update:
         self._half_done = False
         if self._controller.needs.history:
             self._note_history(step)
+        if self.pairs is not None and not step.finite:
+            self.pairs.forget()
         measured = step.statistics is not None or not self.interval.due
         self.interval.end_step(decides=step.finite and complete and measured)
-        self.meter.at_step(self.meter.step + 1, due=self.interval.due)
+        self._start_step(self.meter.step + 1)
         self.record = StepRecord(
             step=self.steps + self.skipped,
             epoch=self.epoch,
@@ -315,6 +342,8 @@ class Update:
             reason = "the end of an epoch does not decide"
         elif step.statistics is None and self._controller.needs_measurement:
             reason = f"not measured; one step in {self.interval.every} is"
+            if self.pairs is not None and self.interval.due:
+                reason = "not measured yet; the next step is compared with this one"
         else:
             now = TrainingState(
                 target_batch_size=present.batch_size,
@@ -417,4 +446,6 @@ class Update:
         self._timed = None
         self._loss_trend.load(state["loss_trend"])
         self.noise_average.load_state_dict(state["noise"])
-        self.meter.at_step(step, due=self.interval.due)
+        if self.pairs is not None:
+            self.pairs.load_state_dict(own.get("first_of_pair"))
+        self._start_step(step)
