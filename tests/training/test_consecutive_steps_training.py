@@ -304,7 +304,7 @@ def test_a_state_of_a_loop_that_cuts_its_steps_is_continued_by_pairs():
 
 def test_a_branch_test_leaves_the_pair_as_it_is():
     def run(between):
-        train = adaptive(32 * 60, every=1)
+        train = adaptive(32 * 100, every=1)
         records = trained(train, 3)
         if between:
             model = train.model
