@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.amp import GradScaler
 
+from bigbatch import GradientMeter
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
 from kernel_recorder import Recorded
@@ -141,6 +142,16 @@ def test_two_equal_gradients_have_no_noise_and_two_opposite_ones_no_positive_sig
     assert 0 == step.grad_variance
     assert 1.0 == step.similarity
     assert -1 <= compared(ConsecutiveSteps(), weights(), first, [-g for g in first]).similarity < 0
+
+
+def test_statistics_say_what_they_compare():
+    model = torch.nn.Linear(4, 2)
+    for groups, expected in ((None, "micro-batches"), (2, "groups")):
+        with GradientMeter(model, groups=groups) as meter:
+            for _ in range(2):
+                model(torch.randn(6, 4)).square().mean().div(2).backward()
+            assert expected == meter.read(samples=[6, 6]).compared
+        model.zero_grad()
 
 
 # which steps are compared

@@ -13,8 +13,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import bigbatch as bb
+from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import SettingError
+from bigbatch.integrations.external_loop import ExternalLoop
+from bigbatch.log.history import history_of
+from bigbatch.log.html_report import write_report
 from bigbatch.optim import VRSGD
+from bigbatch.training.loss_weights import weighted_loss
 from loop_steps import trained
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
@@ -328,6 +333,43 @@ def test_the_log_says_what_was_compared(tmp_path):
         assert known
         assert {expected} == set(known)
         assert all("compared" not in row for row in rows if row["similarity"] is None)
+
+
+def test_the_report_says_which_runs_compare_two_steps(tmp_path):
+    trained(adaptive(every=1, log=tmp_path / "pairs"), 6)
+    trained(adaptive(every=1, min_micro_batches=None, log=tmp_path / "cut"), 6)
+    page = tmp_path / "report.html"
+    write_report([history_of(tmp_path / name) for name in ("pairs", "cut")], page, "runs")
+    text = page.read_text()
+    assert "pairs: 3 measured values compare two consecutive steps" in text
+    assert 1 == text.count("compare two consecutive steps")
+
+
+def test_another_loop_may_give_the_micro_batches():
+    model = network()
+    train = bb.AdaptiveBatch(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        ExternalBatches(32),
+        policy=bb.Fixed(32),
+        min_micro_batches=1,
+        every=1,
+    )
+    loop, (x, y) = ExternalLoop(train), samples(32 * 6).tensors
+    for number in range(6):
+        rows = slice(32 * number, 32 * number + 32)
+        loop.announce(32, ends_epoch=number == 5, remaining=5 - number)
+        loss = cross_entropy(model(x[rows]), y[rows])
+        with loop.step.weighted_backward(loss) as factor:
+            weighted_loss(loss, factor).backward()
+        with loop.step.optimizer_step():
+            train.optimizer.step()
+        expected = None if number % 2 == 0 else "consecutive steps"
+        assert expected == getattr(train.record.statistics, "compared", None)
+    loop.end_pass()
+    gradients, _ = by_hand([32] * 6)
+    found = train.record.statistics
+    assert of_pair(*gradients[4:], 32, 32) == (found.grad_sqnorm, found.grad_variance)
 
 
 # refusals
