@@ -6,7 +6,7 @@ python -m studies.scaling
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from bigbatch.optim.bucket_shards import CHUNK_BYTES
 from bigbatch.statistics.step_totals import RankTotals
@@ -59,7 +59,7 @@ def plain_fsdp2(model: Model, ranks: int, micro_batches: int = 1) -> InputBytes:
 
 def similarity(ranks: int, layers: int = 1) -> InputBytes:
     """`GradientMeter` adds three sums a layer, 22 others, and 7 a rank."""
-    return {"all-reduce": _DOUBLE * (3 * layers + _SUMS + len(fields(RankTotals)) * ranks)}
+    return {"all-reduce": _DOUBLE * (3 * layers + _SUMS + len(RankTotals._fields) * ranks)}
 
 
 def interval(ranks: int) -> InputBytes:

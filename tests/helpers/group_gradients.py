@@ -35,7 +35,7 @@ class Recorder(Subscriber):
     def micro_batch(self, weight, groups):
         self.backwards.append({})
 
-    def gradient(self, parameter, gradient):
+    def gradients(self, batch):
         pass
 
     def groups(self, parameter, gradient, groups):

@@ -12,6 +12,7 @@ from torch import nn
 
 from bigbatch import GradientMeter, GradientStatistics, NoiseAverage
 from bigbatch.errors import SettingError
+from bigbatch.gradients import MicroBatchGradients
 from bigbatch.statistics.confidence import Interval, jackknife, jackknife_excess, student_t
 from bigbatch.statistics.random_projection import RandomProjections, leave_one_out
 from oracles import interval as oracle
@@ -321,8 +322,7 @@ def sketch(gradients, first=0):
     sketches = RandomProjections([*nothing, *parameters])
     sketches.begin()
     sketches.micro_batch(1.0)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        sketches.gradient(parameter, gradient)
+    sketches.gradients(MicroBatchGradients(parameters, gradients))
     sketches.end()
     return sketches.stack()[0]
 

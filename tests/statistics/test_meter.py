@@ -333,14 +333,15 @@ def test_a_gradient_penalty_inside_micro_batch_counts_what_reaches_the_gradient(
     assert right_or_refused(expected, measure)
 
 
-def test_after_autograd_grad_over_the_parameters_a_step_is_refused_until_gradients_are_zeroed():
+def test_autograd_grad_over_the_parameters_is_no_micro_batch():
     model, batches = network(), data(EQUAL)
     meter = GradientMeter(model)
-    accumulate(model, batches[:2])
-    with pytest.raises(GradientError, match="zero the gradients and repeat the step"):
-        autograd_grad_over_the_parameters(model, meter)
-    with pytest.raises(GradientError, match="not empty before the first backward"):
-        accumulate(model, batches[2:])
+    for batch in batches:
+        before = [p.grad for p in model.parameters()]
+        torch.autograd.grad(mean_of(model, batch), list(model.parameters()))
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+        (mean_of(model, batch) / len(batches)).backward()
+    assert same(expected_of(model, batches), meter.read(EQUAL))
 
 
 def test_a_micro_batch_inside_a_micro_batch_is_refused_or_one():
@@ -448,9 +449,9 @@ def a_sum(model, meter):
     meter.read(16)
 
 
-def autograd_grad_over_the_parameters(model, meter):
-    x, y = data(EQUAL)[0]
-    torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
+def mean_of(model, batch):
+    x, y = batch
+    return cross_entropy(model(x), y)
 
 
 def one_micro_batch(model, meter):
@@ -479,7 +480,6 @@ REFUSED = [
     (zero_grad_halfway, r"2 backwards were seen but 4 sizes stated; zero_grad\(\) between"),
     (too_few_sizes, "4 backwards were seen but 3 sizes"),
     (a_sum, r"samples=16 must be .* size of each micro-batch: `read\(samples=\[8\] \* 4\)`"),
-    (autograd_grad_over_the_parameters, r"autograd\.grad over the parameters"),
     (one_micro_batch, "1 micro-batch seen, noise needs at least 2"),
     (no_micro_batch, "0 micro-batch"),
     (a_backward_of_ones_own, "5 backwards were seen but 4 sizes"),
@@ -629,16 +629,22 @@ def test_a_model_whose_only_trained_parameter_is_empty_has_no_number():
         assert math.isnan(meter.read([1, 1]).similarity)
 
 
-def test_a_step_that_was_refused_for_a_gradient_unseen_is_forgotten():
+def test_a_parameter_that_is_unfrozen_within_a_step_counts_from_then_on():
     model, batches = network(), data(EQUAL)
     late = next(model.parameters()).requires_grad_(False)
+    zeros = [torch.zeros_like(p) for p in model.parameters()]
+    sums = [zeros]
     with GradientMeter(model) as meter:
-        cross_entropy(model(batches[0][0]), batches[0][1]).backward()
-        late.requires_grad_(True)
-        with pytest.raises(GradientError, match="was not seen"):
-            cross_entropy(model(batches[1][0]), batches[1][1]).backward()
-        with pytest.raises(GradientError, match="0 micro-batches"):
-            meter.read([4, 4])
-        model.zero_grad()
-        accumulate(model, batches)
-        assert same(expected_of(model, batches), meter.read(EQUAL))
+        for number, batch in enumerate(batches[:2]):
+            late.requires_grad_(number == 1)
+            (mean_of(model, batch) / 2).backward()
+            grads = [p.grad for p in model.parameters()]
+            sums.append([z if g is None else g.clone() for z, g in zip(zeros, grads, strict=True)])
+        statistics = meter.read([4, 4])
+
+    def sqnorm(total, before=zeros):
+        return sum(float((a - b).square().sum()) for a, b in zip(total, before, strict=True))
+
+    of_both = sqnorm(sums[1]) + sqnorm(sums[2], sums[1])
+    expected = 16 * of_both - 8 * sqnorm(sums[2])
+    assert pytest.approx(expected, rel=1e-5) == statistics.grad_variance

@@ -41,7 +41,8 @@ def totals_of(gradients, grad, counts=None, grad_sqnorms=None):
             "micro_batch_projections": projected.sum((0, 1)).tolist(),
             "grad_projections": (signs @ grad.double()).tolist(),
             "projection_sqnorm": [float(projected.square().sum())],
-            "ranks": columns,
+            "counted": columns[: 3 * ranks],
+            "measured": columns[3 * ranks :],
         }
     )
 

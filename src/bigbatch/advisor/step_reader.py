@@ -190,7 +190,7 @@ class StepReader(Subscriber):
                     if norms.products is not None and len({*norms.weights}) == 1:
                         self._products.append(norms.products)
                     norms.weights = tuple(size * weight / rows for weight in norms.weights)
-            sqnorms = torch.stack([squares.sum() for squares in self._meter.micro_batch_sqnorms])
+            sqnorms = self._meter.micro_batch_sqnorms.sum(1)
             projections = self._meter.micro_batch_projections.to(sqnorms)
             self._features = torch.cat([sqnorms[:, None], projections], 1)
             self._take()

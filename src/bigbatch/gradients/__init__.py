@@ -1,19 +1,23 @@
 """Sources of micro-batch gradients: one process, DDP, FSDP2, sharded; checks of `.grad`."""
 
-from bigbatch.gradients.auto import SingleProcessSource, find_source, parameters_of
+from bigbatch.gradients.auto import find_source, parameters_of
 from bigbatch.gradients.gradient_hooks import changed_later, only_watched
 from bigbatch.gradients.groups.group_tap import GroupGradients, GroupTap
-from bigbatch.gradients.protocols import Subscriber
+from bigbatch.gradients.protocols import MicroBatchGradients, Subscriber
 from bigbatch.gradients.rank_reducer import is_of_network, note_waiting
-from bigbatch.gradients.source import MADE_LATE, GradientSource, are_freed
+from bigbatch.gradients.single_process import SingleProcessSource
+from bigbatch.gradients.source import GradientSource
+from bigbatch.gradients.tapped_source import MADE_LATE, TappedSource, are_freed
 
 __all__ = [
     "MADE_LATE",
     "GradientSource",
     "GroupGradients",
     "GroupTap",
+    "MicroBatchGradients",
     "SingleProcessSource",
     "Subscriber",
+    "TappedSource",
     "are_freed",
     "changed_later",
     "find_source",

@@ -8,9 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients.ddp import DDPSource
-from bigbatch.gradients.grad_guard import GradGuard
-from bigbatch.gradients.leaf_tap import LeafTap
-from bigbatch.gradients.rank_reducer import RankReducer
+from bigbatch.gradients.single_process import SingleProcessSource
 from bigbatch.gradients.source import GradientSource
 
 _UNSHARED = (
@@ -23,16 +21,6 @@ _REPLICATES = {  # torch's module -> the class that its replicate() puts among a
 }
 
 
-class SingleProcessSource(GradientSource):
-    """Leaf hooks in one process; on several it refuses the first step."""
-
-    def __init__(
-        self, parameters: Iterable[Tensor], *, explicit: bool = False, unshared: str = _UNSHARED
-    ) -> None:
-        reducer = RankReducer(unshared)
-        super().__init__(parameters, LeafTap(), GradGuard(), reducer, explicit=explicit)
-
-
 def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
     """The source of a model's gradients, chosen by its wrappers; compiled or not.
 
@@ -40,7 +28,7 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
         SettingError: the model has a wrapper that cannot be measured, or several wrappers.
     """
     if not isinstance(model, nn.Module):
-        return SingleProcessSource(model)
+        return SingleProcessSource(model, unshared=_UNSHARED)
     modules = list(model.modules())
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
         raise SettingError("FSDP1 flattens parameters; wrap the model by fully_shard (FSDP2)")
@@ -62,7 +50,7 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
         raise SettingError(f"{len(wrappers)} DDP wrappers found; measure each by its own meter")
     if wrappers:
         return DDPSource(wrappers[0], model.parameters())
-    return SingleProcessSource(model.parameters())
+    return SingleProcessSource(model.parameters(), unshared=_UNSHARED)
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:

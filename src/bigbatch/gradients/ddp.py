@@ -15,7 +15,7 @@ from bigbatch.errors import SettingError
 from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.leaf_tap import LeafTap
 from bigbatch.gradients.rank_reducer import GradientShards, GroupReducer
-from bigbatch.gradients.source import GradientSource
+from bigbatch.gradients.tapped_source import TappedSource
 
 
 class ReducedShards(GradientShards, ABC):
@@ -70,14 +70,24 @@ class DDPReducer(GroupReducer):
         return next((state for state in states if isinstance(state, ReducedShards)), None)
 
 
-class DDPSource(GradientSource):
+class DDPGuard(GradGuard):
+    """`.grad` under DDP, which until the last backward is this rank's own sum."""
+
+    keeps_sums = True
+
+    def sum_of(self, parameter: Tensor) -> Tensor | None:
+        """This rank's sum, before the last backward has reduced it."""
+        grad = parameter.grad
+        return None if grad is None else grad.detach()
+
+
+class DDPSource(TappedSource):
     """Leaf hooks, as in one process, and DDP's group."""
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
         require_wrapped(ddp, parameters)
-        guard = GradGuard(engine_writes=True)
-        super().__init__(parameters, LeafTap(), guard, DDPReducer(ddp))
+        super().__init__(parameters, LeafTap(), DDPGuard(), DDPReducer(ddp))
 
 
 def require_wrapped(ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:

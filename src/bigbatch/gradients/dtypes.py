@@ -1,11 +1,13 @@
 """Devices and dtypes of sums."""
 
+import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+_DEVICE = operator.attrgetter("device")
 FULL_PRECISION = (torch.float32, torch.float64)  # dtypes that squares may be summed in
 
 
@@ -38,18 +40,19 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
     """Stacks 0-dim tensors, in the widest float dtype, on the device of the first."""
-    stacked = _stacked(scalars)
-    return stacked.to(widest_float(stacked.device))
+    values = stacked(scalars)
+    return values.to(widest_float(values.device))
 
 
 def sum_scalars(scalars: Sequence[Tensor]) -> Tensor:
     """The sum of 0-dim tensors, (1,), in the widest float dtype, on the device of the first."""
-    stacked = _stacked(scalars)
-    return stacked.sum(0, keepdim=True, dtype=widest_float(stacked.device))
+    values = stacked(scalars)
+    return values.sum(0, keepdim=True, dtype=widest_float(values.device))
 
 
-def _stacked(scalars: Sequence[Tensor]) -> Tensor:
+def stacked(scalars: Sequence[Tensor]) -> Tensor:
+    """Stacks 0-dim tensors on the device of the first."""
     device = scalars[0].device
-    if any(s.device != device for s in scalars):
+    if len(set(map(_DEVICE, scalars))) > 1:
         scalars = [to_device(s, device) for s in scalars]
     return torch.stack(tuple(scalars))

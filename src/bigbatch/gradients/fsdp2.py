@@ -16,7 +16,7 @@ from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import OnGradient
 from bigbatch.gradients.rank_reducer import GroupReducer, ShardIndices, indices_in_rows
 from bigbatch.gradients.sharded import local_shard, require_one_mesh
-from bigbatch.gradients.source import MADE_LATE, GradientSource
+from bigbatch.gradients.tapped_source import MADE_LATE, TappedSource
 
 _Owned = tuple[nn.Module, str, Tensor]  # a module, the parameter's name in it, the parameter
 
@@ -35,7 +35,7 @@ _Owned = tuple[nn.Module, str, Tensor]  # a module, the parameter's name in it, 
 #   listed; and after each step, as FSDP2 gathers nothing that it still holds, from before the step.
 # - An optimizer alone has the shards, no module. Their post-accumulate hooks see the sum over ranks
 #   of each micro-batch (`ShardedSource`): k is the accumulation, and nothing is communicated.
-class FSDP2Source(GradientSource):
+class FSDP2Source(TappedSource):
     """Sees the whole local gradient of every parameter before it is reduced and sharded.
 
     See [Note: FSDP2's shards].
@@ -45,7 +45,7 @@ class FSDP2Source(GradientSource):
         reshard(model.modules())
         self._units = units = _units(model)
         parameters = [parameter for owned in units.values() for _, _, parameter in owned]
-        guard = GradGuard(engine_writes=True, grad_may_wait=True, local_grad=local_shard)
+        guard = GradGuard(grad_may_wait=True, local_grad=local_shard)
         reducer = FSDP2Reducer(require_one_mesh(parameters))
         super().__init__(parameters, UnshardedTap(units), guard, reducer)
 

@@ -2,16 +2,17 @@
 
 One step of a source is
 
-    begin(), then per backward: micro_batch(weight, groups), gradient(p, h) ... , end()
+    begin(), then per micro-batch: micro_batch(weight, groups), gradients(batch) ... , end()
 
 `h` is what this micro-batch adds to `p.grad` on this rank, before ranks are reduced: c * weight *
 (its mean gradient), with one constant c for the whole step. A parameter that a micro-batch does
-not reach emits nothing; one that it reaches emits once. The tensor may be kept until end(), and has
-no graph. A micro-batch may be one backward or several. One backward may also be several groups of
-samples: then groups(p, h, ...) follows each gradient(p, h), with what each group adds to h.
+not reach has no h; one that it reaches has one. A micro-batch may be one backward or several. One
+backward may also be several groups of samples: then groups(p, h, ...) follows the gradients, with
+what each group adds to h.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -22,14 +23,34 @@ OnGradient = Callable[[Tensor, Tensor], None]
 """Called with a parameter and what a backward adds to its gradient."""
 
 
+@dataclass(slots=True)
+class MicroBatchGradients:
+    """Gradients of one micro-batch: of all parameters that it reached, or of some of them.
+
+    A source whose micro-batches all reach the same parameters passes the same list of them again.
+    """
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]  # h of each; dense, real, without a graph
+    # S, what the micro-batches before added to each; None in the first, which becomes S without a
+    # copy, and where the source keeps no sums
+    sums: Sequence[Tensor] | None = None
+    first: bool = False  # whether h becomes S
+    may_sum: bool = False  # whether a subscriber may add h to S, in one pass with its own
+    summed: bool = False  # set by the one that has done so
+
+
 class Subscriber(Protocol):
     """Reads each micro-batch's gradient once, before it is summed into `.grad`.
 
-    A subclass may leave out `gradient`, `groups` and `end`.
+    A subclass may leave out `gradients`, `groups` and `end`.
     """
 
     needs_exact_groups: bool = False
     """Whether `groups` must get the groups' gradients themselves, not random projections."""
+
+    reads_at_once: bool = False
+    """Whether an engine's gradients must come one by one, before the engine reduces them."""
 
     def begin(self) -> None:
         """A step starts; discard what the previous one left."""
@@ -37,8 +58,8 @@ class Subscriber(Protocol):
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch of so many groups starts; `weight` is its n_d, 1.0 where it is unknown."""
 
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """The current micro-batch adds the full `gradient` to `parameter.grad` on this rank."""
+    def gradients(self, batch: MicroBatchGradients) -> None:
+        """The current micro-batch adds these gradients to `.grad` on this rank."""
         return
 
     def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:

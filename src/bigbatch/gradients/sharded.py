@@ -7,12 +7,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError, SettingError
-from bigbatch.gradients.grad_guard import GradGuard, all_zero
+from bigbatch.gradients.grad_fold import all_zero
+from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.gradient_hooks import watching_hook
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import OnGradient
 from bigbatch.gradients.rank_reducer import RankReducer
-from bigbatch.gradients.source import GradientSource
+from bigbatch.gradients.tapped_source import TappedSource
 
 _REMEDY = (
     "tensor parallelism cannot be measured in this release; leave parallelize_module out, and "
@@ -20,7 +21,7 @@ _REMEDY = (
 )
 
 
-class ShardedSource(GradientSource):
+class ShardedSource(TappedSource):
     """Watches the local shards of `.grad`; see [Note: FSDP2's shards] in `fsdp2.py`.
 
     An engine that reduces in every backward leaves the sum so far, S_j, in the shard. What the
@@ -39,7 +40,7 @@ class ShardSumsGuard(GradGuard):
 
     def __init__(self) -> None:
         # autograd.grad runs no hook here, so every backward that is seen counts
-        super().__init__(engine_writes=True, grad_may_wait=True, local_grad=local_shard)
+        super().__init__(grad_may_wait=True, local_grad=local_shard)
         self.arriving: Tensor | None = None  # the parameter whose hook runs
         self._sums: dict[Tensor, Tensor] = {}
 
@@ -60,14 +61,11 @@ class ShardSumsGuard(GradGuard):
         else:
             self._sums[parameter] = gradient.clone()
 
-    def grad_sum(self, parameter: Tensor) -> Tensor:
-        """This rank's shard of S_j, in a buffer that nobody else writes to."""
-        return self._sums[parameter]
+    keeps_sums = True
 
-    @property
-    def sums_intact(self) -> bool:
-        """Always True."""
-        return True
+    def sum_of(self, parameter: Tensor) -> Tensor | None:
+        """This rank's shard of S_j, in a buffer that nobody else writes to."""
+        return self._sums.get(parameter)
 
     def is_clean(self) -> bool:
         """Whether the other shards are empty; the arriving one holds the gradient already."""

@@ -1,45 +1,70 @@
-"""A model's micro-batch gradients: seen by a tap, guarded in `.grad`, reduced over ranks."""
+"""A model's micro-batch gradients, reported to subscribers; `.grad` is checked meanwhile."""
 
-import functools
-import itertools
 import operator
-import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
-import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.autograd import Variable
 
 from bigbatch.errors import GradientError, SettingError
-from bigbatch.gradients.grad_guard import GradGuard, Stamp
-from bigbatch.gradients.gradient_hooks import hands_errors_over, weak_method
+from bigbatch.gradients.gradient_hooks import weak_method
 from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.group_tap import GroupTap, refusal_message
-from bigbatch.gradients.leaf_tap import GradientTap
-from bigbatch.gradients.protocols import Subscriber
+from bigbatch.gradients.protocols import MicroBatchGradients, Subscriber
 from bigbatch.gradients.rank_reducer import RankReducer
 
-MADE_LATE = (
-    "under fully_shard (FSDP2) a forward without backward leaves whole parameters in "
-    "model.parameters(), which are not what is trained; make the optimizer before any forward, or "
-    "after module.reshard() of every module that fully_shard was called on"
+TWICE = (
+    "a parameter received two gradients in one micro-batch (reentrant checkpointing, which "
+    "use_reentrant=False avoids?); mark the micro-batches with `with meter.micro_batch():`"
 )
 
 
-class GradientSource:
+class Guard(Protocol):
+    """What a source holds of `.grad`, and who else writes to it."""
+
+    parameters: list[Tensor]  # the source's own list
+
+    def restart(self) -> None:
+        """Forgets the step."""
+
+    def begin(self, *, foreign_backward: bool) -> None:
+        """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
+
+    def accept(self) -> None:
+        """Takes `.grad` as it is now for the step's own."""
+
+    def accept_edit(self) -> None:
+        """Takes `.grad` as it is now, after a change that belongs to the step."""
+
+    def changed(self) -> bool:
+        """Whether `.grad` was written to since it was accepted."""
+
+    def was_zeroed(self) -> bool:
+        """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
+
+    def is_finite(self) -> bool:
+        """Whether every gradient is finite; waits for the device."""
+
+    def scale(self, factor: float) -> None:
+        """Multiplies every gradient, as part of the step."""
+
+    def local_grad(self, parameter: Tensor) -> Tensor | None:
+        """This rank's part of the gradient of a parameter."""
+
+
+class GradientSource(ABC):
     """Reports each micro-batch's gradient to its subscribers, and checks `.grad` meanwhile.
 
     By default every `backward()` is one micro-batch. With `explicit=True` only a backward inside
     `with source.micro_batch(weight)` counts.
 
-    An engine is supported by three parts: the tap knows where to hook gradients, the guard what
-    this rank has of `.grad`, the reducer the ranks. `gradients/ddp.py` is an example.
+    In one process it is a `SingleProcessSource`. An engine is supported by a `TappedSource`, which
+    has a tap, a guard and a reducer; `gradients/ddp.py` is an example.
 
     Args:
         parameters: the parameters to watch.
-        tap: hooks the gradients.
         guard: reads `.grad` on this rank, and notices who else writes to it.
         reducer: communicates, and knows which shard of the mean gradient each rank has.
         explicit: counts only what happens inside `micro_batch`.
@@ -48,8 +73,7 @@ class GradientSource:
     def __init__(
         self,
         parameters: Iterable[Tensor],
-        tap: GradientTap,
-        guard: GradGuard,
+        guard: Guard,
         reducer: RankReducer,
         *,
         explicit: bool = False,
@@ -62,21 +86,62 @@ class GradientSource:
         self.parameters: list[Tensor] = guard.parameters
         self.micro_batches = 0  # complete micro-batches of the step on this rank
         self.foreign_backward = False  # an uncounted backward wrote to .grad since the last one
-        self._tap = tap
         self._unwatched: dict[Tensor, None] = {}  # parameters that are only zeroed
         self._selection: list[Tensor] = []  # the argument of the last `select`
         self._subscribers: list[Subscriber] = []
         self._step_begun = False
         self._in_micro_batch = False
         self._implicit = False  # whether a backward opened the micro-batch, not micro_batch()
-        self._reached: set[Tensor] = set()  # parameters that the current micro-batch reached
-        self._end_callback: weakref.ref[Callable[[], None]] | None = None  # alive in a backward
+        self._several = False  # whether the micro-batch may have several backwards
         self._closed = False
         self.group_tap: GroupTap | None = None  # if a backward is cut into groups
         # of the groups of each micro-batch of the step; None if it has none
         self.group_norms: list[GroupNorms | None] = []
-        self._report = weak_method(self._on_gradient)
         self.add(parameters)
+
+    # hooks, by kind of source
+
+    def _require_supported(self, parameter: Tensor) -> None:
+        """Raises SettingError for a parameter whose gradient cannot be seen."""
+        if parameter.is_complex() and parameter.requires_grad:
+            raise SettingError(
+                "a complex parameter cannot be measured; hold torch.view_as_real of it"
+            )
+
+    @abstractmethod
+    def _attach_hooks(self) -> None:
+        """Hooks the parameters as far as the subscribers need it."""
+
+    @abstractmethod
+    def _remove_hooks(self) -> None:
+        """Removes every hook."""
+
+    @abstractmethod
+    def _unhook(self, parameter: Tensor) -> None:
+        """Removes the hooks of a parameter that is no longer watched."""
+
+    @abstractmethod
+    def _open(self, weight: float) -> None:
+        """A micro-batch starts."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """The micro-batch is complete."""
+
+    @abstractmethod
+    def _fail(self) -> None:
+        """A micro-batch ends by an error."""
+
+    @abstractmethod
+    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """S of each parameter; None where no micro-batch reached it, or S is not kept."""
+
+    @abstractmethod
+    def _watched(self, leaf: Tensor) -> Tensor | None:
+        """The watched parameter of a leaf of the graph; None if it is another's."""
+
+    watches_leaves = True
+    """Whether the leaves of a graph are the parameters themselves."""
 
     # what is watched, and who reads it
 
@@ -84,7 +149,7 @@ class GradientSource:
         """Watches more parameters, between steps."""
         watched = set(self.parameters)
         for parameter in parameters:
-            self._tap.require_supported(parameter)
+            self._require_supported(parameter)
             if parameter not in watched:
                 watched.add(parameter)
                 self.parameters.append(parameter)
@@ -103,8 +168,7 @@ class GradientSource:
         self.add(selected)
         for parameter in [p for p in self.parameters if p not in selected]:
             self._unwatched[parameter] = None
-            self._tap.detach(parameter)
-            self.guard.forget(parameter)
+            self._unhook(parameter)
         self.parameters[:] = [p for p in self.parameters if p in selected]
 
     def cut_backwards(
@@ -120,13 +184,11 @@ class GradientSource:
                 "groups= needs each rank's own gradient, and this engine reduces in every "
                 "backward; measure by micro-batches, groups=None"
             )
-        watched, checks_samples = weak_method(self._watched), self._tap.on_leaves
-        self.group_tap = GroupTap(groups, watched, layers, model, checks_samples=checks_samples)
-
-    def _watched(self, leaf: Tensor) -> Tensor | None:
-        """The watched parameter of a leaf of the graph; None if it is another's."""
-        parameter = self._tap.parameter_of(leaf)
-        return parameter if self._tap.is_hooked(parameter) else None
+        watched = weak_method(self._watched)
+        self.group_tap = GroupTap(
+            groups, watched, layers, model, checks_samples=self.watches_leaves
+        )
+        self._attach_hooks()
 
     def prepare_groups(
         self,
@@ -157,23 +219,6 @@ class GradientSource:
         self._forget_groups()
         self._remove_hooks()
 
-    def _attach_hooks(self) -> None:
-        """Hooks every parameter that requires a gradient.
-
-        Without subscribers one leaf hook stays on, which shows a backward outside `micro_batch`.
-        """
-        if self._closed:
-            return
-        if self._subscribers:
-            self._tap.attach(self.parameters, self._report)
-        elif self.explicit and self._tap.on_leaves:
-            trained = (p for p in reversed(self.parameters) if p.requires_grad)
-            self._tap.attach(itertools.islice(trained, 1), self._report)
-
-    def _remove_hooks(self) -> None:
-        self._tap.close()
-        self.guard.close()
-
     # the step
 
     def restart(self) -> None:
@@ -192,7 +237,6 @@ class GradientSource:
         self.group_norms = []
         self._step_begun = self.foreign_backward = False
         self._in_micro_batch = self._implicit = self.failed = False
-        self._end_callback = None
         self.guard.restart()
         self._attach_hooks()
 
@@ -210,22 +254,18 @@ class GradientSource:
 
         Args:
             weight: n_d.
-            several_backwards: allows any number of backwards, for one copy of the gradient.
+            several_backwards: allows any number of backwards.
         """
         if self._in_micro_batch and not self._implicit:
             raise GradientError("micro_batch() was entered inside another; leave the first before")
+        self._several = several_backwards
         self._open(weight)
         try:
-            if several_backwards:
-                self.guard.start_total()
             yield
-            if several_backwards:
-                self._emit_total()
         except BaseException:
-            self.guard.restore_hidden()
-            self.restart()
+            self._fail()
             raise
-        self._close(self.guard.stamps())
+        self._close()
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -246,6 +286,11 @@ class GradientSource:
         It is that of `.grad`, unless an optimizer has replaced that.
         """
         return self.reducer.shards.local_grad(parameter, self.guard.local_grad(parameter))
+
+    def local_grads(self) -> list[Tensor]:
+        """`local_grad` of every parameter that has one."""
+        grads = map(self.local_grad, self.parameters)
+        return [grad for grad in grads if grad is not None]
 
     def require_unchanged(self, caller: str) -> None:
         """Raises GradientError where no step is measured, or `.grad` was written to since."""
@@ -277,71 +322,42 @@ class GradientSource:
         for subscriber in self._subscribers:
             subscriber.begin()
 
-    # a micro-batch
-
-    def _open(self, weight: float) -> None:
-        changed = self.guard.open_micro_batch() or self._in_micro_batch
-        may_be_zeroed = self.micro_batches and changed and not self.explicit
-        if may_be_zeroed and self.guard.is_clean_within_step():
-            self._restart()  # the user called zero_grad(), and starts a new step
-        if self.micro_batches and changed and not self.guard.engine_writes:
-            self.require_unchanged("this one")
-        if self.micro_batches and self.explicit and self.guard.engine_writes:
-            self._require_undisturbed()
-        self._begin_step()
-        self._reached.clear()
-        self._in_micro_batch, self.foreign_backward = True, False
+    def _begin_micro_batch(self, weight: float) -> None:
+        """Announces a micro-batch to the subscribers."""
         tap = self.group_tap
         groups = 1 if tap is None or tap.grouping is None else len(tap.weights)
         for subscriber in self._subscribers:
             subscriber.micro_batch(weight, groups)
 
-    def _require_undisturbed(self) -> None:
-        """Checks gradients that an engine writes to, without waiting for the device."""
-        if self.foreign_backward or self.guard.all_set_to_none():
-            raise GradientError(
-                "a backward of your own changed .grad between two micro-batches, or the gradients "
-                "were zeroed there; run it outside the step, and zero them at its end"
-            )
-
-    def _emit(self, parameter: Tensor, gradient: Tensor) -> None:
-        self._reached.add(parameter)
+    def _report(self, batch: MicroBatchGradients) -> None:
+        """Hands gradients of the micro-batch to the subscribers, and what its groups add."""
         for subscriber in self._subscribers:
-            subscriber.gradient(parameter, gradient)
+            subscriber.gradients(batch)
         if self.group_tap is None or self.group_tap.grouping is None:
             return
-        groups = self.group_tap.take(parameter, gradient)
-        if groups is not None and len(groups.weights) > 1:  # one group is the gradient itself
-            for subscriber in self._subscribers:
-                subscriber.groups(parameter, gradient, groups)
+        for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
+            groups = self.group_tap.take(parameter, gradient)
+            if groups is not None and len(groups.weights) > 1:  # one group is the gradient itself
+                for subscriber in self._subscribers:
+                    subscriber.groups(parameter, gradient, groups)
 
-    @torch.no_grad()
-    def _emit_total(self) -> None:
-        for parameter, total in self.guard.end_total():
-            self._emit(parameter, total)
-
-    def _close(self, stamps: list[Stamp]) -> None:
-        if self.guard.restore_hidden():
-            self._refuse_autograd_grad()
-        if not any(stamps) and not self.guard.grad_may_wait:
-            self.require_no_step_in_backward()
+    def _end_micro_batch(self, reached: Iterable[Tensor]) -> None:
+        """Counts a micro-batch that reached these parameters."""
         self._in_micro_batch = self._implicit = False
         self.micro_batches += 1
-        self.guard.accept(stamps)
-        if self._subscribers:
-            self._require_seen(self.guard.written_parameters(stamps))
         self.group_norms.append(None)
         if self.group_tap is not None and self.group_tap.grouping is not None:
-            self._close_groups(self.group_tap)
+            self._end_groups(self.group_tap, reached)
         for subscriber in self._subscribers:
             subscriber.end()
 
-    def _close_groups(self, tap: GroupTap) -> None:
+    def _end_groups(self, tap: GroupTap, reached: Iterable[Tensor]) -> None:
         """Every parameter that the backward reached must have had its groups."""
-        unseen = {p: reason for p, reason in tap.refusals.items() if p in self._reached}
+        refusals, parameters = tap.refusals, set(reached) if tap.refusals else set()
+        unseen = {p: reason for p, reason in refusals.items() if p in parameters}
         self.group_norms[-1] = tap.end()
         if unseen:
-            gradients = {p: self.guard.local_grad(p) for p in self._reached}
+            gradients = {p: self.guard.local_grad(p) for p in parameters}
             self.refuse_groups(refusal_message(unseen, gradients, tap.model))
 
     def refuse_groups(self, reason: str) -> None:
@@ -349,17 +365,6 @@ class GradientSource:
         if reason:
             self.restart()
             raise GradientError(f"{reason}; measure by micro-batches instead, groups=None")
-
-    def _require_seen(self, written_parameters: list[Tensor]) -> None:
-        """An engine may write to the gradient of a parameter that this rank did not reach."""
-        engine_writes = self.guard.engine_writes
-        is_seen = self._tap.is_hooked if engine_writes else self._reached.__contains__
-        if not all(map(is_seen, written_parameters)):
-            self.restart()
-            raise GradientError(
-                "a parameter received a gradient that was not seen: it was unfrozen, or its "
-                "hooks were removed, after the step began; do that between steps"
-            )
 
     def require_no_step_in_backward(self) -> None:
         """Raises GradientError where a hook of the user's may take gradients in a backward."""
@@ -372,76 +377,3 @@ class GradientSource:
                 "register_post_accumulate_grad_hook, steps before the micro-batches are summed; "
                 "remove the hook, and step once after the last backward"
             )
-
-    def _refuse_autograd_grad(self) -> None:
-        self.restart()
-        if are_freed(self.parameters):
-            raise GradientError(f"the parameters were freed in the backward: {MADE_LATE}")
-        self.require_no_step_in_backward()
-        raise GradientError(
-            "torch.autograd.grad over the parameters was seen as a micro-batch; mark the "
-            "micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch; "
-            "zero the gradients and repeat the step"
-        )
-
-    # a backward
-
-    @hands_errors_over
-    def _on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """A hook reports the gradient of one parameter."""
-        if self._in_micro_batch and not self._subscribers:
-            return
-        backward_begins = self._end_callback is None or self._end_callback() is None
-        if backward_begins and self._implicit:
-            self._restart()  # the previous backward failed
-        if backward_begins and not self._in_micro_batch:
-            if not self.explicit:
-                self._open(1.0)
-                self._implicit = True
-            self._call_when_backward_ends()
-        if not self._in_micro_batch:
-            return
-        if gradient.layout != torch.strided or gradient.is_complex():
-            raise GradientError(
-                f"a {gradient.dtype} gradient of layout {gradient.layout} cannot be measured; use "
-                "dense real gradients, for embeddings sparse=False"
-            )
-        if gradient.requires_grad:
-            gradient = gradient.detach()
-        if not self.guard.add_to_total(parameter, gradient):
-            self._emit(parameter, self.guard.added_by(parameter, gradient))
-            self.guard.after_report(parameter, gradient)
-
-    def _call_when_backward_ends(self) -> None:
-        """Queues a callback that the autograd engine keeps alive until the backward ends or fails.
-
-        It queues another, which runs after those that DDP and FSDP2 queued to finish `.grad`.
-        """
-        ended = self._backward_ended if self._implicit else self._foreign_backward_ended
-        last = functools.partial(ended)  # an object of this backward alone
-        self._end_callback = weakref.ref(last, weak_method(self._backward_gone))
-        queue = Variable._execution_engine.queue_callback
-        queue(functools.partial(queue, last))
-
-    @_disable_dynamo
-    @hands_errors_over
-    def _backward_ended(self) -> None:
-        stamps = self.guard.stamps()
-        if self.guard.stamps_before == stamps and not self.guard.grad_may_wait:
-            self._refuse_autograd_grad()
-        self._close(stamps)
-
-    def _backward_gone(self, _: object) -> None:
-        """A backward has ended, or failed in the micro-batch that it opened."""
-        if self._implicit:
-            self._forget_groups()
-
-    @_disable_dynamo
-    @hands_errors_over
-    def _foreign_backward_ended(self) -> None:
-        self.foreign_backward |= self.guard.changed_by_foreign_backward()
-
-
-def are_freed(parameters: Iterable[Tensor]) -> bool:
-    """Whether an engine freed the memory of a parameter that it had gathered for a forward."""
-    return any(p.numel() and not p.untyped_storage().size() for p in parameters)

@@ -138,7 +138,7 @@ class DDPCommHook(ReducedShards, Subscriber):
 
         The moments read their sums from `.grad`, which under no_sync is this rank's sum.
         """
-        self._state.moments.sum_guard = source.guard
+        self._state.moments.sum_guard = source.guard  # type: ignore[assignment]
         return [self] if self.by_ranks else [self, self._state.moments]
 
     @property

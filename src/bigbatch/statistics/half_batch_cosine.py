@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from bigbatch.gradients import GradientSource, GroupGradients, Subscriber
+from bigbatch.gradients import GradientSource, GroupGradients, MicroBatchGradients, Subscriber
 from bigbatch.gradients.dtypes import stack_scalars
 from bigbatch.statistics.norms import squared_norm
 
@@ -44,10 +44,11 @@ class HalfBatchCosine(Subscriber):
         self._sign = -self._sign * (-1) ** (self._groups - 1)
         self._groups = groups
 
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+    def gradients(self, batch: MicroBatchGradients) -> None:
         """Adds e_d h_d, unless the groups follow."""
         if self._groups == 1:
-            self._add(parameter, gradient, self._sign)
+            for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
+                self._add(parameter, gradient, self._sign)
 
     def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
         """Adds e_d h_d of each group."""

@@ -234,9 +234,9 @@ class GradientMeter:
                 update(subscriber)
 
     @property
-    def micro_batch_sqnorms(self) -> list[Tensor]:
-        """|h_d|^2 of this rank's micro-batches of the step so far, (L,) by layer."""
-        return self._sums.norms.squares
+    def micro_batch_sqnorms(self) -> Tensor:
+        """|h_d|^2 of this rank's micro-batches of the step so far, by layer (k, L)."""
+        return self._sums.norms.squares(self.source.parameters[0].device)
 
     @property
     def micro_batch_projections(self) -> Tensor:
@@ -294,7 +294,7 @@ class GradientMeter:
                 "long; leave the division to the engine"
             )
         if self.loss == "weighted" and c != 1 and not of_all_ranks:
-            samples = [rank.samples for rank in totals.ranks]
+            samples = totals.ranks.samples.tolist()
             if max(samples) - min(samples) > 1e-6 * max(samples):
                 raise GradientError(
                     f"the ranks have {samples} samples, so the mean over ranks is not the mean "

@@ -1,67 +1,54 @@
 """Squared norms: of a gradient, of each micro-batch, of each layer."""
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bigbatch.errors import GradientError
-from bigbatch.gradients import Subscriber
-from bigbatch.gradients.dtypes import FULL_PRECISION, stack_scalars, sum_scalars, to_device
+from bigbatch.gradients import MicroBatchGradients, Subscriber
+from bigbatch.gradients.dtypes import FULL_PRECISION, stacked, sum_dtype, to_device, widest_float
 
-_SMALL = 1 << 14  # elements; for fewer, the call costs more than the read
-_MAX_SMALL_ELEMENTS = 1 << 17  # elements that are gathered, few enough to stay in cache
+_SHORT = 1 << 14  # elements; for fewer, the call costs more than the read
+_DTYPE, _IS_CPU = operator.attrgetter("dtype"), operator.attrgetter("is_cpu")
+_FULL = frozenset(FULL_PRECISION)
 
 
 class MicroBatchNorms(Subscriber):
     """Subscriber of a source: |h_d|^2 of each micro-batch, by layer.
 
-    Large gradients are read at once, from cache. Small ones are gathered and read together, but
-    only on a CPU, where all hooks run in one thread and one stream.
+    Gradients are read in one call; on a CPU, long ones are read by dot products, one by one.
     """
 
     def __init__(self, layers: Mapping[Tensor, int]) -> None:
-        self.squares: list[Tensor] = []  # |h_d|^2, (L,) each
-        self._dtypes: set[torch.dtype] = set()
         self._layers = layers
-        self._sqnorms: dict[Tensor, Tensor] = {}  # parameter -> |h|^2
-        self._small: dict[Tensor, Tensor] = {}  # parameter -> h, not read yet
-        self._small_elements = 0  # number of elements in `_small`
+        self._dtypes: set[torch.dtype] = set()
+        self._norms: list[Tensor] = []  # |h| of the parameters that the micro-batch reached
+        self._parameters: list[Tensor] = []  # these, if there are layers
+        self._rows: list[Tensor] = []  # by micro-batch: its norms; or, with layers, (L,) squares
 
     def begin(self) -> None:
         """A step starts."""
-        self.squares.clear()
+        self._rows.clear()
         self._dtypes.clear()
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
-        self._sqnorms.clear()
-        self._small.clear()
-        self._small_elements = 0
+        self._norms, self._parameters = [], []
 
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Reads the gradient once, now or at the end of the micro-batch."""
-        if parameter in self._sqnorms or parameter in self._small:
-            raise GradientError(
-                "a parameter received two gradients in one micro-batch (reentrant checkpointing, "
-                "which use_reentrant=False avoids?); mark the micro-batches with "
-                "`with meter.micro_batch():`"
-            )
-        self._dtypes.add(gradient.dtype)
-        size = gradient.numel()
-        if size > _SMALL or gradient.dtype not in FULL_PRECISION or not gradient.is_cpu:
-            self._sqnorms[parameter] = squared_norm(gradient)
-            return
-        self._small[parameter] = gradient  # not detached: torch would write into its memory
-        self._small_elements += size
-        if self._small_elements > _MAX_SMALL_ELEMENTS:
-            self._read_small()
+    def gradients(self, batch: MicroBatchGradients) -> None:
+        """Reads the gradients once."""
+        self._dtypes.update(map(_DTYPE, batch.gradients))
+        self._norms += norms(batch.gradients)
+        if self._layers:
+            self._parameters += batch.parameters
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        self._read_small()
-        self.squares.append(self.by_layer(self._sqnorms))
+        row = stacked(self._norms) if self._norms else torch.zeros(0)
+        self._rows.append(self._squares_by_layer(row, self._parameters) if self._layers else row)
 
     @property
     def eps(self) -> float:
@@ -73,21 +60,71 @@ class MicroBatchNorms(Subscriber):
         """L, the number of layers."""
         return 1 + max(self._layers.values(), default=0)
 
-    def by_layer(self, squares: Mapping[Tensor, Tensor]) -> Tensor:
-        """The sum of `squares` over each layer's parameters, (L,)."""
-        if not squares:
-            return torch.zeros(self.count, dtype=torch.float64)
-        if not self._layers:
-            return sum_scalars(list(squares.values()))
-        values = stack_scalars(list(squares.values()))
-        layer_numbers = torch.tensor([self._layers[p] for p in squares], device="cpu")
-        layer_numbers = to_device(layer_numbers, values.device)
-        return values.new_zeros(self.count).index_add_(0, layer_numbers, values)
+    def squares(self, device: torch.device) -> Tensor:
+        """|h_d|^2 of the micro-batches of the step so far, by layer (k, L)."""
+        dtype = widest_float(device)
+        rows = [to_device(row, device) for row in self._rows]
+        if not rows:
+            return torch.zeros(0, self.count, dtype=dtype, device=device)
+        if self._layers:
+            return torch.stack(rows).to(dtype)
+        if len({len(row) for row in rows}) > 1:  # some reached fewer parameters
+            return torch.stack([_square(row, dtype).sum(0, keepdim=True) for row in rows])
+        return _square(torch.stack(rows), dtype).sum(1, keepdim=True)
 
-    def _read_small(self) -> None:
-        self._sqnorms.update(_small_sqnorms(self._small))
-        self._small.clear()
-        self._small_elements = 0
+    @property
+    def has_layers(self) -> bool:
+        """Whether each layer is measured by itself."""
+        return bool(self._layers)
+
+    def by_layer(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> Tensor:
+        """|gradient|^2, summed by layer (L,); the parameters are needed if there are several."""
+        if not gradients:
+            return torch.zeros(self.count, dtype=torch.float64)
+        row = stacked(norms(gradients))
+        if self._layers:
+            return self._squares_by_layer(row, parameters)
+        return _square(row, widest_float(row.device)).sum(0, keepdim=True)
+
+    def _squares_by_layer(self, row: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        squares = _square(row, widest_float(row.device))
+        layer_numbers = torch.tensor([self._layers[p] for p in parameters], dtype=torch.int64)
+        layer_numbers = to_device(layer_numbers, row.device)
+        return squares.new_zeros(self.count).index_add_(0, layer_numbers, squares)
+
+
+def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """|g| of each gradient, 0-dim; half types are summed in float32.
+
+    On a CPU, `vector_norm` sums 10 M float32 with an error of 4e-4 (a dot product: 1e-5;
+    docs/LOG.md), so long gradients have a call each.
+    """
+    if not all(map(_IS_CPU, gradients)):
+        return _foreach_norm(gradients)
+    lengths = list(map(Tensor.numel, gradients))
+    if max(lengths, default=0) <= _SHORT:
+        return _foreach_norm(gradients)
+    found: list[Any] = [None] * len(gradients)
+    for i, length in enumerate(lengths):
+        if length > _SHORT:
+            found[i] = squared_norm(gradients[i]).sqrt()
+    short = [i for i, length in enumerate(lengths) if length <= _SHORT]
+    if short:
+        values = _foreach_norm([gradients[i] for i in short])
+        for i, value in zip(short, values, strict=True):
+            found[i] = value
+    return found
+
+
+def _foreach_norm(gradients: Sequence[Tensor]) -> list[Tensor]:
+    dtypes = set(map(_DTYPE, gradients))
+    if dtypes <= _FULL:
+        return list(torch._foreach_norm(list(gradients)))
+    return [torch.linalg.vector_norm(g, dtype=sum_dtype(g.dtype)) for g in gradients]
+
+
+def _square(norms: Tensor, dtype: torch.dtype) -> Tensor:
+    return norms.to(dtype).square_() if norms.dtype != dtype else norms.square()
 
 
 def squared_norm(gradient: Tensor) -> Tensor:
@@ -101,25 +138,6 @@ def squared_norm(gradient: Tensor) -> Tensor:
         return torch.dot(flat, flat)
     norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
     return norm.square()
-
-
-def squared_norms(gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Parameter -> |gradient|^2; small ones are read in one call."""
-    small = {
-        p: gradient
-        for p, gradient in gradients.items()
-        if gradient.numel() <= _SMALL and gradient.dtype in FULL_PRECISION
-    }
-    large = {p: squared_norm(g) for p, g in gradients.items() if p not in small}
-    return large | _small_sqnorms(small)
-
-
-def _small_sqnorms(gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    if not gradients:
-        return {}
-    norms = torch._foreach_norm(list(gradients.values()))
-    torch._foreach_mul_(norms, norms)
-    return dict(zip(gradients, norms, strict=True))
 
 
 def flattened(tensor: Tensor, strides: Sequence[int]) -> Tensor:

@@ -1,9 +1,13 @@
 """Random projections of gradients, which keep norms and angles on average."""
 
+import itertools
+import operator
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from bigbatch.gradients import GradientSource, GroupGradients, Subscriber
+from bigbatch.gradients import GradientSource, GroupGradients, MicroBatchGradients, Subscriber
 from bigbatch.gradients.dtypes import FULL_PRECISION, to_device, widest_float, without_autocast
 from bigbatch.gradients.rank_reducer import ShardIndices
 from bigbatch.statistics.confidence import MAX_RATIO, MIN_RATIO
@@ -13,6 +17,8 @@ _SIZE = 1021  # prime, so that rows do not align with those of a weight matrix
 _PROBES = 8  # number of projections
 _MAX_PARAMETERS = 16  # number of probed parameters
 _ELEMENTS = 256  # number of probed elements of each parameter
+_DEVICE = operator.attrgetter("device")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class RandomProjections(Subscriber):
@@ -41,10 +47,11 @@ class RandomProjections(Subscriber):
         """A micro-batch starts."""
         self._sketches.append(self.zeros(groups))
 
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Adds the gradient to the current projection, unless its groups follow."""
+    def gradients(self, batch: MicroBatchGradients) -> None:
+        """Adds the gradients to the current projection, unless their groups follow."""
         if len(self._sketches[-1]) == 1:
-            self._add(parameter, gradient, self._sketches[-1][0])
+            for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
+                self._add(parameter, gradient, self._sketches[-1][0])
 
     def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
         """Adds the gradient of each group to its projection."""
@@ -86,7 +93,7 @@ class RandomProjections(Subscriber):
 class ProjectionProbe(Subscriber):
     """Subscriber of a source: eight projections of a few elements of some parameters, summed.
 
-    The sum of the hooks' gradients over micro-batches and ranks must equal `.grad` at the end; the
+    The sum of the gradients over micro-batches and ranks must equal `.grad` at the end; the
     projections of both are compared. This finds an edit of `.grad` that changes no version counter
     (`unscale_`), a lossy or summing reduction, and gradients that no hook reported. The probe reads
     256 elements of each of 16 parameters, so it does not find an edit of other elements.
@@ -94,109 +101,128 @@ class ProjectionProbe(Subscriber):
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source
-        self._views: dict[Tensor, Tensor] = {}  # probed parameter -> its part of `_elements`
-        # layout of the shards, parameter -> `_indices_of`
-        self._indices: dict[tuple[int, Tensor], ShardIndices | None] = {}
-        self._elements = torch.zeros(0, dtype=torch.int8)  # assigned by `_choose_parameters`
-        self._projected: list[Tensor] = []  # the projections of each micro-batch, (8,)
+        self._trained: list[bool] = []  # of the source's parameters, when they were chosen
+        self._seen: list[Tensor] = []  # these parameters
+        self._chosen: list[tuple[Tensor, int]] = []  # probed parameters, and how many elements
+        self._listed: Sequence[Tensor] | None = None  # the last list of parameters ...
+        self._places: list[tuple[int, int]] = []  # ... and the chosen ones: place here, place there
+        # layout of the shards, number -> `_indices_of`
+        self._indices: dict[tuple[int, int], ShardIndices | None] = {}
+        self._signs = torch.zeros(0)  # (8, elements)
+        self._heads: list[Tensor | None] = []  # of the current micro-batch, by chosen parameter
+        self._rows: list[Tensor] = []  # elements of each micro-batch
         self.begin()
 
     def begin(self) -> None:
         """A step starts."""
-        self._choose_parameters()
-        self._projected.clear()
+        parameters = self._source.parameters
+        trained = list(map(_REQUIRES_GRAD, parameters))
+        is_same = len(parameters) == len(self._seen) and all(
+            map(operator.is_, parameters, self._seen)
+        )
+        if not is_same or trained != self._trained or self._signs.device != parameters[0].device:
+            self._seen, self._trained = list(parameters), trained
+            self._choose_parameters()
+        self._rows.clear()
 
     def _choose_parameters(self) -> None:
         """Chooses up to 16 of the trained parameters, evenly from the first to the last."""
         shape = self._source.reducer.shape
-        trained = [p for p in self._source.parameters if p.requires_grad and shape(p).numel()]
+        trained = [p for p in self._seen if p.requires_grad and shape(p).numel()]
         gaps = max(1, min(_MAX_PARAMETERS, len(trained)) - 1)
         numbers = {i * (len(trained) - 1) // gaps for i in range(gaps + 1)} if trained else set()
         chosen = [trained[number] for number in sorted(numbers)]
-        device = self._source.parameters[0].device
-        dtype = widest_float(device)
-        is_unchanged = [id(p) for p in chosen] == [id(p) for p in self._views]
-        if is_unchanged and (self._elements.device, self._elements.dtype) == (device, dtype):
-            return
+        self._chosen = [(p, min(_ELEMENTS, shape(p).numel())) for p in chosen]
         self._indices.clear()
-        size = _ELEMENTS * len(chosen)
-        self._elements = torch.zeros(size, dtype=dtype, device=device)
-        self._views = {
-            p: elements[: shape(p).numel()]
-            for p, elements in zip(chosen, self._elements.view(len(chosen), _ELEMENTS), strict=True)
-        }
-        self._signs = random_signs((_PROBES, size), 0).to(self._elements)
+        self._listed = None
+        device = self._seen[0].device
+        signs = random_signs((_PROBES, sum(count for _, count in self._chosen)), 0)
+        self._signs = signs.to(device, widest_float(device))
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
-        self._elements.zero_()
+        self._heads = [None] * len(self._chosen)
 
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Keeps the first elements of the gradient of a probed parameter."""
-        if parameter in self._views:
-            _write_head(self._views[parameter], _head(gradient, gradient.shape))
+    def gradients(self, batch: MicroBatchGradients) -> None:
+        """Keeps the first elements of the gradients of probed parameters."""
+        if batch.parameters is not self._listed:
+            self._listed = batch.parameters
+            numbers = dict(zip(map(id, batch.parameters), itertools.count(), strict=False))
+            places = [numbers.get(id(p)) for p, _ in self._chosen]
+            self._places = [(i, number) for i, number in enumerate(places) if number is not None]
+        for i, number in self._places:
+            self._heads[i] = _head(batch.gradients[number], self._chosen[i][1])
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        self._projected.append(self._projections())
+        self._rows.append(self._joined(self._heads))
 
     def micro_batch_projections(self) -> Tensor:
         """The projections of each micro-batch of the step, (k, 8)."""
-        if not self._projected:
-            return self._elements.new_zeros(0, _PROBES)
-        return torch.stack(self._projected)
+        if not self._rows:
+            return self._signs.new_zeros(0, _PROBES)
+        return self._projected(torch.stack(self._rows))
 
     def grad_projections(self) -> Tensor:
         """The projections of this rank's shards of `.grad`, (8,)."""
-        self._elements.zero_()
-        for parameter, elements in self._views.items():
+        heads: list[Tensor | None] = []
+        reducer = self._source.reducer
+        for number, (parameter, count) in enumerate(self._chosen):
             grad = self._source.local_grad(parameter)
-            if grad is not None:
-                key = self._source.reducer.shards.layout, parameter
-                if key not in self._indices:
-                    self._indices[key] = self._indices_of(parameter, grad.device)
-                indices = self._indices[key]
-                head = _head(grad, self._source.reducer.shape(parameter))
-                if indices is None:
-                    _write_head(elements, head)
-                else:
-                    positions, numbers = indices
-                    elements[numbers] = to_device(head[positions], elements.device, elements.dtype)
-        return self._projections()
+            if grad is None:
+                heads.append(None)
+                continue
+            key = reducer.shards.layout, number
+            if key not in self._indices:
+                self._indices[key] = self._indices_of(parameter, count, grad.device)
+            indices = self._indices[key]
+            if indices is None:
+                heads.append(_head(grad, count))
+                continue
+            positions, numbers = indices
+            shape = reducer.shape(parameter)
+            rows = grad if grad.ndim < len(shape) else grad[: -(-count * shape[0] // shape.numel())]
+            head = grad.new_zeros(count)
+            head[numbers] = rows.reshape(-1)[positions]
+            heads.append(head)
+        return self._projected(self._joined(heads)[None])[0]
 
-    def _projections(self) -> Tensor:
-        with without_autocast(self._elements.device):
-            return torch.mv(self._signs, self._elements)
+    def _joined(self, heads: Sequence[Tensor | None]) -> Tensor:
+        """The probed elements of all chosen parameters, zeros where there is no gradient."""
+        if not self._chosen:
+            return self._signs.new_zeros(0)
+        parts = [
+            torch.zeros(count, device=self._signs.device) if head is None else head
+            for head, (_, count) in zip(heads, self._chosen, strict=True)
+        ]
+        if len(set(map(_DEVICE, parts))) > 1:
+            parts = [to_device(part, self._signs.device) for part in parts]
+        return torch.cat(parts)
 
-    def _indices_of(self, parameter: Tensor, device: torch.device) -> ShardIndices | None:
+    def _projected(self, elements: Tensor) -> Tensor:
+        with without_autocast(self._signs.device):
+            return torch.mm(elements.to(self._signs.dtype), self._signs.t())
+
+    def _indices_of(
+        self, parameter: Tensor, count: int, device: torch.device
+    ) -> ShardIndices | None:
         """Positions in this rank's shard of the probed elements that it has, and their numbers.
 
         None if it has all of them, in order.
         """
-        count = min(_ELEMENTS, self._source.reducer.shape(parameter).numel())
         indices = self._source.reducer.shards.shard_indices(parameter, count)
         if indices is None:
             return None
         positions, numbers = indices
-        return to_device(positions, device), to_device(numbers, self._elements.device)
+        return to_device(positions, device), to_device(numbers, device)
 
 
-def _head(tensor: Tensor, full_shape: torch.Size) -> Tensor:
-    """The rows of a gradient, or of a shard, that have the first elements of the full gradient.
-
-    Returns all of a flat shard of a gradient that is not flat, since it may have any order.
-    """
-    if not full_shape or tensor.ndim < len(full_shape):
-        return tensor.reshape(-1)
-    rows = -(-_ELEMENTS * full_shape[0] // full_shape.numel())
-    return (tensor[:rows] if rows < tensor.shape[0] else tensor).reshape(-1)
-
-
-def _write_head(elements: Tensor, head: Tensor) -> None:
-    """Writes as many of the elements as are probed."""
-    size = elements.numel()
-    values = head[:size] if size < head.numel() else head
-    elements.copy_(values, non_blocking=not elements.is_cpu)
+def _head(gradient: Tensor, count: int) -> Tensor:
+    """The first elements of a gradient."""
+    if gradient.ndim > 1:  # only the rows that have them, as a copy may be needed
+        rows = -(-count * gradient.shape[0] // gradient.numel())
+        gradient = gradient[:rows]
+    return gradient.reshape(-1)[:count]
 
 
 def random_signs(shape: tuple[int, ...], seed: int) -> Tensor:

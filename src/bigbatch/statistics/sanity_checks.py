@@ -1,8 +1,8 @@
 """Warnings about faults of a run that the totals of its steps show: each once, on rank 0."""
 
-import itertools
-import math
 import warnings
+
+import numpy
 
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.statistics.step_totals import RankTotals, StepTotals
@@ -21,7 +21,7 @@ class SanityChecks:
     def __init__(self, loss: str, *, warns: bool = True) -> None:
         self._loss, self._warns = loss, warns
         self._reported: set[str] = set()  # kinds of faults
-        self._equal_norm_steps: dict[tuple[int, int], int] = {}  # ranks -> steps with equal norms
+        self._equal_norm_steps: dict[tuple[int, ...], int] = {}  # ranks -> steps with equal norms
         self._slope = (0.0, 0.0)  # covariance and variance sums
 
     def check_totals(self, totals: StepTotals, *, may_overflow: bool) -> None:
@@ -47,29 +47,31 @@ class SanityChecks:
                 "shuffling), or was the gradient averaged before it was measured?",
             )
 
-    def _equal_data_message(self, ranks: list[RankTotals]) -> str:
+    def _equal_data_message(self, ranks: RankTotals) -> str:
         """The warning about ranks with equal gradients, which are neighbours in order of norm."""
-        order = sorted(range(len(ranks)), key=lambda number: ranks[number].sqnorm_sum)
-        pairs = [(min(pair), max(pair)) for pair in itertools.pairwise(order)]
+        if ranks.number == 1:
+            return ""
+        order = ranks.sqnorm_sum.argsort(kind="stable")
+        sums = numpy.stack([ranks.sqnorm_sum, ranks.numbered_sqnorm_sum])[:, order]
+        alike = numpy.isclose(sums[:, 1:], sums[:, :-1], rtol=_NORM_TOLERANCE, atol=0)
         equal_norm_steps = {}
-        for one, other in pairs:
-            a, b = ((r.sqnorm_sum, r.numbered_sqnorm_sum) for r in (ranks[one], ranks[other]))
-            if a == b:
-                equal_norm_steps[one, other] = _SURE_STEPS
-            elif all(map(_nearly_equal, a, b)):
-                equal_norm_steps[one, other] = self._equal_norm_steps.get((one, other), 0) + 1
+        for place in numpy.flatnonzero(alike.all(axis=0)).tolist():
+            pair = tuple(sorted(order[place : place + 2].tolist()))
+            is_equal = (sums[:, place] == sums[:, place + 1]).all()
+            earlier = self._equal_norm_steps.get(pair, 0)
+            equal_norm_steps[pair] = _SURE_STEPS if is_equal else earlier + 1
         self._equal_norm_steps = equal_norm_steps
         sure_pairs = [
             pair
             for pair, steps in equal_norm_steps.items()
-            if steps >= _SURE_STEPS and ranks[pair[0]].sqnorm_sum
+            if steps >= _SURE_STEPS and ranks.sqnorm_sum[pair[0]]
         ]
         if not sure_pairs:
             return ""
         first, second = sure_pairs[0]
         return (
-            f"ranks {first} and {second} have the same gradients ({len(sure_pairs)} such "
-            f"pairs of {len(ranks)} ranks), so the noise looks too small: is a DistributedSampler "
+            f"ranks {first} and {second} have the same gradients ({len(sure_pairs)} such pairs of "
+            f"{ranks.number} ranks), so the noise looks too small: is a DistributedSampler "
             "missing, or are gradients averaged before the meter's hooks?"
         )
 
@@ -80,15 +82,12 @@ class SanityChecks:
                 warnings.warn(message, stacklevel=5)
 
 
-def _nearly_equal(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=_NORM_TOLERANCE)
-
-
-def _nonfinite_message(ranks: list[RankTotals]) -> str:
+def _nonfinite_message(ranks: RankTotals) -> str:
+    bad = numpy.flatnonzero(~numpy.isfinite(ranks.sqnorm_sum)).tolist()
     names = [
-        f"micro-batch {rank.first_nonfinite:.0f}{f' on rank {number}' if len(ranks) > 1 else ''}"
-        for number, rank in enumerate(ranks)
-        if not math.isfinite(rank.sqnorm_sum)
+        f"micro-batch {ranks.first_nonfinite[number]:.0f}"
+        + (f" on rank {number}" if ranks.number > 1 else "")
+        for number in bad
     ]
     return (
         f"the gradient of {', '.join(names) or 'the step, though of no micro-batch,'} is not "

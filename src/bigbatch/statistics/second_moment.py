@@ -10,7 +10,7 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.groups.group_tap import GroupGradients
-from bigbatch.gradients.protocols import Subscriber
+from bigbatch.gradients.protocols import MicroBatchGradients, Subscriber
 from bigbatch.kernels import native
 
 _CHUNK = 1 << 16  # elements, of 256 KB in float32
@@ -66,8 +66,15 @@ class GradientMoments(Subscriber):
         self._weight_before = self.weight
         self.weight += weight
 
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+    reads_at_once = True
+
+    def gradients(self, batch: MicroBatchGradients) -> None:
         """Adds n_d g_d, which the micro-batch is about to add to `parameter.grad`."""
+        for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
+            self.gradient(parameter, gradient)
+
+    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Adds one gradient."""
         if self._watched is not None and parameter not in self._watched:
             return
         moment = self._moment(parameter, gradient)
@@ -146,7 +153,7 @@ class GradientMoments(Subscriber):
         weight, adds = self.weight - self._weight_before, moment.total is not None
         if self.sum_guard is not None and not adds and total is stored and total.is_cpu:
             # one pass updates S and M2; GPUs need several passes anyway
-            adds = self.sum_guard.defer_accumulation(parameter)
+            adds = False
         before = self._weight_before
         _welford(gradient, weight, total, moment.m2, before, fused=self._fused, adds=adds)
 
@@ -163,7 +170,9 @@ class GradientMoments(Subscriber):
         if moment.total is not None:
             return moment.total
         assert self.sum_guard is not None
-        return self.sum_guard.grad_sum(parameter)
+        total = self.sum_guard.sum_of(parameter)
+        assert total is not None
+        return total
 
     def _catch_up(self, moment: _Moment, total: Tensor, weight: float) -> None:
         """Adds zero gradients for micro-batches since the last one that reached the parameter."""

@@ -6,9 +6,9 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
@@ -18,10 +18,13 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
-from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
+from bigbatch.statistics.norms import MicroBatchNorms
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections, leave_one_out
 
+Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 Vector = TypeVar("Vector", Tensor, list[float])
+
+_COUNTED = 3  # totals of a rank that the host knows: micro-batches, samples, failed
 
 _ONE_PROCESS_TOLERANCE = 1e-4  # relative difference of .grad and the micro-batches' sum
 _BFLOAT16_ROUNDING = 2**-8  # once per rank, since engines may reduce in bfloat16
@@ -81,10 +84,10 @@ class StepAccumulators:
             means = means.to(n)
             means = means if are_means else means / n[:, None]
             parts["weighted_sum"] = n @ means
-            parts["spread"] = n @ means.square().sum(1)
+            parts["spread"] = (n @ means.square().sum(1)).view(1)
             packed = self._all_reduce(parts)
             totals = unpack(packed, self.lengths)
-            count, samples = totals["ranks"].view(-1, source.ranks)[:2].sum(1)
+            count, samples = totals["counted"].view(-1, source.ranks)[:2].sum(1)
             x = leave_one_out(means, n, totals["weighted_sum"], totals["spread"][0], count, samples)
             sums = torch.stack([x.sum(), x.square().sum()])
             source.reducer.all_reduce(sums)
@@ -94,10 +97,9 @@ class StepAccumulators:
     @torch.no_grad()
     def measure_grad(self, extra: Tensor | None) -> Tensor:
         """As `GradientMeter.measure` in a step that is not due."""
-        shards = map(self._source.local_grad, self._source.parameters)
-        grads = [grad for grad in shards if grad is not None]
-        norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
-        total = sum_scalars(norms)
+        grads = self._source.local_grads()
+        of_grads = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
+        total = sum_scalars(of_grads)
         parts = [] if extra is None else [extra]
         if self._source.group_tap is not None:
             parts.append(self._group_error(total))
@@ -108,8 +110,11 @@ class StepAccumulators:
     @torch.no_grad()
     def grad_sqnorms(self) -> Tensor:
         """|.grad|^2 of this rank's shards, by layer (L,)."""
-        grads = ((p, self._source.local_grad(p)) for p in self._source.parameters)
-        return self.norms.by_layer(squared_norms({p: g for p, g in grads if g is not None}))
+        if not self.norms.has_layers:
+            return self.norms.by_layer(self._source.local_grads())
+        pairs = [(p, self._source.local_grad(p)) for p in self._source.parameters]
+        grads = {p: grad for p, grad in pairs if grad is not None}
+        return self.norms.by_layer([*grads.values()], [*grads])
 
     @property
     def _device(self) -> torch.device:
@@ -124,44 +129,49 @@ class StepAccumulators:
         self, sizes: Sequence[float], scaler: GradScaler | None, *, failed: bool
     ) -> dict[str, Tensor]:
         """This rank's share of every sum; k = 0 if it has no micro-batch."""
-        k, rank, ranks = len(sizes), self._source.rank, self._source.ranks
-        inverse_sizes = [1 / n for n in sizes]
-        counts = sum(n > 0 for n in self._group_sizes(sizes)), math.fsum(sizes), failed
-        numbers = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
-        known = self._vector([*numbers, 1 / ranks, math.fsum(inverse_sizes), *counts])
-        factors, scale, inverse_sum, own_counts = known.tensor_split((3 * k, 3 * k + 1, 3 * k + 2))
-        squares = [to_device(s, scale.device, scale.dtype) for s in self.norms.squares]
-        sqnorms = torch.stack(squares) if k else scale.new_zeros(0, self.norms.count)  # (k, L)
-        over_sizes, totals, numbered = factors.view(3, k) @ sqnorms
-        grad_sqnorms = to_device(self.grad_sqnorms(), scale.device)
-        micro_batch_sqnorms = sqnorms.sum(1)
+        source, k = self._source, len(sizes)
+        rank, ranks, layers = source.rank, source.ranks, self.norms.count
+        inverse_sizes, groups = [1 / n for n in sizes], self._group_sizes(sizes)
+        of_ranks = [0.0] * (_COUNTED * ranks)
+        of_ranks[rank::ranks] = [sum(n > 0 for n in groups), math.fsum(sizes), failed]
+        factors = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
+        known = self._vector([*factors, 1 / ranks, math.fsum(inverse_sizes), *of_ranks])
+        scale = known[3 * k : 3 * k + 1]
+        sqnorms = self.norms.squares(self._device)[:k]  # (k, L)
+        over_sizes, totals, numbered = known[: 3 * k].view(3, k) @ sqnorms
+        grad_sqnorms = to_device(self.grad_sqnorms(), self._device)
+        by_micro_batch = sqnorms[:, 0] if layers == 1 else sqnorms.sum(1)
         # x - x is nan for the first one that is not finite, and nan is the largest
-        first = 1 + (micro_batch_sqnorms - micro_batch_sqnorms).argmax() if k else scale[0]
-        rank_sums = totals.sum(), numbered.sum(), first, grad_sqnorms.sum()
-        rank_totals = torch.stack([*own_counts, *rank_sums])[:, None]
+        first = 1 + (by_micro_batch - by_micro_batch).argmax() if k else scale[0]
+        sums = (totals, numbered, grad_sqnorms)
+        of_all, of_numbered, of_grad = (x[0] if layers == 1 else x.sum() for x in sums)
+        measured = torch.stack([of_all, of_numbered, first, of_grad])
         projections = self.projections
-        grouped = [norms for norms in self._source.group_norms if norms is not None]
-        within = [norms.scatter(self.norms.count, scale.device) for norms in grouped]
+        for norms in source.group_norms:
+            if norms is not None:
+                over_sizes = over_sizes + norms.scatter(layers, self._device)
         parts = {
-            "sqnorms_over_sizes": sum(within, over_sizes),
+            "sqnorms_over_sizes": over_sizes,
             "sqnorms": totals,
             "grad_sqnorms": grad_sqnorms,
-            "inverse_sizes": inverse_sum,
-            "slope": self._slope(sizes, micro_batch_sqnorms),
+            "inverse_sizes": known[3 * k + 1 : 3 * k + 2],
+            "counted": known[3 * k + 2 :],
+            "measured": measured if ranks == 1 else _in_slot(measured, rank, ranks),
             "micro_batch_projections": projections.sum(0),
             "grad_projections": self._probe.grad_projections(),
-            "projection_sqnorm": projections.square().sum(),
-            "ranks": functional.pad(rank_totals, (rank, ranks - 1 - rank)),
+            "projection_sqnorm": projections.square().sum().view(1),
             "scale": scale if scaler is None else scaler.scale(scale),
         }
-        if self._source.group_tap is not None:
+        if ranks > 1 or len(set(sizes)) > 1:
+            parts["slope"] = self._slope(sizes, by_micro_batch)
+        if source.group_tap is not None:
             parts["group_error"] = self._group_error(scale)
         if self.half_batch_cosine is not None:
             parts["half_batch"] = self.half_batch_cosine.dots()
-        replicas = self._source.reducer.replicas
+        replicas = source.reducer.replicas
         if replicas > 1:
-            of_grad = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
-            parts |= {name: parts[name] / replicas for name in of_grad}
+            of_replicas = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
+            parts |= {name: parts[name] / replicas for name in of_replicas}
         return parts
 
     def _group_error(self, like: Tensor) -> Tensor:
@@ -192,22 +202,26 @@ class StepAccumulators:
     def _all_reduce(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Packs the parts and sums them over the ranks."""
         self.lengths = {name: part.numel() for name, part in parts.items()}
-        packed = torch.cat([part.flatten() for part in parts.values()])
+        packed = torch.cat([*parts.values()])
         self._source.reducer.all_reduce(packed)
         return packed
 
 
-@dataclass(frozen=True)
-class RankTotals:
-    """The totals of one rank."""
+class RankTotals(NamedTuple):
+    """The totals of the ranks, (W,) each."""
 
-    micro_batches: float
-    samples: float  # k and N of this rank
-    failed: float  # 1 where this rank could not take part
-    sqnorm_sum: float  # sum |h_d|^2
-    numbered_sqnorm_sum: float  # sum (d + 1) |h_d|^2; differs if micro-batches swap places
-    first_nonfinite: float  # number of the first micro-batch that is not finite, from 1
-    grad_sqnorm: float  # |.grad|^2 of this rank's shards
+    micro_batches: Array
+    samples: Array  # k and N of a rank
+    failed: Array  # 1 where a rank could not take part
+    sqnorm_sum: Array  # sum |h_d|^2
+    numbered_sqnorm_sum: Array  # sum (d + 1) |h_d|^2; differs if micro-batches swap places
+    first_nonfinite: Array  # number of the first micro-batch that is not finite, from 1
+    grad_sqnorm: Array  # |.grad|^2 of a rank's shards
+
+    @property
+    def number(self) -> int:
+        """W."""
+        return len(self.samples)
 
 
 class StepTotals:
@@ -217,7 +231,8 @@ class StepTotals:
         self.sqnorms_over_sizes = parts["sqnorms_over_sizes"]  # sum |h_d|^2 / n_d, by layer
         self.sqnorms = parts["sqnorms"]  # sum |h_d|^2, by layer
         self.grad_sqnorms = parts["grad_sqnorms"]  # |.grad|^2, by layer
-        self.slope = _pair(parts["slope"])  # of ln |h_d|^2 over ln n_d: covariance, variance
+        # of ln |h_d|^2 over ln n_d: covariance, variance
+        self.slope = _pair(parts.get("slope", [0.0, 0.0]))
         (self.inverse_sizes,) = parts["inverse_sizes"]  # sum 1 / n_d
         (self.scale,) = parts["scale"]  # of a GradScaler
         (self.group_error,) = parts.get("group_error", [0.0])  # of gradients to sums of groups
@@ -226,10 +241,10 @@ class StepTotals:
         self._micro_batch_projections = parts["micro_batch_projections"]
         self._grad_projections = parts["grad_projections"]
         (self._projection_sqnorm,) = parts["projection_sqnorm"]
-        ranks = len(parts["ranks"]) // len(fields(RankTotals))  # a column for each
-        self.ranks = [RankTotals(*parts["ranks"][i::ranks]) for i in range(ranks)]
-        self.micro_batches = round(sum(rank.micro_batches for rank in self.ranks))
-        self.samples = math.fsum(rank.samples for rank in self.ranks)
+        rows = [*parts["counted"], *parts["measured"]]
+        self.ranks = RankTotals(*numpy.array(rows).reshape(len(RankTotals._fields), -1))
+        self.micro_batches = round(self.ranks.micro_batches.sum())
+        self.samples = math.fsum(self.ranks.samples.tolist())
 
     @property
     def is_finite(self) -> bool:
@@ -238,10 +253,10 @@ class StepTotals:
 
     def require_all_took_part(self) -> None:
         """Raises GradientError on every rank if one of them could not read its step."""
-        failed_ranks = [number for number, rank in enumerate(self.ranks) if rank.failed]
+        failed_ranks = self.ranks.failed.nonzero()[0].tolist()
         if failed_ranks:
             raise GradientError(
-                f"rank {_join_numbers(failed_ranks)} could not read its step: see its error"
+                f"rank {_joined(failed_ranks)} could not read its step: see its error"
             )
 
     def reduction(self, eps: float, replicated: bool) -> float:
@@ -250,18 +265,18 @@ class StepTotals:
         Raises:
             GradientError: `.grad` is neither, or differs between ranks that should hold the same.
         """
-        ranks = len(self.ranks)
-        grad_sqnorms = [rank.grad_sqnorm for rank in self.ranks]
-        largest = max(grad_sqnorms)
-        if replicated and largest - min(grad_sqnorms) > _REPLICA_TOLERANCE * largest:
+        ranks, grad_sqnorms = self.ranks.number, self.ranks.grad_sqnorm
+        largest = float(grad_sqnorms.max())
+        if replicated and largest - float(grad_sqnorms.min()) > _REPLICA_TOLERANCE * largest:
             raise GradientError(
-                f".grad differs between ranks (squared norms {_join_numbers(grad_sqnorms)}): the "
-                "last backward of the step ran under no_sync, or not on the DDP model's own output"
+                f".grad differs between ranks (squared norms {_joined(grad_sqnorms.tolist())}): "
+                "the last backward of the step ran under no_sync, or not on the DDP model's own "
+                "output"
             )
         expected, actual = self._micro_batch_projections, self._grad_projections
         errors = {c: math.dist(actual, [c * x for x in expected]) for c in (1 / ranks, 1)}
         c = min(errors, key=lambda c: errors[c])
-        max_micro_batches = max(rank.micro_batches for rank in self.ranks)
+        max_micro_batches = float(self.ranks.micro_batches.max())
         tolerance = max(_ONE_PROCESS_TOLERANCE, eps * (1 + math.sqrt(max_micro_batches)))
         if ranks > 1:
             tolerance = max(tolerance, _BFLOAT16_ROUNDING * (1 + math.sqrt(ranks)))
@@ -284,9 +299,14 @@ def unpack(values: Vector, lengths: Mapping[str, int]) -> dict[str, Vector]:
     return {name: values[end - length : end] for (name, length), end in pairs}
 
 
+def _in_slot(values: Tensor, rank: int, ranks: int) -> Tensor:
+    """Values of this rank among zeros for the others, by value (n * W,)."""
+    return functional.pad(values[:, None], (rank, ranks - 1 - rank)).flatten()
+
+
 def _pair(values: list[float] | None) -> tuple[float, float]:
     return (values[0], values[1]) if values else (math.nan, math.nan)
 
 
-def _join_numbers(values: Sequence[float]) -> str:
+def _joined(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.6g}" for value in values)

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients import GradientSource
+from bigbatch.gradients import TappedSource
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.leaf_tap import LeafTap
 from bigbatch.gradients.rank_reducer import GroupReducer, ShardIndices, indices_in_runs
 from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shards, shape_of
 
 
-class ZeroSource(GradientSource):
+class ZeroSource(TappedSource):
     """Reads each rank's own gradient by leaf hooks, at every stage; the layout has the mean."""
 
     def __init__(self, engine: Any, layout: Layout) -> None:
@@ -91,9 +91,7 @@ class ZeroGuard(GradGuard):
     """Watches this rank's shards of the mean, which ZeRO holds outside `.grad`."""
 
     def __init__(self, layout: Layout) -> None:
-        super().__init__(
-            engine_writes=True, local_grad=lambda parameter: self._shards.get(parameter)
-        )
+        super().__init__(local_grad=lambda parameter: self._shards.get(parameter))
         self._layout = layout
         self._shards: Shards = {}  # as of the last call of `stamps`
 

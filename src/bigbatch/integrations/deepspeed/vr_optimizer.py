@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients import GradientSource, Subscriber, TappedSource
 from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.leaf_tap import GradientTap
@@ -39,7 +39,7 @@ def bind_to_zero(optimizer: VarianceReduced, source: ZeroSource, layout: VRLayou
     optimizer.base.register_step_pre_hook(lambda *_: optimizer.scale_gradients())
 
 
-class ZeroShards(GradientSource):
+class ZeroShards(TappedSource):
     """Reads micro-batch j of all ranks together, which every backward leaves in the shards.
 
     Every backward reduces, as it does at stages 2 and 3 in any case. Its shards are taken out of
@@ -87,7 +87,7 @@ class SumsGuard(GradGuard):
     """Sums of this rank's shards; the leaf source checks that nobody else writes to them."""
 
     def __init__(self) -> None:
-        super().__init__(engine_writes=True)
+        super().__init__()
         self.totals: dict[Tensor, Tensor] = {}  # float32 at least
 
     def add(self, shards: Shards) -> None:
@@ -102,9 +102,11 @@ class SumsGuard(GradGuard):
         """Forgets the sums of the previous step."""
         self.totals.clear()
 
-    def grad_sum(self, parameter: Tensor) -> Tensor:
+    keeps_sums = True
+
+    def sum_of(self, parameter: Tensor) -> Tensor | None:
         """This rank's shard of the sum so far."""
-        return self.totals[parameter]
+        return self.totals.get(parameter)
 
     def stamps(self) -> list[Stamp]:
         """No versions: the leaf source checks them."""
@@ -129,7 +131,7 @@ class ZeroScaling:
 
     def bind(self, source: GradientSource) -> list[Subscriber]:
         """Returns the moments, which read sums from the source."""
-        self._state.moments.sum_guard = source.guard
+        self._state.moments.sum_guard = source.guard  # type: ignore[assignment]
         return [self._state.moments]
 
     def apply(self, source: GradientSource) -> AppliedGsnr:

@@ -1,0 +1,291 @@
+"""The sums of a step's micro-batch gradients, and who else writes to `.grad`."""
+
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import GradientError
+from bigbatch.gradients.dtypes import stack_scalars
+
+_GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
+_POST_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
+_REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
+is_tensor = functools.partial(operator.is_not, None)  # in C, for `map` and `filter`
+
+
+# [Note: Integrity of .grad]
+# Statistics and r are computed from the sums of a step. If `.grad` was clipped, zeroed or written
+# to by a backward of the user's own between two micro-batches, they are plausible and wrong, so
+# such a step is refused. To compare values would read all gradients and wait for the device.
+# Instead: outside a backward `.grad` is S, the tensor that this object has put there, and autograd
+# counts the writes to it, also those of a clipping whose factor is 1. Another tensor, or another
+# number of writes, is somebody else's doing. Values are read only then, as the user may have called
+# zero_grad(), which begins a new step; and before a step's first micro-batch, where `.grad` is not
+# None. Writes through `.data` are not counted.
+class GradFold:
+    """Moves gradients out of `.grad` for a backward, and adds what that leaves to their sums.
+
+        outside a backward .grad is S;   inside it starts as None;   after it S <- S + h
+
+    See [Note: Integrity of .grad]. Lists are in the order of `parameters`.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []  # the source's own list
+        self.sums: list[Tensor | None] = []  # S of each parameter; None if there is none yet
+        self.keeps_apart = False  # whether S is another tensor than `.grad`, which users may edit
+        self._visible: list[Tensor | None] = []  # what `.grad` is outside a backward
+        self._writes: list[int] = []  # to each of these
+        self._hidden: list[Tensor] = []  # the parameters whose `.grad` is not visible now
+        # S before this backward, a copy, where a hook of the user's reads or changes the sum in it
+        self.left: dict[int, Tensor | None] = {}
+        self._graphs: list[Tensor | None] = []  # gradients that have a graph, as they were found
+        self.host: GradFold | None = None  # that hides `.grad` of these parameters now
+        self._edited = False  # whether a change of `.grad` was accepted in the step
+        self.factor = 1.0  # by which `scale` multiplied `.grad` in the step
+
+    def restart(self) -> None:
+        """Forgets the step."""
+        self.sums, self._edited, self.factor = [], False, 1.0
+        self._visible, self._writes = [], []
+
+    # who wrote to .grad
+
+    def grads(self) -> list[Tensor]:
+        """Every gradient."""
+        return [grad for grad in self.all_grads() if grad is not None]
+
+    def all_grads(self) -> list[Tensor | None]:
+        """`.grad` of every parameter as it is outside a backward."""
+        if self.host is not None:
+            return self.host.visible_of(self.parameters)
+        return list(map(_GRAD, self.parameters))
+
+    def local_grad(self, parameter: Tensor) -> Tensor | None:
+        """The gradient of a parameter."""
+        return parameter.grad
+
+    def begin(self, *, foreign_backward: bool) -> None:
+        """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
+        require_clean(self)
+        self.accept()
+        self.sums = [None] * len(self._visible) if self.keeps_apart else list(self._visible)
+
+    def is_clean(self) -> bool:
+        """Whether every `.grad` is None or zero; reads the values only if one is not None."""
+        return all_zero(self.grads())
+
+    def is_finite(self) -> bool:
+        """Whether every gradient is finite; waits for the device."""
+        return all(bool(grad.isfinite().all()) for grad in self.grads())
+
+    def accept(self) -> None:
+        """Takes `.grad` as it is now for the step's own."""
+        self._visible = self.all_grads()
+        self._note_writes()
+
+    def _note_writes(self) -> None:
+        self._writes = [-1 if grad is None else grad._version for grad in self._visible]
+
+    def accept_edit(self) -> None:
+        """Takes `.grad` as it is now, after a change that belongs to the step."""
+        self._edited = True
+        self.accept()
+
+    def changed(self) -> bool:
+        """Whether `.grad` was written to since it was accepted."""
+        grads = self.all_grads()
+        same = len(grads) == len(self._visible) and all(map(operator.is_, grads, self._visible))
+        return not same or self._writes != [-1 if grad is None else grad._version for grad in grads]
+
+    def was_zeroed(self) -> bool:
+        """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
+        return self.changed() and self.is_clean()
+
+    @property
+    def grad_edited(self) -> bool:
+        """Whether `.grad` is something else than S, up to the factor of `scale`."""
+        return self._edited or self.changed()
+
+    def scale(self, factor: float) -> None:
+        """Multiplies every gradient, as part of the step."""
+        if grads := self.grads():
+            torch._foreach_mul_(grads, factor)
+        self.factor *= factor
+        self.accept()
+
+    def sum_of(self, number: int) -> Tensor | None:
+        """S of a parameter by its number; None if no micro-batch reached it."""
+        total = self.sums[number] if number < len(self.sums) else None
+        total = None if total is None else total.detach()
+        if total is None or self.keeps_apart or self.factor == 1.0:
+            return total
+        return total / self.factor
+
+    # a backward
+
+    @property
+    def hides(self) -> bool:
+        """Whether a backward runs, or may, whose gradients are taken apart."""
+        return bool(self._hidden)
+
+    def hide(self) -> None:
+        """Empties `.grad` for a backward; hooks of the user's on sums still see these."""
+        self._hidden = list(self.parameters)
+        self.left = {
+            number: None if (grad := self._visible[number]) is None else grad.detach().clone()
+            for number in _numbers_with_hooks(self._hidden)
+        }
+        for number, parameter in enumerate(self._hidden):
+            if number not in self.left:
+                parameter.grad = None
+
+    def hide_too(self, parameters: Iterable[Tensor]) -> None:
+        """Empties `.grad` of other parameters for this backward, that of another source."""
+        mine = set(map(id, self._hidden))
+        for parameter in parameters:
+            if id(parameter) not in mine:
+                self._hidden.append(parameter)
+                self._visible.append(parameter.grad)
+                self.sums.append(None if self.keeps_apart else parameter.grad)
+                parameter.grad = None
+
+    def visible_of(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
+        """What `.grad` of these hidden parameters is outside the backward."""
+        return list(map(self.by_id(self._visible).get, map(id, parameters)))
+
+    def by_id(self, values: Iterable[Tensor | None]) -> dict[int, Tensor | None]:
+        """Values of the hidden parameters, by the ids of these."""
+        return dict(zip(map(id, self._hidden), values, strict=True))
+
+    def show(self) -> None:
+        """Puts back what `.grad` was before the backward."""
+        for number in self.left:
+            self._visible[number] = self._hidden[number].grad
+        for parameter, grad in zip(self._hidden, self._visible, strict=True):
+            parameter.grad = grad
+        self.left = {}
+        count = len(self.parameters)  # without those of other sources
+        self._hidden, self._visible, self.sums = [], self._visible[:count], self.sums[:count]
+
+    def give_back(self, folded: Iterable[int]) -> None:
+        """Accumulates what a backward has left, as autograd does, if the micro-batch ends there.
+
+        Args:
+            folded: numbers of the parameters whose gradient is in the sums already.
+        """
+        if not self._hidden:
+            return
+        if not self.keeps_apart:
+            for number in folded:
+                self._visible[number] = self.sums[number]
+        for number, gradient in enumerate(map(_GRAD, self._hidden)):
+            before = self._visible[number]
+            if gradient is not None and number not in self.left:
+                self._visible[number] = gradient if before is None else before.add_(gradient)
+        self.show()
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether the gradients of this backward have a graph, so that sums are new tensors."""
+        return bool(self._graphs)
+
+    def found(self) -> bool:
+        """Whether the backward has left any gradient so far."""
+        return any(map(is_tensor, map(_GRAD, self._hidden)))
+
+    def take(self) -> list[Tensor | None]:
+        """What the backward has left in `.grad` of the hidden parameters, without graphs."""
+        found: list[Tensor | None] = list(map(_GRAD, self._hidden))
+        for number, before in self.left.items():
+            found[number] = _difference(found[number], before)
+        present: list[Any] = list(filter(is_tensor, found))
+        require_dense(present)
+        self._graphs = []
+        if any(map(_REQUIRES_GRAD, present)):
+            self._graphs = found
+            found = [None if grad is None else grad.detach() for grad in found]
+        return found
+
+    def sums_before(self, numbers: Sequence[int]) -> list[Tensor]:
+        """S of these parameters, which have one."""
+        sums: list[Any] = list(map(self.sums.__getitem__, numbers))
+        return [total.detach() for total in sums] if self._graphs else sums
+
+    def add(
+        self, numbers: Sequence[int], gradients: Sequence[Tensor], *, summed: bool, first: bool
+    ) -> None:
+        """S <- S + h, unless a reader has done so; the first h becomes S."""
+        if self._graphs:  # of create_graph=True, which `.grad` keeps as in any loop
+            for number in numbers:
+                before, gradient = self.sums[number], self._graphs[number]
+                assert gradient is not None
+                self.sums[number] = gradient if before is None else before + gradient
+        elif first:
+            for number, gradient in zip(numbers, gradients, strict=True):
+                self.sums[number] = gradient
+        elif not summed:
+            torch._foreach_add_(self.sums_before(numbers), list(gradients))
+        if self.keeps_apart:
+            for number, gradient in zip(numbers, gradients, strict=True):
+                grad = self._visible[number]
+                self._visible[number] = gradient.clone() if grad is None else grad.add_(gradient)
+
+    def end(self) -> None:
+        """The micro-batch is complete: `.grad` is the sum."""
+        if not self.keeps_apart:
+            self._visible = list(self.sums)
+        self.show()
+        self._graphs = []
+        self._note_writes()
+
+
+def _numbers_with_hooks(parameters: Sequence[Tensor]) -> list[int]:
+    """Numbers of the parameters with a hook of the user's that runs after accumulation."""
+    hooks = list(map(_POST_HOOKS, parameters))
+    if not any(hooks):
+        return []
+    return [
+        number
+        for number, own in enumerate(hooks)
+        if own and not all(hasattr(hook, "only_watches") for hook in own.values())
+    ]
+
+
+def _difference(grad: Tensor | None, before: Tensor | None) -> Tensor | None:
+    """What was added to a gradient; None if nothing was."""
+    if grad is None or before is None:
+        return grad
+    added = grad.detach() - before
+    return added if added.any() else None
+
+
+def require_dense(gradients: Iterable[Tensor]) -> None:
+    """Raises GradientError for gradients that are sparse or complex."""
+    layouts, dtypes = set(map(_LAYOUT, gradients)), set(map(_DTYPE, gradients))
+    if layouts <= {torch.strided} and not any(dtype.is_complex for dtype in dtypes):
+        return
+    for gradient in gradients:
+        if gradient.layout != torch.strided or gradient.is_complex():
+            raise GradientError(
+                f"a {gradient.dtype} gradient of layout {gradient.layout} cannot be measured; use "
+                "dense real gradients, for embeddings sparse=False"
+            )
+
+
+def require_clean(guard: Any) -> None:
+    """Raises GradientError where `.grad` is not empty before a step."""
+    if not guard.is_clean():
+        raise GradientError(
+            ".grad is not empty before the first backward of a step; call zero_grad() first"
+        )
+
+
+def all_zero(tensors: Iterable[Tensor]) -> bool:
+    """Whether the tensors hold zeros alone; waits for the device once, if there are elements."""
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    return not nonempty or not bool(stack_scalars(torch._foreach_norm(nonempty, torch.inf)).any())
