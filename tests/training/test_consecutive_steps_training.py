@@ -355,7 +355,7 @@ def test_another_loop_may_give_the_micro_batches():
         min_micro_batches=1,
         every=1,
     )
-    loop, (x, y) = ExternalLoop(train), samples(32 * 6).tensors
+    loop, (x, y) = ExternalLoop(train), samples(4096).tensors
     for number in range(6):
         rows = slice(32 * number, 32 * number + 32)
         loop.announce(32, ends_epoch=number == 5, remaining=5 - number)

@@ -12,7 +12,7 @@ from torch import Tensor
 from bigbatch.gradients.dtypes import full_precision, to_device, widest_float
 from bigbatch.statistics.confidence import Interval
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.statistics.norms import MicroBatchNorms, squared_norms
+from bigbatch.statistics.norms import MicroBatchNorms
 
 _MAX_RATIO = 2.0  # of the sizes of two steps; the smaller one would decide alone
 
@@ -169,7 +169,8 @@ class ConsecutiveSteps:
         """Squared norms of the tensors, by layer, (L,), on the device of the parameters."""
         existing = {p: t for p, t in zip(parameters, tensors, strict=True) if t is not None}
         device = parameters[0].device
-        return self._norms.by_layer(squared_norms(existing)).to(device, widest_float(device))
+        squares = self._norms.by_layer([*existing.values()], [*existing])
+        return to_device(squares, device, widest_float(device))
 
 
 def _is_scaled(scale: float | Tensor) -> bool:
