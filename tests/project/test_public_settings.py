@@ -194,7 +194,7 @@ PUBLIC = {
         {},
         {"batch_size": count, "base_batch": count, "micro_batch": count}
         | {"fixed_micro_batch": is_flag, "scheduler": is_none, "scaler": is_none}
-        | {"min_micro_batches": groups, "groups": groups}
+        | {"min_micro_batches": count, "groups": groups}
         | {"lr_scaling": either(is_none, one_of("sqrt", "linear", "adascale"), is_function)}
         | {name: (lambda value: False) for name in ("optimizer", "loader", "policy")}
         | {"transport": lambda value: value is False}  # SGD has no betas

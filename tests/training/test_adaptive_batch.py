@@ -891,7 +891,6 @@ def test_a_state_of_another_version_is_refused_with_its_number():
 @pytest.mark.parametrize(
     ("settings_", "message"),
     [
-        ({"min_micro_batches": 1}, "min_micro_batches=1"),
         ({"min_micro_batches": 0}, "min_micro_batches=0"),
         ({"min_micro_batches": 2.5}, r"min_micro_batches=2\.5"),
         ({"lr_scaling": "cubic"}, "lr_scaling='cubic'"),

@@ -11,7 +11,6 @@ from bigbatch.policies.amounts import AmountIn, Smoothing, WarmupLength
 from bigbatch.policies.dead_band import DeadBand
 from bigbatch.policies.lr_policies import RateShare
 from bigbatch.policies.parse import POLICIES, arguments_of, is_own
-from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import NoiseScale, Shrinkage, SimiGrad
 from bigbatch.setting_types import (
     Coefficient,
@@ -151,7 +150,7 @@ class Settings:
     base_batch: Count
     micro_batch: Count
     fixed_micro_batch: bool = False
-    min_micro_batches: MinMicroBatches | None = None
+    min_micro_batches: Count | None = None
     remainder: Remainder = "share"
     virtual_ranks: Count = 1
     every: Whole | None = field(default=1, metadata={"section": "Measuring"})

@@ -1,6 +1,8 @@
 """Reads the gradient noise of a step from micro-batches that its backwards are cut into."""
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -133,10 +135,15 @@ class CutBatchReader(StepReader):
         if failure or complete < self.ranks:
             return None, failure or UNSEEN
         sqnorms = (float(total.to(self._sums).square().sum()) for total in totals)
-        pairs = zip(spreads, sqnorms, strict=True)
+        rows = [*zip(spreads, sqnorms, strict=True)]
+        by_layer: dict[str, list[tuple[float, float]]] = {}
+        for parameter, row in zip(self.source.parameters, rows, strict=True):
+            by_layer.setdefault(self._meter.layers.get(parameter, "others"), []).append(row)
         eps = torch.finfo(self.source.parameters[0].dtype).eps
-        statistics = self._by_layer(
-            dict(zip(self.source.parameters, pairs, strict=True)),
-            lambda spread, sqnorm: from_weighted_losses(spread, sqnorm, round(k), samples, eps),
-        )
-        return usable(statistics)
+
+        def estimate(rows: Sequence[tuple[float, float]]) -> GradientStatistics:
+            spread, sqnorm = map(math.fsum, zip(*rows, strict=True))
+            return from_weighted_losses(spread, sqnorm, round(k), samples, eps)
+
+        layers = {name: estimate(of_one) for name, of_one in by_layer.items()}
+        return usable(replace(estimate(rows), layers=layers))

@@ -311,7 +311,6 @@ class ObservedTraining:
         outermost = training.outermost[0]
         # the usual sizes: the last batch of an epoch may be smaller
         samples = mode(one.statistics.samples for one in self._observations.measurements)
-        steps = 2 if reader.way == "consecutive steps" else 1
         return Found(
             optimizer=training.names,
             engine=training.engine,
@@ -325,7 +324,7 @@ class ObservedTraining:
             rows=1 / self._reader.samples_per_row,
             dim=call.dim,
             is_loaders=self._count is None or not self._count.doubt,
-            batch_size=round(samples / steps),
+            batch_size=round(samples),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             autocast="" if call.autocast_dtype is None else str(call.autocast_dtype)[6:],
             scaler=training.caller.scaler is not None,

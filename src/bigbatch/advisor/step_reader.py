@@ -3,8 +3,8 @@
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from bigbatch.errors import BigbatchError, GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.forward_hook import PrepareAfterForward
+from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -222,76 +223,43 @@ class StepReader(Subscriber):
             return None, reason_of(error)
         return usable(statistics)
 
-    def _by_layer(
-        self,
-        sums: Mapping[Tensor, Sequence[float]],
-        statistics_of: Callable[..., GradientStatistics],
-    ) -> GradientStatistics:
-        """The statistics, with those of each layer, from sums over each parameter's elements."""
-        layers: dict[str, list[Sequence[float]]] = {}
-        for parameter, one in sums.items():
-            layers.setdefault(self._meter.layers.get(parameter, "others"), []).append(one)
-        by_name = {
-            name: statistics_of(*map(math.fsum, zip(*rows, strict=True)))
-            for name, rows in layers.items()
-        }
-        whole = statistics_of(*map(math.fsum, zip(*sums.values(), strict=True)))
-        return replace(whole, layers=by_name)
-
 
 class ConsecutiveStepsReader(StepReader):
     """Compares the gradients of two consecutive steps, where no step shows any noise.
 
-        signal = g1 . g2,    noise = n |g1 - g2|^2 / 2
-
-    Biased, since the second gradient is that of other weights: what the first step has changed
-    counts as noise, and a step that was too long lowers the signal. Keeps a copy of the gradient.
-
-    Source:
-        The estimate of AdaptDL on one replica (Qiao et al., OSDI 2021).
+    Biased, since the second gradient is that of other weights; see `ConsecutiveSteps`, which keeps
+    a copy of the gradient of the first one.
     """
 
     def _prepare(self) -> None:
-        self._first: dict[Tensor, Tensor] = {}  # gradients of the first step of a pair
-        self._first_samples = 0.0
+        self._pairs = ConsecutiveSteps(self._meter.layers)
+        self._last_number = -2  # of the step that was added last
         self._first_moments: tuple[float, ...] = ()  # of the first step's input
-        self._pair: GradientStatistics | None = None
+        self._pair_sums: Tensor | None = None
 
-    @torch.no_grad()
     def _take(self) -> None:
-        scaler = self._training.caller.scaler
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        gradients = {p: p.grad / scale for p in self.source.parameters if p.grad is not None}
-        first, self._first = self._first, {}
-        self._pair = None
+        scaler, parameters = self._training.caller.scaler, self.source.parameters
         earlier_moments, self._first_moments = self._first_moments, self._forwards.input_moments()
-        if first and earlier_moments == self._first_moments:
+        if self._number != self._last_number + 1:
+            self._pairs.forget()
+        self._last_number = self._number
+        gradients = [self.source.local_grad(p) for p in parameters]
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        self._pair_sums = self._pairs.add(parameters, gradients, self._sizes[0], scale)
+        if self._pair_sums is not None and earlier_moments == self._first_moments:
+            self._pair_sums = None
             raise GradientError(
                 "two consecutive steps are of the same samples (full-batch training, one graph), "
                 "so they do not show how gradients of different samples differ"
             )
-        if not first:
-            self._first, self._first_samples = gradients, self._sizes[0]
-        elif self._sizes[0] == self._first_samples and first.keys() == gradients.keys():
-            self._pair = self._compare(first, gradients)
-
-    def _compare(
-        self, first: dict[Tensor, Tensor], second: dict[Tensor, Tensor]
-    ) -> GradientStatistics:
-        n, sums = self._first_samples, {}
-        for parameter, gradient in second.items():
-            one, two = first[parameter].flatten().double(), gradient.flatten().double()
-            sums[parameter] = torch.stack([one @ two, (one - two).square().sum()]).tolist()
-        return self._by_layer(
-            sums, lambda dot, difference: GradientStatistics(dot, n * difference / 2, 2 * n, 2)
-        )
 
     def _read(self, failure: str) -> tuple[GradientStatistics | None, str]:
         if failure:
-            self._first = {}
-        if failure or self._pair is None:  # the first step of a pair
+            self._pairs.forget()
+        sums, self._pair_sums = self._pair_sums, None
+        if failure or sums is None:  # the first step of a pair
             return None, failure
-        return usable(self._pair)
+        return usable(self._pairs.statistics(sums.tolist()))
 
 
 def reason_of(error: Exception) -> str:

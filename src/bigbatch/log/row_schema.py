@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from bigbatch.errors import RunError
 from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import In, Kind, NotNegative, Number
-from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch.statistics.noise_scale import Compared, GradientStatistics
 
 SCHEMA = 3
 METRICS, SETTINGS = "metrics.jsonl", "settings.json"  # the files of a log
@@ -63,6 +63,7 @@ OPTIONAL_STEP = {  # values that a line may lack
     "next_lr_factor": Kind(_OptionalNumber),
     "decision_reason": Kind(str),
     "every": Kind(_Count | None),
+    "compared": Kind(Compared),
     "gsnr": Kind(dict[str, _LayerNumbers]),
     "half_batch_cosine": Kind(_OptionalNumber),
     "similarity_interval": Kind(tuple[_OptionalNumber, _OptionalNumber]),
@@ -111,6 +112,7 @@ def statistics_of(statistics: GradientStatistics | None) -> Row:
     row: Row = {name: getattr(statistics, name, None) for name in _MEASURED}
     if statistics is None:
         return row
+    row["compared"] = statistics.compared
     if statistics.half_batch_cosine is not None:
         row["half_batch_cosine"] = statistics.half_batch_cosine
     if statistics.interval is not None:

@@ -28,7 +28,8 @@ class StepRecord:
         micro_batches: backwards of this step, over all ranks.
         loss: mean loss over the batch.
         lr: learning rate that was used, one per parameter group.
-        statistics: None if it was not measured, or could not be (one micro-batch, a skipped step).
+        statistics: None if it was not measured, or could not be (one micro-batch, a skipped step);
+            `statistics.compared` says what was compared.
         skipped: True if the gradient was not finite, so that nothing was changed.
         decision: the decision on the next step.
         elapsed_seconds: time spent training so far.

@@ -1,12 +1,9 @@
 """Rounds a batch size to ranks x micro-batch x accumulation; nothing else in the package rounds."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from bigbatch.errors import SettingError
-from bigbatch.setting_types import Count, In, checked
-
-MinMicroBatches = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]
+from bigbatch.setting_types import Count, checked
 
 
 @checked

@@ -324,7 +324,9 @@ class GradientMeter:
         k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
         if self.loss == "weighted":
             sqnorm_over_sizes *= unit * c**2
-            return from_weighted_losses(sqnorm_over_sizes, unit * grad_sqnorm, k, samples, eps)
+            square = unit * grad_sqnorm
+            statistics = from_weighted_losses(sqnorm_over_sizes, square, k, samples, eps)
+            return replace(statistics, compared="groups") if self.groups else statistics
         return from_mean_losses(
             unit * sqnorm, unit * grad_sqnorm / c**2, k, samples, totals.inverse_sizes, eps
         )

@@ -8,9 +8,14 @@ the covariance of one sample's gradient. Scalars are Python floats (float64).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from bigbatch.errors import GradientError
 from bigbatch.statistics.confidence import Interval
+
+Compared = Literal["micro-batches", "groups", "consecutive steps"]
+"""The gradients that statistics compare: of a step's micro-batches, of groups of samples of its
+backwards, or of two steps, which differ also by what the first one has changed."""
 
 _FLOAT32_EPS = 2.0**-23
 _ROUNDING = 1e-3  # largest (N |G|^2 - A) / A that rounding of float32 sums explains
@@ -29,6 +34,8 @@ class GradientStatistics:
         interval: confidence interval for ln(1 + N signal / noise); None if not measured.
         layers: layer name -> the statistics of the layer; empty if not measured.
         half_batch_cosine: SimiGrad's own cosine of two half-batch gradients; None if not measured.
+        compared: the gradients that are compared; the estimates of "consecutive steps" are biased
+            by what the first step has changed.
     Source:
         docs/theory.md; McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
     Example:
@@ -46,6 +53,7 @@ class GradientStatistics:
         default_factory=dict, kw_only=True, hash=False
     )
     half_batch_cosine: float | None = field(default=None, kw_only=True)
+    compared: Compared = field(default="micro-batches", kw_only=True)
 
     @property
     def similarity(self) -> float:

@@ -87,8 +87,10 @@ class AdaptiveBatch:
         micro_batch: most samples in one backward; default: the loader's own batch size.
         fixed_micro_batch: let every backward have `micro_batch` samples, except at the end of an
             epoch; the batch then changes by multiples of ranks x micro_batch.
-        min_micro_batches: fewest backwards per step over all ranks, at least 2; default 4, and 8
-            with a `VarianceReduced` optimizer (under fully_shard, 8 per rank).
+        min_micro_batches: fewest backwards of a measured step over all ranks; default 4, and 8 with
+            a `VarianceReduced` optimizer (under fully_shard, 8 per rank). 1 never cuts a step: on
+            one rank, steps of one backward are measured by comparing two consecutive ones. This
+            estimate is biased by the length of a step; docs/policies.md says when to choose it.
         lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise);
             if it has `state_dict` and `load_state_dict`, its state is saved too.
         transport: let betas and decoupled weight decay keep their half-lives in samples, for batch
@@ -409,6 +411,7 @@ class AdaptiveBatch:
                 "ranks": self._collectives.ranks,
                 "stream": position["stream"],
                 "random": random_state(),
+                "first_of_pair": self._update.first_of_pair,
             },
         }
 
@@ -503,6 +506,12 @@ class AdaptiveBatch:
 
     def _min_micro_batches(self, requested: int | None) -> int:
         """Fewest backwards per step over all ranks; over shards, only one rank's are compared."""
+        others = {"a variance-reduced optimizer": self._reader, "groups=": self.meter.groups}
+        if requested == 1 and (found := [name for name, one in others.items() if one is not None]):
+            raise SettingError(
+                f"min_micro_batches=1 measures by two steps, and {found[0]} compares gradients "
+                "within one; pass at least 2, or leave it out"
+            )
         if self._reader is None:
             return 4 if requested is None else requested
         reduced = self._reader.reduced_source() is not None

@@ -6,7 +6,6 @@ from typing import Any, TypedDict, Unpack
 
 from bigbatch.log.run_log import RunLog
 from bigbatch.policies.lr_scaling import LRScaling
-from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import has_state
 from bigbatch.setting_types import Count, Groups, Whole, checked
 
@@ -18,7 +17,7 @@ class LoopOptions(TypedDict, total=False):
     base_batch: Count | None
     micro_batch: Count | None
     fixed_micro_batch: bool
-    min_micro_batches: MinMicroBatches | None
+    min_micro_batches: Count | None
     lr_scaling: LRScaling
     transport: bool
     groups: Groups | None

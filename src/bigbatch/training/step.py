@@ -82,10 +82,12 @@ class Step:
         self._weighting: Weighting | None = None  # what the weights are
         self._elapsed_seconds = 0.0  # once complete
         self._counts: list[float] = []  # what the host knows once complete, as in `_local_totals`
+        self._pair_values = 0  # how many of what the host reads are sums over a pair of steps
         self._device_totals: Tensor | None = None  # everything that the host reads, once complete
         # [Note: A step that measures nothing]: whether it is one, what is read of it once complete,
         # and the labels of its only backward
-        self._is_light = self._source.ranks == 1 and parts.reader is None and not parts.meter.due
+        is_read = parts.reader is not None or parts.meter.due or parts.compares
+        self._is_light = self._source.ranks == 1 and not is_read
         self._unmeasured: UnmeasuredStep | None = None
         self._labels: Tensor | None = None
         self._optimizer_steps = 0  # of the training, once complete
@@ -451,12 +453,16 @@ class Step:
         ]
         # one process knows its counts, and weighs the losses once it has read them
         extra = losses if self._source.ranks == 1 else self._local_totals(losses)
+        if (sums := self._compare_steps()) is not None and extra is not None:
+            extra, self._pair_values = torch.cat([extra, sums]), len(sums)
         self._device_totals = self._parts.meter.measure(self._weights, extra)
         self._correct_weight()
 
     def _complete_light(self) -> None:
         """The end of a step that measures nothing, in one process."""
         parts, labels = self._parts, self._labels
+        if parts.pairs is not None:
+            parts.pairs.forget()
         self._elapsed_seconds = self._past.elapsed_seconds
         self._unmeasured = UnmeasuredStep(
             self._source, self._losses, self._weights, labels, on_device=parts.skips_on_device
@@ -469,6 +475,30 @@ class Step:
         total = self._total_weight()
         if total not in (0, self._expected_weight):
             self._source.scale(self._expected_weight / total)
+
+    def _compare_steps(self) -> Tensor | None:
+        """Sums over this step and the one before; None if they are not compared."""
+        pairs, source, scaler = self._parts.pairs, self._source, self._parts.scaler
+        if pairs is None:
+            return None
+        if not self._parts.compares or len(self._weights) != 1:
+            pairs.forget()
+            return None
+        scale: float | Tensor = self._weights[0] / self._expected_weight
+        if scaler is not None:
+            device = source.parameters[0].device
+            scale = scaler.scale(torch.tensor(scale, dtype=widest_float(device), device=device))
+        gradients = [source.local_grad(p) for p in source.parameters]
+        return pairs.add(source.parameters, gradients, self._weights[0], scale)
+
+    def _pair_statistics(self, values: list[float], samples: int) -> GradientStatistics | None:
+        """The statistics of this step and the one before; None if they are not known."""
+        pairs, first = self._parts.pairs, len(self._losses)
+        if pairs is None or not self._pair_values:
+            return None
+        statistics = pairs.statistics(values[first : first + self._pair_values])
+        is_finite = math.isfinite(statistics.grad_sqnorm + statistics.grad_variance)
+        return _in_samples(statistics, samples) if is_finite else None
 
     def _local_totals(self, losses: Tensor | None) -> Tensor:
         """[weight * loss, weight, micro-batches, weighting, samples, has gradient, ...].
@@ -534,6 +564,7 @@ class Step:
             finite, vanishes = light.finite, light.vanishes
         elif not self._parts.meter.due:
             finite, vanishes = math.isfinite(values[-1]), values[-1] == 0
+            statistics = self._pair_statistics(values, round(samples))
             if self._source.group_tap is not None:
                 self._source.refuse_groups(refusal_of_sums(values[-2]))
         else:

@@ -76,8 +76,19 @@ class StepPlanner:
         lr_decay: float | None,
         finite: bool,
         complete: bool,
+        awaits_next: bool = False,
     ) -> Decision:
-        """The decision on the next batch size; the present one if this step cannot decide."""
+        """The decision on the next batch size; the present one if this step cannot decide.
+
+        Args:
+            statistics: of the step; None if it was not measured.
+            samples: of the step.
+            past: the steps before.
+            lr_decay: scheduled rate over its largest so far.
+            finite: whether the gradient is.
+            complete: whether the step was as large as planned.
+            awaits_next: whether the step after it is compared with it.
+        """
         controller = self.controller
         present = controller.decision
         if not finite:
@@ -86,6 +97,8 @@ class StepPlanner:
             reason = "the end of an epoch does not decide"
         elif statistics is None and controller.needs_measurement:
             reason = f"not measured; one step in {self.interval.every} is"
+            if awaits_next:
+                reason = "not measured yet; the next step is compared with this one"
         elif controller.repeat(samples):
             return present
         else:

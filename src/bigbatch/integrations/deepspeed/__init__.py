@@ -19,9 +19,8 @@ from bigbatch.optim.variance_reduced import VarianceReduced, micro_batch_optimiz
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling
-from bigbatch.policies.plan import MinMicroBatches
 from bigbatch.policies.policy import Fixed, Policy
-from bigbatch.setting_types import checked
+from bigbatch.setting_types import Count, checked
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.loop_options import loop_options
@@ -59,7 +58,7 @@ def initialize(
     adaptive_batch_params: Mapping[str, Any] | None = None,
     policy: Policy | Controller | None = None,
     lr_scaling: LRScaling = "sqrt",
-    min_micro_batches: MinMicroBatches | None = None,
+    min_micro_batches: Count | None = None,
     **options: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """`deepspeed.initialize` with an adaptive batch size.
