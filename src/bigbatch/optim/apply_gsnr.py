@@ -156,7 +156,7 @@ def _scale(options: GsnrOptions, chunk: Chunk, sums: Tensor) -> Tensor | None:
         hat = functional.update_average(average, r, o.beta3, correction)
         chunk.write(3, average)
     before = chunk.squares(chunk.flat(2)) if o.watch else None
-    torch._foreach_mul_(gradients, chunk.pieces(hat, 2))
+    torch._foreach_mul_(gradients, chunk.views(hat, 2))
     if before is None:
         return None
     bounds = [(r <= o.gamma).to(r), (r >= o.r_max).to(r)]

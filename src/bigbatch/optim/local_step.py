@@ -99,7 +99,7 @@ class LocalStep:
         sums, m2s = moments.sums_and_m2s(reached, self._state.sums_of)
         return zip(reached, sums, m2s, strict=True)
 
-    def _parts(self) -> "list[_Part]":
+    def _parts(self) -> "list[_GroupShare]":
         """The parameters of each group that have a gradient."""
         moments, parts = self._state.moments, []
         for group in self._state.base.param_groups:
@@ -114,7 +114,7 @@ class LocalStep:
             if all_reduce is not None:
                 grads = list(map(local, grads))
             if parameters:
-                parts.append(_Part(group, parameters, grads, all_reduce))
+                parts.append(_GroupShare(group, parameters, grads, all_reduce))
         for part in parts:
             if moments.are_reached(part.parameters):
                 continue
@@ -126,7 +126,7 @@ class LocalStep:
                     )
         return parts
 
-    def _calls(self, parts: "list[tuple[_Part, Layers]]") -> list[Call] | None:
+    def _calls(self, parts: "list[tuple[_GroupShare, Layers]]") -> list[Call] | None:
         """The kernel calls that also do the base optimizer's step; None if it has to do that."""
         state, calls = self._state, []
         if state.watch or state.fused is False or not self._one_pass.is_possible():
@@ -139,7 +139,7 @@ class LocalStep:
             calls.append(call)
         return calls
 
-    def _scale(self, part: "_Part", layers: Layers) -> dict[Tensor, Tensor]:
+    def _scale(self, part: "_GroupShare", layers: Layers) -> dict[Tensor, Tensor]:
         """Scales the gradients of a group; returns the row of each parameter, if watched."""
         state, group = self._state, part.group
         options = state.options(group, state.moments.weight)
@@ -150,7 +150,7 @@ class LocalStep:
             part.all_reduce(rows)
         return dict(zip(part.parameters, rows, strict=True))
 
-    def _layers(self, part: "_Part") -> Layers:
+    def _layers(self, part: "_GroupShare") -> Layers:
         state, beta3 = self._state, part.group["beta3"]
         moments = state.moments.sums_and_m2s(part.parameters, state.sums_of, part.gradients)
         momentum = () if beta3 is None else state.momentum.next(part.parameters, beta3)
@@ -158,7 +158,7 @@ class LocalStep:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _GroupShare:
     """The parameters of a group that have a gradient in the step."""
 
     group: dict[str, Any]

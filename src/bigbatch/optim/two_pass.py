@@ -38,7 +38,7 @@ class Chunk:
         assert arrays is not None
         return arrays[0].flatten() if len(arrays) == 1 else torch.cat([*map(torch.flatten, arrays)])
 
-    def pieces(self, flat: Tensor, column: int) -> list[Tensor]:
+    def views(self, flat: Tensor, column: int) -> list[Tensor]:
         """A flat tensor, cut into views shaped like the arrays of a column."""
         arrays = self.columns[column]
         assert arrays is not None
@@ -46,7 +46,7 @@ class Chunk:
 
     def write(self, column: int, flat: Tensor) -> None:
         """Copies a flat tensor to the arrays of a column."""
-        torch._foreach_copy_(self.columns[column], self.pieces(flat, column))  # type: ignore[arg-type]
+        torch._foreach_copy_(self.columns[column], self.views(flat, column))  # type: ignore[arg-type]
 
     def spread(self, values: Tensor) -> Tensor:
         """One value for each layer, repeated for each of its elements."""
@@ -69,7 +69,7 @@ class Chunk:
 
     def _norms(self, flats: Sequence[Tensor], order: int) -> Tensor:
         device = flats[0].device
-        arrays = [piece for flat in flats for piece in flat.split_with_sizes(self.sizes)]
+        arrays = [part for flat in flats for part in flat.split_with_sizes(self.sizes)]
         norms = torch._foreach_norm(arrays, order, dtype=widest_float(device))
         return torch.stack(norms).view(len(flats), -1).T
 

@@ -171,7 +171,7 @@ class GradientMoments(Subscriber):
         return id(parameter) in self._block_of
 
     def keeps_sum(self, parameter: Tensor) -> bool:
-        """Whether S of the parameter has a buffer here, besides the source's."""
+        """Whether S of the parameter has a buffer here, in addition to the source's."""
         block = self._block_of.get(id(parameter))
         return block is not None and block.totals is not None
 
