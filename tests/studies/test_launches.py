@@ -13,14 +13,14 @@ COUNTS = {
     "plain SGD, k = 1": (73, 0, 2, 0),
     "plain SGD, k = 8": (759, 0, 16, 0),
     "AdaptiveBatch, not measured": (379, 5, 8, 5),
-    "AdaptiveBatch, cut, measured": (607, 5, 9, 5),
-    "AdaptiveBatch, 8 groups, measured": (238, 2, 5, 2),
-    "GradientMeter": (599, 1, 9, 1),
-    "VR-SGD": (1934, 0, 16, 0),
-    "VR-Momentum": (1990, 0, 16, 0),
-    "VR-Adam": (2158, 0, 16, 0),
-    "VR-LARS": (2402, 0, 16, 0),
-    "VR-LAMB": (2736, 0, 16, 0),
+    "AdaptiveBatch, cut, measured": (340, 5, 9, 5),
+    "AdaptiveBatch, 8 groups, measured": (176, 2, 5, 2),
+    "GradientMeter": (332, 1, 9, 1),
+    "VR-SGD": (647, 0, 16, 0),
+    "VR-Momentum": (703, 0, 16, 0),
+    "VR-Adam": (819, 0, 16, 0),
+    "VR-LARS": (682, 0, 16, 0),
+    "VR-LAMB": (711, 0, 16, 0),
 }
 
 
