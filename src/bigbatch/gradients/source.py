@@ -1,7 +1,6 @@
 """A model's micro-batch gradients, reported to subscribers; `.grad` is checked meanwhile."""
 
 import operator
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -59,20 +58,16 @@ class _Scope:
     """What happens inside is one micro-batch of a source."""
 
     def __init__(self, source: "GradientSource") -> None:
-        self._source = weakref.ref(source)
+        self._source = source
 
     def __enter__(self) -> None:
-        source = self._source()
-        assert source is not None
-        source._open()
+        self._source._open()
 
     def __exit__(self, kind: object, *_: object) -> None:
-        source = self._source()
-        assert source is not None
         if kind is None:
-            source._close()
+            self._source._close()
         else:
-            source._fail()
+            self._source._fail()
 
 
 class GradientSource(ABC):
@@ -119,7 +114,6 @@ class GradientSource(ABC):
         # of the groups of each micro-batch of the step; None if it has none
         self.group_norms: list[GroupNorms | None] = []
         self._weight = 1.0  # of the current micro-batch
-        self._scope = _Scope(self)
         self.add(parameters)
 
     # hooks, by kind of source
@@ -281,7 +275,7 @@ class GradientSource(ABC):
         if self._in_micro_batch and not self._implicit:
             raise GradientError("micro_batch() was entered inside another; leave the first before")
         self._weight, self._several = weight, several_backwards
-        return self._scope
+        return _Scope(self)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
