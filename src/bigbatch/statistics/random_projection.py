@@ -156,6 +156,7 @@ class ProjectionProbe(Subscriber):
     def end(self) -> None:
         """The micro-batch is complete."""
         self._rows.append(self._joined(self._heads))
+        self._heads = []  # views of gradients, whose memory they would keep
 
     def micro_batch_projections(self) -> Tensor:
         """The projections of each micro-batch of the step, (k, 8)."""
