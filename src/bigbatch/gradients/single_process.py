@@ -22,6 +22,7 @@ from bigbatch.gradients.gradient_hooks import (
 from bigbatch.gradients.protocols import MicroBatchGradients
 from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.gradients.source import TWICE, GradientSource
+from bigbatch.gradients.tapped_source import MADE_LATE, are_freed
 
 _NEEDS_EXACT = operator.attrgetter("needs_exact_groups")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -289,6 +290,9 @@ class SingleProcessSource(GradientSource):
             self._close()
         else:  # autograd.grad, which accumulates nothing
             self.require_no_step_in_backward()
+            if are_freed(self.parameters):
+                self._fail()
+                raise GradientError(f"the parameters were freed in the backward: {MADE_LATE}")
             self.guard.show()
             for source in (self, *self._guests):
                 source.guard.host = None

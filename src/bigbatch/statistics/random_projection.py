@@ -151,7 +151,9 @@ class ProjectionProbe(Subscriber):
             places = [numbers.get(id(p)) for p, _ in self._chosen]
             self._places = [(i, number) for i, number in enumerate(places) if number is not None]
         for i, number in self._places:
-            self._heads[i] = _head(batch.gradients[number], self._chosen[i][1])
+            head = _head(batch.gradients[number], self._chosen[i][1])
+            # a gradient that came alone is freed now, or the engine writes to its memory
+            self._heads[i] = head.clone() if len(batch.parameters) == 1 else head
 
     def end(self) -> None:
         """The micro-batch is complete."""

@@ -155,7 +155,8 @@ class GroupTap:
             images = images[self._counting]
         scale, expected = 1, None
         if self._compares:
-            expected = gradient.to(images.dtype)
+            # of a copy, since an engine may write to the gradient's memory before it is compared
+            expected = gradient.to(images.dtype, copy=parameter not in self._projected)
         if parameter in self._projected:
             projection = self._projection_of(parameter, images)
             scale = projection.scale
