@@ -223,12 +223,13 @@ class GradSums:
         """
         if not self._hidden:
             return
+        done = {*added, *self.left}
         if not self.keeps_apart:
             for number in added:
                 self._visible[number] = self.sums[number]
         for number, gradient in enumerate(map(_GRAD, self._hidden)):
             before = self._visible[number]
-            if gradient is not None and number not in self.left:
+            if gradient is not None and number not in done:
                 self._visible[number] = gradient if before is None else before.add_(gradient)
         self.show()
 

@@ -128,19 +128,24 @@ class SingleProcessSource(GradientSource):
     def _open(self) -> None:
         guard, host = self.guard, self._find_host()
         if host is not None:
-            host._guests.append(self)
             host.guard.hide_too(self.parameters)
             guard.host = host.guard
-        changed = self._in_micro_batch or (self.micro_batches > 0 and guard.changed())
-        if self.micro_batches and changed and not self.explicit and guard.is_clean():
-            self._restart()  # the user called zero_grad(), and starts a new step
-        elif self.micro_batches and changed:
-            self.require_unchanged("this one")
-        self._begin_step()
+        try:
+            changed = self._in_micro_batch or (self.micro_batches > 0 and guard.changed())
+            if self.micro_batches and changed and not self.explicit and guard.is_clean():
+                self._restart()  # the user called zero_grad(), and starts a new step
+            elif self.micro_batches and changed:
+                self.require_unchanged("this one")
+            self._begin_step()
+        except BaseException:
+            guard.host = None
+            raise
         self._in_micro_batch, self.foreign_backward = True, False
         self._announced = False
         self._added.clear()
-        if self._subscribers and host is None:
+        if host is not None:
+            host._guests.append(self)
+        elif self._subscribers:
             guard.hide()
 
     def _find_host(self) -> "SingleProcessSource | None":
@@ -160,14 +165,14 @@ class SingleProcessSource(GradientSource):
             return
         try:
             found = self.guard.take()
-            reached = self._add_all(found)
+            self._add_all(found)
         except BaseException:
             self._fail()
             raise
         guests, self._guests = self._guests, []
         by_id = self.guard.by_id(found) if guests else {}
         self.guard.end()
-        self._end_micro_batch(reached)
+        self._end_micro_batch()
         for guest in guests:
             guest._close_as_guest(by_id)
 
@@ -181,7 +186,11 @@ class SingleProcessSource(GradientSource):
         self._report(MicroBatchGradients([*reached], [*reached.values()]))
         guard.accept()
         guard.sums = guard.all_grads()
-        self._end_micro_batch(reached)
+        self._added = {number for number, p in enumerate(self.parameters) if p in reached}
+        self._end_micro_batch()
+
+    def _reached_parameters(self) -> Iterable[Tensor]:
+        return [self.parameters[number] for number in self._added]
 
     def _fail(self) -> None:
         guests, self._guests = self._guests, []
@@ -197,11 +206,10 @@ class SingleProcessSource(GradientSource):
             self._announced = True
             self._begin_micro_batch()
 
-    def _add_all(self, found: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        """Reports what the backward has left, and adds it to the sums; returns what it reached."""
+    def _add_all(self, found: Sequence[Tensor | None]) -> None:
+        """Reports what the backward has left, and adds it to the sums."""
         sums, own = self.guard.sums, range(len(self.parameters))
         numbers = tuple(itertools.compress(own, map(is_tensor, found)))
-        reached = numbers
         if not numbers and not self._added:
             self.require_no_step_in_backward()
         self._announce()
@@ -218,7 +226,6 @@ class SingleProcessSource(GradientSource):
         for number in range(len(own), len(found)):  # of guests
             if (gradient := found[number]) is not None:
                 self.guard.add([number], [gradient], summed=False, first=sums[number] is None)
-        return self._listed(reached if not self._added else tuple({*reached, *self._added}))
 
     def _report_left(self, number: int, gradient: Any) -> None:
         """Reports a gradient that is in `.grad` already."""
@@ -227,6 +234,7 @@ class SingleProcessSource(GradientSource):
         batch = MicroBatchGradients(self._listed((number,)), [gradient], sums, before is None)
         self._report(batch)
         self.guard.sums[number] = None if grad is None else grad.detach()
+        self._added.add(number)
 
     def _add(self, numbers: tuple[int, ...], found: Sequence[Any], *, first: bool) -> None:
         gradients: list[Tensor] = list(map(found.__getitem__, numbers))
@@ -235,6 +243,7 @@ class SingleProcessSource(GradientSource):
         batch = MicroBatchGradients(self._listed(numbers), gradients, sums, first, may_sum)
         self._report(batch)
         self.guard.add(numbers, gradients, summed=batch.summed, first=first)
+        self._added.update(numbers)
 
     def _listed(self, numbers: tuple[int, ...]) -> list[Tensor]:
         """The parameters with these numbers, as the same list each time."""
@@ -249,14 +258,15 @@ class SingleProcessSource(GradientSource):
         waits = self._several or self._guests or len(hooks) > 1
         if not self._in_micro_batch or waits or self.guard.host is not None or gradient is None:
             return
+        if gradient.requires_grad:  # of create_graph=True, which `.grad` keeps
+            return
         if number in self._added:
             raise GradientError(TWICE)
         require_dense([gradient])
         self._announce()
         found: list[Tensor | None] = [None] * (number + 1)
-        found[number] = gradient.detach()
+        found[number] = gradient
         self._add((number,), found, first=self.guard.sums[number] is None)
-        self._added.add(number)
         parameter.grad = None
 
     # a backward

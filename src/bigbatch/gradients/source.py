@@ -351,19 +351,24 @@ class GradientSource(ABC):
                 for subscriber in self._subscribers:
                     subscriber.groups(parameter, gradient, groups)
 
-    def _end_micro_batch(self, reached: Iterable[Tensor]) -> None:
-        """Counts a micro-batch that reached these parameters."""
+    @abstractmethod
+    def _reached_parameters(self) -> Iterable[Tensor]:
+        """The parameters that the micro-batch has reached."""
+
+    def _end_micro_batch(self) -> None:
+        """Counts a complete micro-batch."""
         self._in_micro_batch = self._implicit = False
         self.micro_batches += 1
         self.group_norms.append(None)
         if self.group_tap is not None and self.group_tap.grouping is not None:
-            self._end_groups(self.group_tap, reached)
+            self._end_groups(self.group_tap)
         for subscriber in self._subscribers:
             subscriber.end()
 
-    def _end_groups(self, tap: GroupTap, reached: Iterable[Tensor]) -> None:
+    def _end_groups(self, tap: GroupTap) -> None:
         """Every parameter that the backward reached must have had its groups."""
-        refusals, parameters = tap.refusals, set(reached) if tap.refusals else set()
+        refusals = tap.refusals
+        parameters = set(self._reached_parameters()) if refusals else set()
         unseen = {p: reason for p, reason in refusals.items() if p in parameters}
         self.group_norms[-1] = tap.end()
         if unseen:

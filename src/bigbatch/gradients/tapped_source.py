@@ -139,7 +139,10 @@ class TappedSource(GradientSource):
         self.guard.accept(stamps)
         if self._subscribers:
             self._require_seen(self.guard.written_parameters(stamps))
-        self._end_micro_batch(self._reached)
+        self._end_micro_batch()
+
+    def _reached_parameters(self) -> Iterable[Tensor]:
+        return self._reached
 
     def _require_seen(self, written_parameters: list[Tensor]) -> None:
         """An engine may write to the gradient of a parameter that this rank did not reach."""
