@@ -1,23 +1,97 @@
-"""What an engine leaves in `.grad`: who else wrote to it."""
+"""What a source has of `.grad`, and who else writes to it."""
 
 import operator
 import weakref
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.grad_sums import all_zero, require_clean
+from bigbatch.errors import GradientError
+from bigbatch.gradients.dtypes import stack_scalars
 
 Stamp = tuple[Any, ...] | None
 """Which tensor `.grad` is, and how often it was written to; None without a gradient."""
 
-_GRAD = operator.attrgetter("grad")
+_GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
+_DTYPE = operator.attrgetter("dtype")
 
 
-class GradGuard:
-    """Notices who else than the engine writes to `.grad`, as [Note: Integrity of .grad] has it.
+# [Note: Integrity of .grad]
+# Statistics and r are computed from the sums of a step. If `.grad` was clipped, zeroed or written
+# to by a backward of the user's own between two micro-batches, they are plausible and wrong, so
+# such a step is refused. To compare values would read all gradients and wait for the device.
+# Instead, autograd counts the writes to a tensor, also those of a clipping whose factor is 1.
+# Another tensor, or another number of writes, is somebody else's doing. Values are read only then,
+# as the user may have called zero_grad(), which begins a new step; and before a step's first
+# micro-batch, where `.grad` is not None. Writes through `.data` are not counted.
+class GradGuard(ABC):
+    """What a source has of `.grad`; see [Note: Integrity of .grad]."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []  # the source's own list
+        self.factor = 1.0  # by which `scale` multiplied .grad in the step
+
+    def restart(self) -> None:
+        """Forgets the step."""
+        self.factor = 1.0
+
+    @abstractmethod
+    def accept(self) -> None:
+        """Takes `.grad` as it is now for the step's own."""
+
+    @abstractmethod
+    def changed(self) -> bool:
+        """Whether `.grad` was written to since it was accepted."""
+
+    @abstractmethod
+    def local_grad(self, parameter: Tensor) -> Tensor | None:
+        """This rank's part of the gradient of a parameter."""
+
+    def accept_edit(self) -> None:
+        """Takes `.grad` as it is now, after a change that belongs to the step."""
+        self.accept()
+
+    def grads(self) -> list[Tensor]:
+        """Every gradient on this rank."""
+        return [grad for p in self.parameters if (grad := self.local_grad(p)) is not None]
+
+    def begin(self, *, foreign_backward: bool) -> None:
+        """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
+        if not self.is_clean():
+            raise GradientError(
+                ".grad is not empty before the first backward of a step; call zero_grad() first"
+            )
+
+    def is_clean(self) -> bool:
+        """Whether every `.grad` is None or zero; reads the values only if one is not None."""
+        return all_zero(self.grads())
+
+    def is_clean_within_step(self) -> bool:
+        """Whether the gradients were zeroed between two micro-batches."""
+        return self.is_clean()
+
+    def was_zeroed(self) -> bool:
+        """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
+        return self.changed() and self.is_clean_within_step()
+
+    def is_finite(self) -> bool:
+        """Whether every gradient is finite; waits for the device."""
+        return all(bool(grad.isfinite().all()) for grad in self.grads())
+
+    def scale(self, factor: float) -> None:
+        """Multiplies every gradient, as part of the step."""
+        grads = self.grads()
+        if grads:  # a rank may have no shard of any
+            torch._foreach_mul_(grads, factor)
+        self.factor *= factor
+        self.accept()
+
+
+class EngineGuard(GradGuard):
+    """Notices who else than an engine writes to `.grad`.
 
     The engine writes between and after backwards, so only what it holds at the end of a step is
     checked. The id of a tensor that is gone may be that of the next. Its weak reference is one
@@ -29,21 +103,21 @@ class GradGuard:
         local_grad: returns this rank's part of the gradient of a parameter.
     """
 
+    keeps_sums = False
+    """Whether it has S, the sum of what the complete micro-batches added."""
+
     def __init__(
         self, *, grad_may_wait: bool = False, local_grad: Callable[[Tensor], Tensor | None] = _GRAD
     ) -> None:
+        super().__init__()
         self.grad_may_wait = grad_may_wait
-        self.local_grad = local_grad
-        self.parameters: list[Tensor] = []  # the source's own list
+        self._local_grad = local_grad
         self.stamps_before: list[Stamp] = []  # before the current micro-batch
         self._stamps: list[Stamp] = []  # after the last micro-batch
-        self.factor = 1.0  # by which `scale` multiplied .grad in the step
 
-    def restart(self) -> None:
-        """Forgets the step."""
-        self.factor = 1.0
-
-    # versions
+    def local_grad(self, parameter: Tensor) -> Tensor | None:
+        """This rank's part of the gradient of a parameter."""
+        return self._local_grad(parameter)
 
     def stamps(self) -> list[Stamp]:
         """The version of every gradient now."""
@@ -63,10 +137,6 @@ class GradGuard:
         """Takes the gradients as they are now, or were at `stamps`, as the step's own."""
         self._stamps = self.stamps() if stamps is None else stamps
 
-    def accept_edit(self) -> None:
-        """Takes the gradients as they are now, after a change that belongs to the step."""
-        self.accept()
-
     def changed(self) -> bool:
         """Whether `.grad` was written to since the last micro-batch."""
         return self.stamps() != self._stamps
@@ -79,46 +149,10 @@ class GradGuard:
         """Whether all gradients were set to None between the last two micro-batches."""
         return any(self._stamps) and not any(self.stamps_before)
 
-    def was_zeroed(self) -> bool:
-        """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
-        return self.changed() and self.is_clean_within_step()
-
     def written_parameters(self, stamps: list[Stamp]) -> list[Tensor]:
         """The parameters whose gradient the micro-batch has changed, up to these stamps."""
         versions = zip(self.parameters, self.stamps_before, stamps, strict=True)
         return [p for p, old, new in versions if old != new]
-
-    # values
-
-    def grads(self) -> list[Tensor]:
-        """Every gradient on this rank."""
-        return [grad for p in self.parameters if (grad := self.local_grad(p)) is not None]
-
-    def begin(self, *, foreign_backward: bool) -> None:
-        """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
-        require_clean(self)
-
-    def is_clean(self) -> bool:
-        """Whether every `.grad` is None or zero; reads the values only if one is not None."""
-        return all_zero(self.grads())
-
-    def is_clean_within_step(self) -> bool:
-        """Whether the gradients were zeroed between two micro-batches."""
-        return self.is_clean()
-
-    def is_finite(self) -> bool:
-        """Whether every gradient is finite; waits for the device."""
-        return all(bool(grad.isfinite().all()) for grad in self.grads())
-
-    def scale(self, factor: float) -> None:
-        """Multiplies every gradient, as part of the step."""
-        grads = self.grads()
-        if grads:  # a rank may have no shard of any
-            torch._foreach_mul_(grads, factor)
-        self.factor *= factor
-        self.accept()
-
-    # what a micro-batch adds
 
     def added_by(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """What the micro-batch adds to `.grad`, computed from the gradient that a hook reports."""
@@ -127,9 +161,25 @@ class GradGuard:
     def after_report(self, parameter: Tensor, gradient: Tensor) -> None:
         """Every subscriber has read it."""
 
-    keeps_sums = False
-    """Whether it has S, the sum of what the complete micro-batches added."""
-
     def sum_of(self, parameter: Tensor) -> Tensor | None:
         """S, also in a backward, before its gradient is added; None before the first."""
         return None
+
+
+def require_dense(gradients: Iterable[Tensor]) -> None:
+    """Raises GradientError for gradients that are sparse or complex."""
+    layouts, dtypes = set(map(_LAYOUT, gradients)), set(map(_DTYPE, gradients))
+    if layouts <= {torch.strided} and not any(dtype.is_complex for dtype in dtypes):
+        return
+    for gradient in gradients:
+        if gradient.layout != torch.strided or gradient.is_complex():
+            raise GradientError(
+                f"a {gradient.dtype} gradient of layout {gradient.layout} cannot be measured; use "
+                "dense real gradients, for embeddings sparse=False"
+            )
+
+
+def all_zero(tensors: Iterable[Tensor]) -> bool:
+    """Whether the tensors hold zeros alone; waits for the device once, if there are elements."""
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    return not nonempty or not bool(stack_scalars(torch._foreach_norm(nonempty, torch.inf)).any())

@@ -8,35 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import stack_scalars
+from bigbatch.gradients.grad_guard import GradGuard, require_dense
 
-_GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
+_GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 _POST_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
-_REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 _CHECK_INTERVAL = 16  # steps; on a GPU a check waits for the device
 is_tensor = functools.partial(operator.is_not, None)  # in C, for `map` and `filter`
 
 
-# [Note: Integrity of .grad]
-# Statistics and r are computed from the sums of a step. If `.grad` was clipped, zeroed or written
-# to by a backward of the user's own between two micro-batches, they are plausible and wrong, so
-# such a step is refused. To compare values would read all gradients and wait for the device.
-# Instead: outside a backward `.grad` is S, the tensor that this object has put there, and autograd
-# counts the writes to it, also those of a clipping whose factor is 1. Another tensor, or another
-# number of writes, is somebody else's doing. Values are read only then, as the user may have called
-# zero_grad(), which begins a new step; and before a step's first micro-batch, where `.grad` is not
-# None. Writes through `.data` are not counted.
-class GradSums:
+class GradSums(GradGuard):
     """Moves gradients out of `.grad` for a backward, and adds what that leaves to their sums.
 
         outside a backward .grad is S;   inside it starts as None;   after it S <- S + h
 
-    See [Note: Integrity of .grad]. Lists are in the order of `parameters`.
+    So outside a backward `.grad` is the tensor that this object has put there, or somebody else has
+    written to it. Lists are in the order of `parameters`.
     """
 
     def __init__(self) -> None:
-        self.parameters: list[Tensor] = []  # the source's own list
+        super().__init__()
         self.sums: list[Tensor | None] = []  # S of each parameter; None if there is none yet
         self.keeps_apart = False  # whether S is another tensor than `.grad`, which users may edit
         self.keeps_apart_next = False  # the same in the next step
@@ -52,11 +42,11 @@ class GradSums:
         self._graphs: list[Tensor | None] = []  # gradients that have a graph, as they were found
         self.host: GradSums | None = None  # that hides `.grad` of these parameters now
         self._edited = False  # whether a change of `.grad` was accepted in the step
-        self.factor = 1.0  # by which `scale` multiplied `.grad` in the step
 
     def restart(self) -> None:
         """Forgets the step."""
-        self.sums, self._edited, self.factor = [], False, 1.0
+        super().restart()
+        self.sums, self._edited = [], False
         self._settled = None
         self._visible, self._writes = [], []
 
@@ -81,16 +71,8 @@ class GradSums:
         self.keeps_apart = self.keeps_apart_next
         self.accept()
         if any(map(is_tensor, self._visible)):
-            require_clean(self)
+            super().begin(foreign_backward=foreign_backward)
         self.sums = [None] * len(self._visible) if self.keeps_apart else list(self._visible)
-
-    def is_clean(self) -> bool:
-        """Whether every `.grad` is None or zero; reads the values only if one is not None."""
-        return all_zero(self.grads())
-
-    def is_finite(self) -> bool:
-        """Whether every gradient is finite; waits for the device."""
-        return all(bool(grad.isfinite().all()) for grad in self.grads())
 
     def accept(self) -> None:
         """Takes `.grad` as it is now for the step's own."""
@@ -103,17 +85,13 @@ class GradSums:
     def accept_edit(self) -> None:
         """Takes `.grad` as it is now, after a change that belongs to the step."""
         self._edited = True
-        self.accept()
+        super().accept_edit()
 
     def changed(self) -> bool:
         """Whether `.grad` was written to since it was accepted."""
         grads = self.all_grads()
         same = len(grads) == len(self._visible) and all(map(operator.is_, grads, self._visible))
         return not same or self._writes != [-1 if grad is None else grad._version for grad in grads]
-
-    def was_zeroed(self) -> bool:
-        """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
-        return self.changed() and self.is_clean()
 
     @property
     def grad_edited(self) -> bool:
@@ -144,13 +122,6 @@ class GradSums:
         if total is None or grad is None:
             return total is grad or (grad is not None and not bool(grad.any()))
         return torch.equal(total if self.factor == 1.0 else total * self.factor, grad)
-
-    def scale(self, factor: float) -> None:
-        """Multiplies every gradient, as part of the step."""
-        if grads := self.grads():
-            torch._foreach_mul_(grads, factor)
-        self.factor *= factor
-        self.accept()
 
     def sums_of(self, numbers: Sequence[int]) -> list[Tensor | None]:
         """S of parameters by their numbers; None where no micro-batch reached one."""
@@ -306,30 +277,3 @@ def _difference(grad: Tensor | None, before: Tensor | None) -> Tensor | None:
         return grad
     added = grad.detach() - before
     return added if added.any() else None
-
-
-def require_dense(gradients: Iterable[Tensor]) -> None:
-    """Raises GradientError for gradients that are sparse or complex."""
-    layouts, dtypes = set(map(_LAYOUT, gradients)), set(map(_DTYPE, gradients))
-    if layouts <= {torch.strided} and not any(dtype.is_complex for dtype in dtypes):
-        return
-    for gradient in gradients:
-        if gradient.layout != torch.strided or gradient.is_complex():
-            raise GradientError(
-                f"a {gradient.dtype} gradient of layout {gradient.layout} cannot be measured; use "
-                "dense real gradients, for embeddings sparse=False"
-            )
-
-
-def require_clean(guard: Any) -> None:
-    """Raises GradientError where `.grad` is not empty before a step."""
-    if not guard.is_clean():
-        raise GradientError(
-            ".grad is not empty before the first backward of a step; call zero_grad() first"
-        )
-
-
-def all_zero(tensors: Iterable[Tensor]) -> bool:
-    """Whether the tensors hold zeros alone; waits for the device once, if there are elements."""
-    nonempty = [tensor for tensor in tensors if tensor.numel()]
-    return not nonempty or not bool(stack_scalars(torch._foreach_norm(nonempty, torch.inf)).any())

@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.first_hook import HOOKS, FirstHook, is_nested, owners
-from bigbatch.gradients.grad_sums import GradSums, is_tensor, require_dense
+from bigbatch.gradients.grad_guard import require_dense
+from bigbatch.gradients.grad_sums import GradSums, is_tensor
 from bigbatch.gradients.gradient_hooks import (
     hands_errors_over,
     remove_hooks,

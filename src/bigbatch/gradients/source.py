@@ -4,11 +4,11 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 
 from torch import Tensor, nn
 
 from bigbatch.errors import GradientError, SettingError
+from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.gradient_hooks import weak_method
 from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.group_tap import GroupTap, refusal_message
@@ -19,39 +19,6 @@ TWICE = (
     "a parameter received two gradients in one micro-batch (reentrant checkpointing, which "
     "use_reentrant=False avoids?); mark the micro-batches with `with meter.micro_batch():`"
 )
-
-
-class Guard(Protocol):
-    """What a source holds of `.grad`, and who else writes to it."""
-
-    parameters: list[Tensor]  # the source's own list
-
-    def restart(self) -> None:
-        """Forgets the step."""
-
-    def begin(self, *, foreign_backward: bool) -> None:
-        """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
-
-    def accept(self) -> None:
-        """Takes `.grad` as it is now for the step's own."""
-
-    def accept_edit(self) -> None:
-        """Takes `.grad` as it is now, after a change that belongs to the step."""
-
-    def changed(self) -> bool:
-        """Whether `.grad` was written to since it was accepted."""
-
-    def was_zeroed(self) -> bool:
-        """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
-
-    def is_finite(self) -> bool:
-        """Whether every gradient is finite; waits for the device."""
-
-    def scale(self, factor: float) -> None:
-        """Multiplies every gradient, as part of the step."""
-
-    def local_grad(self, parameter: Tensor) -> Tensor | None:
-        """This rank's part of the gradient of a parameter."""
 
 
 class _Scope:
@@ -89,7 +56,7 @@ class GradientSource(ABC):
     def __init__(
         self,
         parameters: Iterable[Tensor],
-        guard: Guard,
+        guard: GradGuard,
         reducer: RankReducer,
         *,
         explicit: bool = False,

@@ -10,8 +10,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.grad_guard import GradGuard
-from bigbatch.gradients.grad_sums import require_dense
+from bigbatch.gradients.grad_guard import EngineGuard, require_dense
 from bigbatch.gradients.gradient_hooks import hands_errors_over, weak_method
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import MicroBatchGradients
@@ -39,13 +38,13 @@ class TappedSource(GradientSource):
         explicit: counts only what happens inside `micro_batch`.
     """
 
-    guard: GradGuard
+    guard: EngineGuard
 
     def __init__(
         self,
         parameters: Iterable[Tensor],
         tap: GradientTap,
-        guard: GradGuard,
+        guard: EngineGuard,
         reducer: RankReducer,
         *,
         explicit: bool = False,
