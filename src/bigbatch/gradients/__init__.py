@@ -1,7 +1,7 @@
 """Sources of micro-batch gradients: one process, DDP, FSDP2, sharded; checks of `.grad`."""
 
 from bigbatch.gradients.auto import find_source, parameters_of
-from bigbatch.gradients.gradient_hooks import changed_later, only_watched
+from bigbatch.gradients.gradient_hooks import changed_later
 from bigbatch.gradients.groups.group_tap import GroupGradients, GroupTap
 from bigbatch.gradients.protocols import MicroBatchGradients, Subscriber
 from bigbatch.gradients.rank_reducer import is_of_network, note_waiting
@@ -23,6 +23,5 @@ __all__ = [
     "find_source",
     "is_of_network",
     "note_waiting",
-    "only_watched",
     "parameters_of",
 ]

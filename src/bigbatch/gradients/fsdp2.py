@@ -76,7 +76,6 @@ class UnshardedTap(GradientTap):
                 f"sharded: {MADE_LATE}; one that is not of the model belongs into a module "
                 "that is sharded"
             )
-        super().require_supported(parameter)
 
     def attach(self, parameters: Iterable[Tensor], report: OnGradient) -> None:
         """Hooks the parameters that require a gradient, at the next forward that gathers them."""

@@ -65,15 +65,6 @@ def watching_hook(function: _Hook) -> _Hook:
     return hook  # type: ignore[no-any-return]
 
 
-def only_watched(parameter: Tensor) -> bool:
-    """Whether all hooks on a leaf's gradient are ours, so that none changes it after them."""
-    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-        for hook in hooks.values() if hooks else ():
-            if not hasattr(hook, "only_watches"):
-                return False
-    return True
-
-
 def changed_later(parameter: Tensor) -> bool:
     """Whether a hook that is not ours comes after one of ours, and may change the gradient."""
     ours = [hasattr(hook, "only_watches") for hook in (parameter._backward_hooks or {}).values()]

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from bigbatch.errors import SettingError
 from bigbatch.gradients.gradient_hooks import gradient_hook, remove_hooks
 from bigbatch.gradients.protocols import OnGradient
 
@@ -26,11 +25,7 @@ class GradientTap:
         weakref.finalize(self, remove_hooks, self._handles)
 
     def require_supported(self, parameter: Tensor) -> None:
-        """Raises SettingError for a parameter whose gradient cannot be seen."""
-        if parameter.is_complex() and parameter.requires_grad:
-            raise SettingError(
-                "a complex parameter cannot be measured; hold torch.view_as_real of it"
-            )
+        """Raises SettingError for a parameter that the engine does not have."""
 
     def attach(self, parameters: Iterable[Tensor], report: OnGradient) -> None:
         """Hooks the parameters that require a gradient and have no hook yet."""

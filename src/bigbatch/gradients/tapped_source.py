@@ -54,6 +54,7 @@ class TappedSource(GradientSource):
         self._reached: set[Tensor] = set()  # parameters that the current micro-batch reached
         self._gathered: dict[Tensor, Tensor] = {}  # small gradients that are not reported yet
         self._elements = 0  # of these
+        self._reads_at_once = False  # whether a subscriber wants each as it comes
         self._totals: dict[Tensor, Tensor] | None = None  # of several backwards
         self._end_callback: weakref.ref[Callable[[], None]] | None = None  # alive in a backward
         self._report_one = weak_method(self._on_gradient)
@@ -111,6 +112,7 @@ class TappedSource(GradientSource):
         self._reached.clear()
         self._gathered.clear()
         self._elements = 0
+        self._reads_at_once = any(subscriber.reads_at_once for subscriber in self._subscribers)
         self._totals = {} if self._several else None
         self._in_micro_batch, self.foreign_backward = True, False
         self._begin_micro_batch()
@@ -158,7 +160,7 @@ class TappedSource(GradientSource):
             raise GradientError(TWICE)
         self._reached.add(parameter)
         is_large = gradient.numel() > _SMALL or not gradient.is_cpu
-        if is_large or any(subscriber.reads_at_once for subscriber in self._subscribers):
+        if is_large or self._reads_at_once:
             total = self.guard.sum_of(parameter)
             sums, is_first = None if total is None else [total], self.guard.keeps_sums
             is_first = is_first and total is None
