@@ -27,7 +27,6 @@ class FirstHook:
     accumulated, so the first one of a backward runs before any is.
 
     Args:
-        owner: what the hooks are for; `owners` finds it.
         begins: called at the first hook; whether `ends` is to be called. What it raises is raised
             after the backward.
         ends: called when the backward is complete.
@@ -35,18 +34,13 @@ class FirstHook:
     """
 
     def __init__(
-        self,
-        owner: object,
-        begins: Callable[[], bool],
-        ends: Callable[[], None],
-        gone: Callable[[], None],
+        self, begins: Callable[[], bool], ends: Callable[[], None], gone: Callable[[], None]
     ) -> None:
         self._handles: dict[int, RemovableHandle] = {}  # by id of the parameter
         backwards = _Backwards(weak_method(begins), weak_method(ends), weak_method(gone))
         hook: Any = functools.partial(next, itertools.chain.from_iterable(backwards))
         hook.__torch_unserializable__ = True  # torch.save(model) stays silent
         hook.only_watches = True
-        hook.owner = weakref.ref(owner)
         self._hook = hook
         weakref.finalize(self, remove_hooks, self._handles)
 
@@ -63,6 +57,13 @@ class FirstHook:
         """Removes every hook."""
         remove_hooks(self._handles)
 
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def handles(self) -> Iterable[RemovableHandle]:
+        """The handles of the hooks."""
+        return self._handles.values()
+
 
 def is_nested() -> bool:
     """Whether this hook runs in a backward that the backward of another function has called."""
@@ -72,15 +73,6 @@ def is_nested() -> bool:
         if frame.f_code is BackwardCFunction.apply.__code__:
             return True
     return False
-
-
-def owners(parameters: Iterable[Tensor]) -> Iterator[Any]:
-    """The owners of the hooks on these parameters, each once for a parameter."""
-    for hooks in map(HOOKS, parameters):
-        for hook in hooks.values() if hooks else ():
-            owner = getattr(hook, "owner", None)
-            if owner is not None and (alive := owner()) is not None:
-                yield alive
 
 
 class _Backwards:

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from bigbatch.gradients.grad_guard import GradGuard, require_dense
 
 _GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
-_POST_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 _CHECK_INTERVAL = 16  # steps; on a GPU a check waits for the device
 is_tensor = functools.partial(operator.is_not, None)  # in C, for `map` and `filter`
 
@@ -37,10 +36,7 @@ class GradSums(GradGuard):
         self._visible: list[Tensor | None] = []  # what `.grad` is outside a backward
         self._writes: list[int] = []  # to each of these
         self._hidden: list[Tensor] = []  # the parameters whose `.grad` is not visible now
-        # S before this backward, a copy, where a hook of the user's reads or changes the sum in it
-        self.left: dict[int, Tensor | None] = {}
         self._graphs: list[Tensor | None] = []  # gradients that have a graph, as they were found
-        self.host: GradSums | None = None  # that hides `.grad` of these parameters now
         self._edited = False  # whether a change of `.grad` was accepted in the step
 
     def restart(self) -> None:
@@ -57,9 +53,7 @@ class GradSums(GradGuard):
         return [grad for grad in self.all_grads() if grad is not None]
 
     def all_grads(self) -> list[Tensor | None]:
-        """`.grad` of every parameter as it is outside a backward."""
-        if self.host is not None:
-            return self.host.visible_of(self.parameters)
+        """`.grad` of every parameter."""
         return list(map(_GRAD, self.parameters))
 
     def local_grad(self, parameter: Tensor) -> Tensor | None:
@@ -142,51 +136,19 @@ class GradSums(GradGuard):
 
     # a backward
 
-    @property
-    def hides(self) -> bool:
-        """Whether a backward runs, or may, whose gradients are taken apart."""
-        return bool(self._hidden)
-
     def hide(self) -> None:
-        """Empties `.grad` for a backward; hooks of the user's on sums still see these."""
+        """Empties `.grad` for a backward."""
         self._hidden = list(self.parameters)
-        self.left = {
-            number: None if (grad := self._visible[number]) is None else grad.detach().clone()
-            for number in _numbers_with_hooks(self._hidden)
-        }
-        for number, parameter in enumerate(self._hidden):
-            if number not in self.left:
-                parameter.grad = None
-
-    def hide_too(self, parameters: Iterable[Tensor]) -> None:
-        """Empties `.grad` of other parameters for this backward, that of another source."""
-        own = set(map(id, self._hidden))
-        for parameter in parameters:
-            if id(parameter) not in own:
-                self._hidden.append(parameter)
-                self._visible.append(parameter.grad)
-                self.sums.append(None if self.keeps_apart else parameter.grad)
-                parameter.grad = None
-
-    def visible_of(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
-        """What `.grad` of these hidden parameters is outside the backward."""
-        return list(map(self.by_id(self._visible).get, map(id, parameters)))
-
-    def by_id(self, values: Iterable[Tensor | None]) -> dict[int, Tensor | None]:
-        """Values of the hidden parameters, by the ids of these."""
-        return dict(zip(map(id, self._hidden), values, strict=True))
+        for parameter in self._hidden:
+            parameter.grad = None
 
     def show(self) -> None:
         """Puts back what `.grad` was before the backward."""
-        for number in self.left:
-            self._visible[number] = self._hidden[number].grad
         for parameter, grad in zip(self._hidden, self._visible, strict=True):
             parameter.grad = grad
-        self.left = {}
-        count = len(self.parameters)  # without those of other sources
-        self._hidden, self._visible, self.sums = [], self._visible[:count], self.sums[:count]
+        self._hidden = []
 
-    def give_back(self, added: Iterable[int]) -> None:
+    def give_back(self, added: Collection[int]) -> None:
         """Accumulates what a backward has left, as autograd does, if the micro-batch ends there.
 
         Args:
@@ -194,13 +156,12 @@ class GradSums(GradGuard):
         """
         if not self._hidden:
             return
-        done = {*added, *self.left}
         if not self.keeps_apart:
             for number in added:
                 self._visible[number] = self.sums[number]
         for number, gradient in enumerate(map(_GRAD, self._hidden)):
             before = self._visible[number]
-            if gradient is not None and number not in done:
+            if gradient is not None and number not in added:
                 self._visible[number] = gradient if before is None else before.add_(gradient)
         self.show()
 
@@ -216,8 +177,6 @@ class GradSums(GradGuard):
     def take(self) -> list[Tensor | None]:
         """What the backward has left in `.grad` of the hidden parameters, without graphs."""
         found: list[Tensor | None] = list(map(_GRAD, self._hidden))
-        for number, before in self.left.items():
-            found[number] = _difference(found[number], before)
         present: list[Any] = list(filter(is_tensor, found))
         require_dense(present)
         self._graphs = []
@@ -258,22 +217,18 @@ class GradSums(GradGuard):
         self._graphs = []
         self._note_writes()
 
+    # a backward that accumulates by itself
 
-def _numbers_with_hooks(parameters: Sequence[Tensor]) -> list[int]:
-    """Numbers of the parameters with a hook of the user's that runs after accumulation."""
-    hooks = list(map(_POST_HOOKS, parameters))
-    if not any(hooks):
-        return []
-    return [
-        number
-        for number, own in enumerate(hooks)
-        if own and not all(hasattr(hook, "only_watches") for hook in own.values())
-    ]
+    def added_to(self) -> list[int]:
+        """Numbers of the parameters whose `.grad` the backward has written to."""
+        pairs = zip(self.all_grads(), self._visible, self._writes, strict=True)
+        return [
+            number
+            for number, (grad, before, writes) in enumerate(pairs)
+            if grad is not before or (grad is not None and grad._version != writes)
+        ]
 
-
-def _difference(grad: Tensor | None, before: Tensor | None) -> Tensor | None:
-    """What was added to a gradient; None if nothing was."""
-    if grad is None or before is None:
-        return grad
-    added = grad.detach() - before
-    return added if added.any() else None
+    def end_accumulated(self) -> None:
+        """The micro-batch is complete: the sums are what `.grad` is."""
+        self.accept()
+        self.sums, self.keeps_apart = list(self._visible), False

@@ -3,7 +3,7 @@
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.first_hook import HOOKS, FirstHook, is_nested, owners
+from bigbatch.gradients.first_hook import HOOKS, FirstHook, is_nested
 from bigbatch.gradients.grad_guard import require_dense
 from bigbatch.gradients.grad_sums import GradSums, is_tensor
 from bigbatch.gradients.gradient_hooks import (
@@ -25,6 +25,7 @@ from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.gradients.source import TWICE, GradientSource
 from bigbatch.gradients.tapped_source import MADE_LATE, are_freed
 
+_POST_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 _NEEDS_EXACT = operator.attrgetter("needs_exact_groups")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _NESTED = (
@@ -32,6 +33,7 @@ _NESTED = (
     "whole model, which use_reentrant=False avoids?), so the end of the micro-batch is unknown; "
     "mark the micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch"
 )
+_HOOKED = "a hook was put on a parameter, or a meter made, within a step; do that between two steps"
 _LARGE = 1 << 20  # bytes of a gradient that is added at once, to free its memory
 
 
@@ -52,15 +54,19 @@ class SingleProcessSource(GradientSource):
         self, parameters: Iterable[Tensor], *, explicit: bool = False, unshared: str = ""
     ) -> None:
         begins, ends, gone = self._backward_begins, self._backward_ends, self._backward_gone
-        self._first_hook = FirstHook(self, begins, ends, gone)
+        self._first_hook = FirstHook(begins, ends, gone)
         self._large: dict[int, RemovableHandle] = {}  # of the gradients that are added at once
         self._numbers: dict[Tensor, int] = {}  # of the watched parameters that need a gradient
         self._lists: dict[tuple[int, ...], list[Tensor]] = {}  # parameters by their numbers
         self._added: set[int] = set()  # parameters whose gradient is in the sums already
         self._attached: tuple[object, ...] | None = None  # what the hooks were put on for
-        self._guests: list[SingleProcessSource] = []  # that read the same backward after this one
+        # Where anybody else has a hook on a parameter, autograd accumulates by itself, and a tap on
+        # each sees its gradient: numbers of the parameters, and what the taps have caught
+        self._taps: dict[int, RemovableHandle] = {}
+        self._caught: dict[int, Tensor] = {}
         self._announced = False  # whether the subscribers know of it
         weakref.finalize(self, remove_hooks, self._large)
+        weakref.finalize(self, remove_hooks, self._taps)
         reducer = RankReducer(unshared)
         super().__init__(parameters, GradSums(), reducer, explicit=explicit)
 
@@ -83,7 +89,8 @@ class SingleProcessSource(GradientSource):
         has_groups = self.group_tap is not None
         at_once = has_groups and is_exact  # k gradients of each are in memory
         trains = list(map(_REQUIRES_GRAD, self.parameters))
-        needed = trains, reads, has_groups, at_once, self.explicit
+        others = self._hooks_of_others() if reads else []
+        needed = trains, reads, has_groups, at_once, self.explicit, others
         if needed == self._attached:
             return
         self._attached = needed
@@ -93,16 +100,33 @@ class SingleProcessSource(GradientSource):
         watched = trained if reads else trained[-1:] if self.explicit else []
         self._first_hook.attach(p for _, p in watched)
         remove_hooks(self._large)
+        remove_hooks(self._taps)  # to come after the others again
         for number, parameter in trained if reads else ():
-            if at_once or parameter.numel() * parameter.element_size() > _LARGE:
-                hook = _adding_hook(weak_method(self._add_at_once), number)
+            is_large = at_once or parameter.numel() * parameter.element_size() > _LARGE
+            if others:
+                tap = _hook(weak_method(self._catch), number, is_large)
+                self._taps[number] = parameter.register_hook(tap)  # type: ignore[no-untyped-call]
+            elif is_large:
+                hook = _hook(weak_method(self._add_at_once), number)
                 register = parameter.register_post_accumulate_grad_hook
                 self._large[number] = register(hook)  # type: ignore[no-untyped-call]
+
+    def _hooks_of_others(self) -> list[int]:
+        """Ids of all hooks on gradients and sums of the parameters that are not this source's."""
+        kinds = list(map(HOOKS, self.parameters)), list(map(_POST_HOOKS, self.parameters))
+        own = len(self._first_hook) + len(self._taps), len(self._large)
+        if [sum(map(len, filter(None, hooks))) for hooks in kinds] == [*own]:
+            return []
+        handles = (*self._first_hook.handles(), *self._taps.values(), *self._large.values())
+        ours = {handle.id for handle in handles}
+        present = itertools.chain.from_iterable(filter(None, itertools.chain(*kinds)))
+        return [number for number in present if number not in ours]
 
     def _remove_hooks(self) -> None:
         self._attached = None
         self._first_hook.close()
         remove_hooks(self._large)
+        remove_hooks(self._taps)
 
     def _unhook(self, parameter: Tensor) -> None:
         self._attached = None
@@ -127,36 +151,22 @@ class SingleProcessSource(GradientSource):
     # a micro-batch
 
     def _open(self) -> None:
-        guard, host = self.guard, self._find_host()
-        if host is not None:
-            host.guard.hide_too(self.parameters)
-            guard.host = host.guard
-        try:
-            changed = self._in_micro_batch or (self.micro_batches > 0 and guard.changed())
-            if self.micro_batches and changed and not self.explicit and guard.is_clean():
-                self._restart()  # the user called zero_grad(), and starts a new step
-            elif self.micro_batches and changed:
-                self.require_unchanged("this one")
-            self._begin_step()
-        except BaseException:
-            guard.host = None
-            raise
+        guard = self.guard
+        changed = self._in_micro_batch or (self.micro_batches > 0 and guard.changed())
+        if self.micro_batches and changed and not self.explicit and guard.is_clean():
+            self._restart()  # the user called zero_grad(), and starts a new step
+        elif self.micro_batches and changed:
+            self.require_unchanged("this one")
+        is_tapped = not self._subscribers or self._taps
+        if self.micro_batches and not is_tapped and self._hooks_of_others():
+            raise GradientError(_HOOKED)
+        self._begin_step()
         self._in_micro_batch, self.foreign_backward = True, False
         self._announced = False
         self._added.clear()
-        if host is not None:
-            host._guests.append(self)
-        elif self._subscribers:
+        self._caught.clear()
+        if self._subscribers and not self._taps:
             guard.hide()
-
-    def _find_host(self) -> "SingleProcessSource | None":
-        """Another source of the same parameters that takes the gradients of this backward apart."""
-        if not self._subscribers:
-            return None
-        if max(map(len, filter(None, map(HOOKS, self.parameters))), default=0) < 2:
-            return None
-        others = (owner for owner in owners(self.parameters) if owner is not self)
-        return next((other for other in others if other.guard.hides), None)
 
     def _close(self) -> None:
         if not self._subscribers:
@@ -165,41 +175,26 @@ class SingleProcessSource(GradientSource):
             self.guard.accept()
             return
         try:
-            found = self.guard.take()
-            self._add_all(found)
+            if self._taps:
+                self._report_caught()
+            else:
+                self._add_all(self.guard.take())
         except BaseException:
             self._fail()
             raise
-        guests, self._guests = self._guests, []
-        by_id = self.guard.by_id(found) if guests else {}
-        self.guard.end()
-        self._end_micro_batch()
-        for guest in guests:
-            guest._close_as_guest(by_id)
-
-    def _close_as_guest(self, found: Mapping[int, Tensor | None]) -> None:
-        """The micro-batch is complete, and its gradients are in `.grad` already."""
-        guard = self.guard
-        guard.host = None
-        pairs = [(p, found[id(p)]) for p in self.parameters]
-        reached = {p: gradient for p, gradient in pairs if gradient is not None}
-        self._announce()
-        self._report(MicroBatchGradients([*reached], [*reached.values()]))
-        guard.accept()
-        guard.sums = guard.all_grads()
-        self._added = {number for number, p in enumerate(self.parameters) if p in reached}
+        if self._taps:
+            self.guard.end_accumulated()
+        else:
+            self.guard.end()
         self._end_micro_batch()
 
     def _reached_parameters(self) -> Iterable[Tensor]:
         return [self.parameters[number] for number in self._added]
 
     def _fail(self) -> None:
-        guests, self._guests = self._guests, []
         self.guard.give_back(self._added)
+        self._caught.clear()
         self.restart()
-        for guest in guests:
-            guest.guard.host = None
-            guest.restart()
 
     def _announce(self) -> None:
         """Tells the subscribers of the micro-batch, once it is known to have a gradient."""
@@ -209,38 +204,59 @@ class SingleProcessSource(GradientSource):
 
     def _add_all(self, found: Sequence[Tensor | None]) -> None:
         """Reports what the backward has left, and adds it to the sums."""
-        sums, own = self.guard.sums, range(len(self.parameters))
-        numbers = tuple(itertools.compress(own, map(is_tensor, found)))
+        sums = self.guard.sums
+        numbers = tuple(itertools.compress(range(len(found)), map(is_tensor, found)))
         if not numbers and not self._added:
             self.require_no_step_in_backward()
         self._announce()
-        for number in filter(self.guard.left.__contains__, numbers):
-            self._report_left(number, found[number])
-        if self.guard.left:
-            numbers = tuple(number for number in numbers if number not in self.guard.left)
         have_sums = list(map(is_tensor, map(sums.__getitem__, numbers)))
         later = tuple(itertools.compress(numbers, have_sums))
         without = tuple(itertools.compress(numbers, map(operator.not_, have_sums)))
         for some, is_first in ((without, True), (later, False)):
             if some:
                 self._add(some, found, first=is_first)
-        for number in range(len(own), len(found)):  # of guests
-            if (gradient := found[number]) is not None:
-                self.guard.add([number], [gradient], summed=False, first=sums[number] is None)
 
-    def _report_left(self, number: int, gradient: Any) -> None:
-        """Reports a gradient that is in `.grad` already."""
-        before, grad = self.guard.left[number], self.parameters[number].grad
-        sums = None if before is None else [before]
-        batch = MicroBatchGradients(self._listed((number,)), [gradient], sums, before is None)
-        self._report(batch)
-        self.guard.sums[number] = None if grad is None else grad.detach()
-        self._added.add(number)
+    def _report_caught(self) -> None:
+        """Reports what the taps have caught, of a backward that accumulates by itself."""
+        grads, written = self.guard.all_grads(), set(self.guard.added_to())
+        caught, self._caught = self._caught, {}
+        if any(grads[number] is None for number in (*caught, *self._added)):
+            self.require_no_step_in_backward()
+        for number in written - caught.keys() - self._added:
+            # the tap was put on in this backward, the step's first
+            grad = grads[number]
+            if self.micro_batches or grad is None:
+                raise GradientError(_HOOKED)
+            caught[number] = grad.detach().clone()
+        self._announce()
+        if caught:
+            require_dense(caught.values())
+            numbers = tuple(sorted(caught))
+            gradients = [caught[number] for number in numbers]
+            self._report(MicroBatchGradients(self._listed(numbers), gradients))
+            self._added.update(numbers)
+
+    def _catch(self, number: int, at_once: bool, gradient: Tensor) -> None:
+        """A tap has seen a gradient, which autograd adds to `.grad`."""
+        if not self._in_micro_batch:
+            return
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        if at_once and not self._several:
+            if number in self._added:
+                raise GradientError(TWICE)
+            require_dense([gradient])
+            self._announce()
+            self._report(MicroBatchGradients(self._listed((number,)), [gradient]))
+            self._added.add(number)
+        elif number in self._caught:
+            self._caught[number] = self._caught[number] + gradient
+        else:
+            self._caught[number] = gradient  # held, so autograd does not write to its memory
 
     def _add(self, numbers: tuple[int, ...], found: Sequence[Any], *, first: bool) -> None:
         gradients: list[Tensor] = list(map(found.__getitem__, numbers))
         sums = None if first else self.guard.sums_before(numbers)
-        may_sum = not first and not self._guests and not self.guard.has_graphs
+        may_sum = not first and not self.guard.has_graphs
         batch = MicroBatchGradients(self._listed(numbers), gradients, sums, first, may_sum)
         self._report(batch)
         self.guard.add(numbers, gradients, summed=batch.summed, first=first)
@@ -255,9 +271,7 @@ class SingleProcessSource(GradientSource):
     def _add_at_once(self, number: int, parameter: Tensor) -> None:
         """Adds a gradient as soon as it is there; a backward that two reach is refused."""
         gradient = parameter.grad
-        hooks = parameter._post_accumulate_grad_hooks or ()
-        waits = self._several or self._guests or len(hooks) > 1
-        if not self._in_micro_batch or waits or self.guard.host is not None or gradient is None:
+        if not self._in_micro_batch or self._several or gradient is None:
             return
         if gradient.requires_grad:  # of create_graph=True, which `.grad` keeps
             return
@@ -293,11 +307,9 @@ class SingleProcessSource(GradientSource):
     @_disable_dynamo
     @hands_errors_over
     def _backward_ends(self) -> None:
-        if self.guard.host is not None:
-            return  # which hands the gradients over
         if not self._implicit:
             self.foreign_backward |= self.guard.changed()
-        elif self._added or self.guard.found():
+        elif self._added or (self.guard.added_to() if self._taps else self.guard.found()):
             self._close()
         else:  # autograd.grad, which accumulates nothing
             self.require_no_step_in_backward()
@@ -305,20 +317,18 @@ class SingleProcessSource(GradientSource):
                 self._fail()
                 raise GradientError(f"the parameters were freed in the backward: {MADE_LATE}")
             self.guard.show()
-            for source in (self, *self._guests):
-                source.guard.host = None
-                source._in_micro_batch = source._implicit = False
-            self._guests.clear()
+            self._caught.clear()
+            self._in_micro_batch = self._implicit = False
 
     def _backward_gone(self) -> None:
         """A backward has ended, or failed in the micro-batch that it opened."""
-        if self._implicit and self.guard.host is None:
+        if self._implicit:
             self._forget_groups()
             self.guard.give_back(self._added)
 
 
-def _adding_hook(add: Callable[[int, Tensor], None], number: int) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        add(number, parameter)
+def _hook(function: Callable[..., None], *leading: Any) -> Callable[..., None]:
+    def hook(argument: Tensor) -> None:
+        function(*leading, argument)
 
     return watching_hook(hook)
