@@ -26,9 +26,10 @@ from bigbatch.training.loss_weights import label_weights, weighted_loss
 from bigbatch.training.optimizer_checks import trained_parameters
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.rank_facts import RankFacts
+from bigbatch.training.step_statistics import StepStatistics
 from bigbatch.training.training_parts import TrainingParts
 from bigbatch.training.unmeasured_step import UnmeasuredStep
-from bigbatch.training.update import StepStatistics, Update
+from bigbatch.training.update import Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
@@ -333,9 +334,10 @@ class Step:
         is_weighed = self._labels is not None or self._weighting != "labels"
         found_inf = None if light is None else light.found_inf
         if found_inf is not None and is_weighed and self._update.can_wait:
-            return self._end_unread(found_inf)
-        with self.optimizer_step() as finite:
-            self.step_optimizer(finite)
+            self._end_unread(found_inf)
+        else:
+            with self.optimizer_step() as finite:
+                self.step_optimizer(finite)
         assert self._past.record is not None
         return self._past.record
 
@@ -353,23 +355,26 @@ class Step:
             yield statistics.finite
         self.ended = True
 
-    def _end_unread(self, found_inf: Tensor) -> StepRecord:
+    def _end_unread(self, found_inf: Tensor) -> None:
         """Ends a step that the optimizer skips on the device if its gradient is not finite."""
         self._require_complete("update")
         self._require_untouched(vanishes=False)
         optimizer: Any = self._parts.optimizer
-
-        def step_optimizer() -> None:
+        known = StepStatistics(
+            samples=self._samples,
+            micro_batches=self._backwards,
+            statistics=None,
+            elapsed_seconds=self._elapsed_seconds,
+            previous_seconds=self._past.step_seconds,
+            checksums=[],
+        )
+        with self._update.end_step(known, self._statistics):
             optimizer.found_inf = found_inf
             try:
                 optimizer.step()
             finally:
                 del optimizer.found_inf
-
-        counts = self._samples, self._backwards, self._elapsed_seconds
-        record = self._update.end_unread(self._statistics, step_optimizer, *counts)
         self.ended = True
-        return record
 
     def _require_untouched(self, *, vanishes: bool) -> None:
         """Raises an error if anybody else has stepped the optimizer, or written to `.grad`."""
