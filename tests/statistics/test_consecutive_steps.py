@@ -1,6 +1,5 @@
 """Two consecutive steps that are compared: the estimate, its bias, its interval, its state."""
 
-import io
 import itertools
 import math
 from statistics import fmean
@@ -13,6 +12,7 @@ from bigbatch import GradientMeter
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
 from kernel_recorder import Recorded
+from tensors import through_a_file
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 SHAPES = [(3, 4), (5,), (150, 150), ()]
@@ -195,13 +195,6 @@ def test_a_skipped_step_is_forgotten():
 
 
 # a state
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def test_a_pair_is_continued_from_a_state_bit_for_bit():

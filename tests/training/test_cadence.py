@@ -1,6 +1,5 @@
 """Which steps are measured, in the loop; a made-up clock says what each backward costs."""
 
-import io
 import itertools
 import math
 import time
@@ -19,6 +18,7 @@ from clock import Clock
 from loop_steps import trained
 from numbered_samples import build, steps_of
 from single_steps import by_single_steps
+from tensors import through_a_file
 
 torch.set_num_threads(1)
 BACKWARD, SAMPLE = 1.0, 0.125  # seconds of a backward, and of each of its samples
@@ -260,15 +260,6 @@ def test_none_is_the_default(clock):
 # states
 
 
-def state_of(train):
-    """A state, through a file."""
-    file = io.BytesIO()
-    parts = (train.model.state_dict(), train.optimizer.state_dict(), train.state_dict())
-    torch.save(parts, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.late
 @pytest.mark.parametrize("cut", [1, 33, 64, 65, 66, 127, 129])  # where n changes, and elsewhere
 @pytest.mark.parametrize(
@@ -289,7 +280,8 @@ def test_a_killed_run_continues_with_the_same_steps(clock, cut, options):
     whole = rest(start(), 140)
     killed = start()
     head = rest(killed, cut)
-    model, optimizer, state = state_of(killed)
+    parts = killed.model, killed.optimizer, killed
+    model, optimizer, state = through_a_file([part.state_dict() for part in parts])
     clock.now += 1000.0  # until it is started again
     resumed = start()
     resumed.model.load_state_dict(model)

@@ -1,6 +1,5 @@
 """Loops of one backward a step, which compare two consecutive steps: min_micro_batches=1."""
 
-import io
 import json
 import math
 from dataclasses import replace
@@ -21,6 +20,7 @@ from bigbatch.log.html_report import write_report
 from bigbatch.optim import VRSGD
 from bigbatch.training.loss_weights import weighted_loss
 from loop_steps import trained
+from tensors import through_a_file
 
 torch.set_num_threads(1)  # small tensors: a second thread only waits
 MICRO = 128
@@ -262,15 +262,6 @@ def test_a_group_with_learning_rate_0_counts_as_any_other():
 # states
 
 
-def state_of(train):
-    """A state, through a file."""
-    file = io.BytesIO()
-    parts = (train.model.state_dict(), train.optimizer.state_dict(), train.state_dict())
-    torch.save(parts, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.parametrize("cut", [1, 2, 3, 8, 65, 66])
 @pytest.mark.parametrize("every", [None, 4])
 def test_a_killed_run_continues_bit_for_bit(cut, every):
@@ -288,7 +279,8 @@ def test_a_killed_run_continues_bit_for_bit(cut, every):
     expected = rest(whole, 75)
     killed = start()
     head = rest(killed, cut)
-    model, optimizer, state = state_of(killed)
+    parts = killed.model, killed.optimizer, killed
+    model, optimizer, state = through_a_file([part.state_dict() for part in parts])
     resumed = start()
     resumed.model.load_state_dict(model)
     resumed.optimizer.load_state_dict(optimizer)

@@ -3,7 +3,7 @@
 import json
 import math
 import pickle
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -130,6 +130,45 @@ def test_the_row_of_the_last_step_is_written_where_the_loop_is_left(tmp_path):
     (file,) = (tmp_path / "run").glob("*.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [1, 2, 3, 4] == [row["step"] for row in rows if "step" in row]
+
+
+def test_a_record_that_was_not_read_is_a_record_like_any_other():
+    def one(read):
+        train = training("AdamW")
+        step = next(iter(train))
+        for x, y in step:
+            step.backward(cross_entropy(train.model(x), y))
+        record = replace(step.update(), elapsed_seconds=0.0) if read else step.update()
+        vars(record)["elapsed_seconds"] = 0.0
+        return record
+
+    read = one(True)
+    assert read == one(False)
+    assert one(False) == read
+    assert one(False) == one(False)
+    assert repr(one(False)) == repr(read)
+    assert hash(one(False)) == hash(read)
+    decision = replace(read.decision, reason="another")
+    values = {"loss": 1.0, "skipped": True, "decision": decision}
+    assert replace(one(False), **values) == replace(read, **values)
+
+
+def test_the_reason_of_a_step_is_the_same_when_it_is_read_late():
+    """Step 128 is the last one of those of which every second is measured."""
+
+    def reasons(*, fused):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        policy = bb.Controller(bb.SimiGrad(0.2), SIZE, max_batch=SIZE, smoothing=None)
+        optimizer = SGD(model.parameters(), lr=0.1, fused=fused)
+        train = bb.AdaptiveBatch(model, optimizer, 11 * data(), policy=policy, micro_batch=SIZE)
+        records, _ = trained(train)
+        unmeasured = [r for r in records if r.statistics is None]
+        return [(r.step, r.every, r.decision.reason) for r in unmeasured]
+
+    expected = reasons(fused=False)
+    assert (128, 4, "not measured; one step in 2 is") in expected
+    assert expected == reasons(fused=True)
 
 
 def test_a_record_that_was_not_read_is_copied_as_a_record():

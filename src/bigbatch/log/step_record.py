@@ -62,33 +62,32 @@ class StepRecord:
         """B_simple of this step in samples; nan if it was not measured."""
         return math.nan if self.statistics is None else self.statistics.noise_scale
 
+    @classmethod
+    def unread(cls, read: Callable[[], object], **known: Any) -> "StepRecord":
+        """The record of a step whose loss, decision and skipping the host has not read yet.
 
-class UnreadRecord(StepRecord):
-    """The record of a step that the host has not read yet.
+        They are read at the first look at one of them, or by the loop at its next step.
 
-    Loss, decision, and whether the step was skipped are read at the first look at one of them, or
-    by the loop at its next step. From then on it is a `StepRecord` like any other.
-
-    Args:
-        read: reads the step, and calls `complete`.
-        known: all other fields.
-    """
-
-    def __init__(self, read: Callable[[], object], **known: Any) -> None:
-        self.__dict__.update(known, _read=read)
+        Args:
+            read: reads the step, and calls `complete`.
+            known: all other fields.
+        """
+        record = cls.__new__(cls)
+        record.__dict__.update(known, _read=read)
+        return record
 
     def complete(self, **values: Any) -> None:
         """Adds the fields that were read."""
         del self.__dict__["_read"]
         self.__dict__.update(values)
-        object.__setattr__(self, "__class__", StepRecord)
 
-    def __getattr__(self, name: str) -> Any:
-        if "_read" not in self.__dict__ or name not in StepRecord.__dataclass_fields__:
-            raise AttributeError(name)
-        self._read()
-        return self.__dict__[name]
+    if not TYPE_CHECKING:  # a checker would accept any name
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._read()
-        return self.__reduce_ex__(protocol)  # of a StepRecord
+        def __getattr__(self, name: str) -> Any:
+            if "_read" not in self.__dict__ or name not in StepRecord.__dataclass_fields__:
+                raise AttributeError(name)
+            self._read()
+            return self.__dict__[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -55,14 +55,13 @@ class PastSteps:
         finally:
             self._step_started += time.perf_counter() - started
 
-    def count(self, samples: int, *, finite: bool) -> None:
-        """Counts a step of so many samples, skipped if its gradient is not finite."""
-        self.samples += samples
+    def count(self, *, finite: bool) -> None:
+        """Counts a step, skipped if its gradient is not finite."""
         self.steps += finite
         self.skipped += not finite
 
     def add(self, record: StepRecord) -> None:
-        """Adds the record of a step that is counted."""
+        """Adds the record of a step, which the host may not have read."""
         self.record = record
         if record.statistics is not None:
             self.last_measured = record

@@ -5,7 +5,6 @@ import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -16,19 +15,21 @@ from bigbatch.data.external_batches import ExternalStep
 from bigbatch.data.micro_batches import StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients import GradientSource
-from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
+from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
 from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_weights import label_weights, weighted_loss
+from bigbatch.training.measured_step import MeasuredStep
 from bigbatch.training.optimizer_checks import trained_parameters
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.rank_facts import RankFacts
+from bigbatch.training.step_statistics import StepStatistics
 from bigbatch.training.training_parts import TrainingParts
 from bigbatch.training.unmeasured_step import UnmeasuredStep
-from bigbatch.training.update import StepStatistics, Update
+from bigbatch.training.update import Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
@@ -80,15 +81,11 @@ class Step:
         self._losses: list[Tensor] = []
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
         self._weighting: Weighting | None = None  # what the weights are
-        self._elapsed_seconds = 0.0  # once complete
-        self._counts: list[float] = []  # what the host knows once complete, as in `_local_totals`
-        self._pair_values = 0  # how many of what the host reads are sums over a pair of steps
-        self._device_totals: Tensor | None = None  # everything that the host reads, once complete
-        # [Note: A step that measures nothing]: whether it is one, what is read of it once complete,
-        # and the labels of its only backward
+        self._reading: MeasuredStep | UnmeasuredStep | None = None  # once complete
+        # [Note: A step that measures nothing]: whether it is one, and the labels of its only
+        # backward
         is_read = parts.reader is not None or parts.meter.due or parts.compares
         self._is_light = self._source.ranks == 1 and not is_read
-        self._unmeasured: UnmeasuredStep | None = None
         self._labels: Tensor | None = None
         self._optimizer_steps = 0  # of the training, once complete
 
@@ -115,7 +112,7 @@ class Step:
     @property
     def complete(self) -> bool:
         """Whether every micro-batch was run backward, so that `update` comes next."""
-        return self._device_totals is not None or self._unmeasured is not None
+        return self._reading is not None
 
     @property
     def last(self) -> bool:
@@ -139,8 +136,7 @@ class Step:
         Raises:
             LoopError: before the last micro-batch's backward, or after `update()`.
         """
-        self._require_complete("loss")
-        loss_sum, weight_sum, *_ = self._host_totals
+        loss_sum, weight_sum, *_ = self._require_complete("loss").host_totals
         return loss_sum / weight_sum if weight_sum else math.nan  # no label counts
 
     @property
@@ -150,8 +146,7 @@ class Step:
         Raises:
             LoopError: before the last micro-batch's backward, or after `update()`.
         """
-        self._require_complete("samples")
-        return round(self._host_totals[4])
+        return round(self._require_complete("samples").host_totals[4])
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Adds this micro-batch's share of the mean gradient to `.grad`.
@@ -329,13 +324,14 @@ class Step:
             LoopError: micro-batches are missing, or it was called already.
             GradientError: a backward of your own changed `.grad` after the last micro-batch.
         """
-        light = self._unmeasured
+        light = self._reading
         is_weighed = self._labels is not None or self._weighting != "labels"
-        found_inf = None if light is None else light.found_inf
+        found_inf = light.found_inf if isinstance(light, UnmeasuredStep) else None
         if found_inf is not None and is_weighed and self._update.can_wait:
-            return self._end_unread(found_inf)
-        with self.optimizer_step() as finite:
-            self.step_optimizer(finite)
+            self._end_unread(found_inf)
+        else:
+            with self.optimizer_step() as finite:
+                self.step_optimizer(finite)
         assert self._past.record is not None
         return self._past.record
 
@@ -353,23 +349,26 @@ class Step:
             yield statistics.finite
         self.ended = True
 
-    def _end_unread(self, found_inf: Tensor) -> StepRecord:
+    def _end_unread(self, found_inf: Tensor) -> None:
         """Ends a step that the optimizer skips on the device if its gradient is not finite."""
-        self._require_complete("update")
+        *_, previous_seconds, elapsed_seconds, _ = self._require_complete("update").counts
         self._require_untouched(vanishes=False)
         optimizer: Any = self._parts.optimizer
-
-        def step_optimizer() -> None:
+        known = StepStatistics(
+            samples=self._samples,
+            micro_batches=self._backwards,
+            statistics=None,
+            elapsed_seconds=elapsed_seconds,
+            previous_seconds=previous_seconds,
+            checksums=[],
+        )
+        with self._update.end_step(known, self._statistics):
             optimizer.found_inf = found_inf
             try:
                 optimizer.step()
             finally:
                 del optimizer.found_inf
-
-        counts = self._samples, self._backwards, self._elapsed_seconds
-        record = self._update.end_unread(self._statistics, step_optimizer, *counts)
         self.ended = True
-        return record
 
     def _require_untouched(self, *, vanishes: bool) -> None:
         """Raises an error if anybody else has stepped the optimizer, or written to `.grad`."""
@@ -436,13 +435,9 @@ class Step:
                 "their gradients lack a part of it; add them between two steps, after step.update()"
             )
         self._optimizer_steps = self._parts.optimizer_steps
-        if self._is_light:
-            self._complete_light()
-            return
-        device = self._source.parameters[0].device
-        losses = to_device(torch.stack(self._losses), device) if self._losses else None
-        self._counts = [
-            math.fsum(self._weights),
+        parts, weights, losses = self._parts, self._weights, self._losses
+        counts = [
+            math.fsum(weights),
             self._backwards,
             self._weighting_code,
             self._samples,
@@ -451,23 +446,16 @@ class Step:
             self._past.elapsed_seconds,
             self._facts.checksum(),
         ]
-        # one process knows its counts, and weighs the losses once it has read them
-        extra = losses if self._source.ranks == 1 else self._local_totals(losses)
-        if (sums := self._compare_steps()) is not None and extra is not None:
-            extra, self._pair_values = torch.cat([extra, sums]), len(sums)
-        self._device_totals = self._parts.meter.measure(self._weights, extra)
-        self._correct_weight()
-
-    def _complete_light(self) -> None:
-        """The end of a step that measures nothing, in one process."""
-        parts, labels = self._parts, self._labels
-        if parts.pairs is not None:
-            parts.pairs.forget()
-        self._elapsed_seconds = self._past.elapsed_seconds
-        self._unmeasured = UnmeasuredStep(
-            self._source, self._losses, self._weights, labels, on_device=parts.skips_on_device
-        )
-        if labels is None:
+        if self._is_light:
+            if parts.pairs is not None:
+                parts.pairs.forget()
+            self._reading = UnmeasuredStep(
+                self._source, losses, weights, counts, self._labels, on_device=parts.skips_on_device
+            )
+        else:
+            pair_sums = self._compare_steps()
+            self._reading = MeasuredStep(parts.meter, losses, weights, counts, pair_sums)
+        if self._labels is None:
             self._correct_weight()
 
     def _correct_weight(self) -> None:
@@ -493,31 +481,12 @@ class Step:
 
     def _pair_statistics(self, values: list[float], samples: int) -> GradientStatistics | None:
         """The statistics of this step and the one before; None if they are not known."""
-        pairs, first = self._parts.pairs, len(self._losses)
-        if pairs is None or not self._pair_values:
+        pairs = self._parts.pairs
+        if pairs is None or not values:
             return None
-        statistics = pairs.statistics(values[first : first + self._pair_values])
+        statistics = pairs.statistics(values)
         is_finite = math.isfinite(statistics.grad_sqnorm + statistics.grad_variance)
         return _in_samples(statistics, samples) if is_finite else None
-
-    def _local_totals(self, losses: Tensor | None) -> Tensor:
-        """[weight * loss, weight, micro-batches, weighting, samples, has gradient, ...].
-
-        Sums over this rank's micro-batches; then the seconds of the step before, and the messages:
-        this rank's, and zeros for those of other ranks.
-        """
-        source, device = self._source, self._source.parameters[0].device
-        k, dtype = len(self._weights), widest_float(device)
-        *counts, seconds, checksum = self._counts
-        messages = [0.0] * (2 * source.ranks)
-        messages[2 * source.rank : 2 * source.rank + 2] = seconds, checksum
-        numbers = torch.tensor([*self._weights, *counts, *messages], dtype=dtype, device="cpu")
-        numbers = to_device(numbers, device)
-        if losses is None:
-            return torch.cat([numbers.new_zeros(1), numbers])
-        with without_autocast(device):
-            loss = numbers[:k] @ losses.to(dtype)
-        return torch.cat([loss[None], numbers[k:]])
 
     def _total_weight(self) -> float:
         """Sum of the weights over all ranks; needs no wait if the weights are samples."""
@@ -526,49 +495,31 @@ class Step:
         elif self._weighting == "samples" and self._micro_batches.samples_known:
             total = float(self._micro_batches.samples)
         else:
-            total = self._host_totals[1]
+            assert self._reading is not None
+            total = self._reading.host_totals[1]
         if not total and self._weighting != "labels":
             raise LoopError(_NO_WEIGHT)
         return total
 
-    @cached_property
-    def _values(self) -> list[float]:
-        """What was summed on the device; reading it is the one wait for the device in a step."""
-        assert self._device_totals is not None
-        values: list[float] = self._device_totals.tolist()
-        return values
-
-    @cached_property
-    def _host_totals(self) -> list[float]:
-        """The totals of `_local_totals`, over all ranks."""
-        if (light := self._unmeasured) is not None:
-            weight, gradient = light.total_weight, float(light.has_gradient)
-            counts = [weight, self._backwards, self._weighting_code, self._samples, gradient]
-            return [light.loss_sum, *counts, self._past.step_seconds, self._elapsed_seconds, 0.0]
-        if self._source.ranks > 1:
-            return self._values[: 1 + len(self._counts) + 2 * (self._source.ranks - 1)]
-        losses = self._values[: len(self._losses)]
-        return [math.fsum(map(operator.mul, self._weights, losses)), *self._counts]
-
     def _statistics(self) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
-        ranks = self._source.ranks
-        loss, weight, micro_batches, weighting, samples, has_grad, *rest = self._host_totals
+        ranks, reading = self._source.ranks, self._reading
+        assert reading is not None
+        loss, weight, micro_batches, weighting, samples, has_grad, *rest = reading.host_totals
         seconds, *messages = rest
         if weighting not in (0, ranks, ranks * (1 + ranks)):  # equal on all ranks
             raise LoopError(_MIXED)
         statistics = None
-        light = self._unmeasured
-        values = self._values if light is None else []
-        if light is not None:
-            finite, vanishes = light.finite, light.vanishes
+        if isinstance(reading, UnmeasuredStep):
+            finite, vanishes = reading.finite, reading.vanishes
         elif not self._parts.meter.due:
-            finite, vanishes = math.isfinite(values[-1]), values[-1] == 0
-            statistics = self._pair_statistics(values, round(samples))
+            *_, refusal, sqnorm = reading.values
+            finite, vanishes = math.isfinite(sqnorm), sqnorm == 0
+            statistics = self._pair_statistics(reading.pair_sums, round(samples))
             if self._source.group_tap is not None:
-                self._source.refuse_groups(refusal_of_sums(values[-2]))
+                self._source.refuse_groups(refusal_of_sums(refusal))
         else:
-            totals = self._parts.meter.totals(values)
+            totals = self._parts.meter.totals(reading.values)
             finite, vanishes = totals.is_finite, not any(totals.grad_sqnorms)
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._expected_weight / weight) ** 2
@@ -578,7 +529,7 @@ class Step:
             raise GradientError(NO_GRADIENT)
         if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
             finite, vanishes = False, True
-        elif light is None and not finite:  # a square may overflow by itself
+        elif isinstance(reading, MeasuredStep) and not finite:  # a square may overflow by itself
             rows = self._parts.collectives.all_gather(self._source.guard.is_finite())
             finite = all(all(row) for row in rows)
         return StepStatistics(
@@ -594,13 +545,14 @@ class Step:
             checksums=messages[1::2],
         )
 
-    def _require_complete(self, call: str) -> None:
+    def _require_complete(self, call: str) -> MeasuredStep | UnmeasuredStep:
         if self.ended:
             raise LoopError(f"step.{call}() was called after step.update(), which ends the step")
-        if not self.complete:
+        if self._reading is None:
             raise LoopError(
                 f"step.{call}() was called before every micro-batch of the step was done"
             )
+        return self._reading
 
 
 def _as_number(weight: float | Tensor, samples: int) -> float:

@@ -10,9 +10,9 @@ from bigbatch.policies.bound_notes import note_of
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Decision, TrainingState
-from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.measuring_interval import MeasuringInterval
 from bigbatch.training.past_steps import PastSteps
+from bigbatch.training.step_statistics import StepStatistics
 
 NOT_FINITE = "skipped: the gradient is not finite"
 
@@ -67,52 +67,56 @@ class StepPlanner:
         """Whether a step of so many samples was as large as planned, or a whole pass."""
         return self._batches.is_complete(samples, self.plan)
 
+    def unmeasured(self, *, awaits_next: bool) -> str:
+        """Why the present step does not decide if it is not measured.
+
+        Args:
+            awaits_next: whether the step after it is compared with it.
+        """
+        if awaits_next:
+            return "not measured yet; the next step is compared with this one"
+        return f"not measured; one step in {self.interval.every} is"
+
     def decide(
         self,
-        statistics: GradientStatistics | None,
-        samples: int,
-        past: PastSteps,
+        step: StepStatistics,
         *,
+        past: PastSteps,
         lr_decay: float | None,
-        finite: bool,
         complete: bool,
-        awaits_next: bool = False,
+        unmeasured: str,
     ) -> Decision:
         """The decision on the next batch size; the present one if this step cannot decide.
 
         Args:
-            statistics: of the step; None if it was not measured.
-            samples: of the step.
+            step: what the host has read of it.
             past: the steps before.
             lr_decay: scheduled rate over its largest so far.
-            finite: whether the gradient is.
             complete: whether the step was as large as planned.
-            awaits_next: whether the step after it is compared with it.
+            unmeasured: the reason of a step that needed to be measured, and was not.
         """
         controller = self.controller
         present = controller.decision
-        if not finite:
+        if not step.finite:
             reason = NOT_FINITE
         elif not complete:
             reason = "the end of an epoch does not decide"
-        elif statistics is None and controller.needs_measurement:
-            reason = f"not measured; one step in {self.interval.every} is"
-            if awaits_next:
-                reason = "not measured yet; the next step is compared with this one"
-        elif controller.repeat(samples):
+        elif step.statistics is None and controller.needs_measurement:
+            reason = unmeasured
+        elif controller.repeat(step.samples):
             return present
         else:
             now = TrainingState(
                 target_batch_size=present.batch_size,
-                batch_size=samples,
-                samples=past.samples + samples,
+                batch_size=step.samples,
+                samples=past.samples + step.samples,
                 steps=past.steps + 1,
                 epoch=past.epoch,
                 lr_decay=lr_decay,
                 step_times=past.step_times.sizes,
                 loss_trend=past.loss_trend.trend,
             )
-            decision = controller.next(statistics, now)
+            decision = controller.next(step.statistics, now)
             if self._warns and (note := note_of(decision.reason)):
                 warnings.warn(note, stacklevel=7)  # the line of step.update
             return decision

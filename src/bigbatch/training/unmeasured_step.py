@@ -30,6 +30,7 @@ class UnmeasuredStep:
         source: the gradients, complete.
         losses: the mean loss of each micro-batch that counts.
         weights: n_d of each; of one alone, its labels instead.
+        counts: what the host knows, as `MeasuredStep` has it.
         labels: the weight of each sample of a backward alone, (B,), on the device; None where the
             weights are known.
         on_device: whether the optimizer skips a step that is not finite by `found_inf`.
@@ -40,15 +41,16 @@ class UnmeasuredStep:
         source: GradientSource,
         losses: list[Tensor],
         weights: list[float],
+        counts: list[float],
         labels: Tensor | None,
         *,
         on_device: bool,
     ) -> None:
         self._source, self._weights, self._count = source, weights, len(losses)
+        self.counts = counts
         grads = source.local_grads()
         if any(map(_REQUIRES_GRAD, grads)):  # of a backward with create_graph
             grads = [grad.detach() for grad in grads]
-        self.has_gradient = bool(grads)
         self.found_inf: Tensor | None = None  # 1 where the step must be skipped
         device = source.parameters[0].device
         if not on_device or len({(grad.dtype, grad.device) for grad in grads}) != 1:
@@ -76,16 +78,13 @@ class UnmeasuredStep:
         return values
 
     @cached_property
-    def total_weight(self) -> float:
-        """Sum of the weights; that of the samples where no label counts."""
+    def host_totals(self) -> list[float]:
+        """[weight * loss, weight, ...], as of `MeasuredStep`; samples where no label counts."""
         labels = self._host_values[1 + self._count :]
-        return (math.fsum(labels) if labels else 0) or math.fsum(self._weights)
-
-    @property
-    def loss_sum(self) -> float:
-        """Sum of weight x loss."""
-        weights = self._weights if self._count > 1 else [self.total_weight]
-        return math.fsum(map(operator.mul, weights, self._host_values[1 : 1 + self._count]))
+        total = (math.fsum(labels) if labels else 0) or math.fsum(self._weights)
+        weights = self._weights if self._count > 1 else [total]
+        losses = self._host_values[1 : 1 + self._count]
+        return [math.fsum(map(operator.mul, weights, losses)), total, *self.counts[1:]]
 
     @property
     def vanishes(self) -> bool:

@@ -4,7 +4,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,40 +13,25 @@ from bigbatch.data.rank_consistency import facts_of, optimizer_facts
 from bigbatch.errors import LoopError
 from bigbatch.gradients.gradient_hooks import weak_method
 from bigbatch.log.run_log import RunLog
-from bigbatch.log.step_record import StepRecord, UnreadRecord
+from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.plan import PlanConstraints
+from bigbatch.policies.policy import Decision
 from bigbatch.state_checks import loads_state
 from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
-from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.measuring_interval import MeasuringInterval
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.rank_facts import RankFacts
 from bigbatch.training.step_planner import StepPlanner
 from bigbatch.training.step_rates import StepRates
+from bigbatch.training.step_statistics import StepStatistics
 from bigbatch.training.training_parts import TrainingParts
 
 _NO_PAIR = (
     "no step was measured in the first pass: min_micro_batches=1 compares two steps of one pass, "
     "of similar sizes, and there were none; take smaller batches, or leave min_micro_batches out"
 )
-
-
-@dataclass
-class StepStatistics:
-    """Everything that a decision rests on, read from the step's gradients; equal on all ranks."""
-
-    samples: int  # samples of the step, over all ranks
-    micro_batches: int  # backwards of the step, over all ranks
-    statistics: GradientStatistics | None  # None if it could not be measured
-    loss: float  # mean loss over the batch
-    finite: bool  # whether every gradient is finite
-    vanishes: bool  # whether every gradient is zero
-    weight_per_sample: float  # mean weight of a sample
-    elapsed_seconds: float  # time spent training so far, mean over the ranks
-    previous_seconds: float  # time of the step before, mean over the ranks; 0 if unknown
-    checksums: list[float]  # a checksum of each rank's state, which must be equal
 
 
 class Update:
@@ -150,10 +134,21 @@ class Update:
 
     # the end of a step
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether nothing that is done before the next step ends depends on what the host reads."""
+        reads_all = self.past.keeps_history or self.rates.clock.follows_rates
+        return self.planner.is_certain and not reads_all
+
     @contextmanager
-    def end_step(self, step: StepStatistics) -> Iterator[None]:
+    def end_step(
+        self, step: StepStatistics, read: Callable[[], StepStatistics] | None = None
+    ) -> Iterator[None]:
         """Ends a step with these statistics; the optimizer steps inside, at scaled learning rates.
 
+        Args:
+            step: its statistics; if the host reads them later, those that it knows.
+            read: reads all of them later, if `can_wait`; the optimizer skips on the device.
         Raises:
             LoopError: the scheduler is missing or was advanced elsewhere, and nothing is changed;
                 or an earlier call failed half way.
@@ -162,118 +157,53 @@ class Update:
         self.settle()
         self.facts.compare(step.checksums)
         self._require_ready()
-        planner, rates, past = self.planner, self.rates, self.past
+        planner, rates, past, parts = self.planner, self.rates, self.past, self.parts
+        number, reader = parts.meter.step + 1, parts.reader
         target_batch_size = planner.controller.decision.batch_size
-        complete = planner.is_complete(step.samples)
-        flags = {"finite": step.finite, "complete": complete}
-        decide = partial(
-            planner.decide,
-            step.statistics,
-            step.samples,
-            past,
-            **flags,
-            awaits_next=self.parts.compares,
-        )
+        complete, measured = planner.is_complete(step.samples), step.statistics is not None
+        unmeasured = planner.unmeasured(awaits_next=parts.compares)
+        decide = partial(planner.decide, past=past, complete=complete, unmeasured=unmeasured)
         decision = None
         with rates.in_force(step.samples, step.statistics) as lr:
             self._half_done = True
-            if not rates.clock.follows_rates:
-                decision = decide(lr_decay=rates.clock.lr_decay)
+            if read is None and not rates.clock.follows_rates:
+                decision = decide(step, lr_decay=rates.clock.lr_decay)
             yield
-        if step.finite:
-            rates.clock.advance(step.samples)
-        if decision is None:  # by the next step's rate
-            decision = decide(lr_decay=rates.clock.lr_decay)
-        past.count(step.samples, finite=step.finite)
+        if read is None:
+            if step.finite:
+                rates.clock.advance(step.samples)
+            if decision is None:  # by the next step's rate
+                decision = decide(step, lr_decay=rates.clock.lr_decay)
         self._half_done = False
-        measured = step.statistics is not None
+        past.samples += step.samples
         past.add_to_history(step.samples, step.loss, step.previous_seconds, measured=measured)
-        planner.end_step(measured=measured, **flags)
-        if self.parts.pairs is not None and not step.finite:
-            self.parts.pairs.forget()
-        reader = self.parts.reader
-        self._start_step(self.parts.meter.step + 1)
-        record = StepRecord(
-            step=past.steps + past.skipped,
+        planner.end_step(finite=step.finite, complete=complete, measured=measured)
+        if parts.pairs is not None and not step.finite:
+            parts.pairs.forget()
+        self._start_step(number)
+        record = StepRecord.unread(
+            self.settle,
+            step=number,
             epoch=past.epoch,
             samples=past.samples,
             batch_size=step.samples,
             target_batch_size=target_batch_size,
             micro_batches=step.micro_batches,
-            loss=step.loss,
             lr=tuple(lr),
             statistics=step.statistics,
-            skipped=not step.finite,
-            decision=decision,
             elapsed_seconds=step.elapsed_seconds,
             every=planner.interval.every,
             gsnr=reader.gsnr if reader is not None and step.finite else None,
         )
         past.add(record)
-        if self.log is not None:
-            self.log.record(record)
+        if read is not None:
+            self._unsettled = partial(self._settle, record, read, decide)
+        else:
+            assert decision is not None
+            self._complete(record, step, decision)
         rates.changes.note(past.epoch)
-        self.parts.loss_check.compare(step.samples / step.micro_batches, step.loss)
-        past.weight_per_sample = step.weight_per_sample
-        self.parts.zero_grad()
+        parts.zero_grad()
         past.end_step()
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether nothing that is done before the next step ends depends on what the host reads."""
-        reads_all = self.past.keeps_history or self.rates.clock.follows_rates
-        return self.planner.is_certain and not reads_all
-
-    def end_unread(
-        self,
-        read: Callable[[], StepStatistics],
-        step_optimizer: Callable[[], None],
-        samples: int,
-        micro_batches: int,
-        elapsed_seconds: float,
-    ) -> StepRecord:
-        """Ends a step that measures nothing, before the host has read it.
-
-        Args:
-            read: what the host reads of it, later.
-            step_optimizer: steps the optimizer, which skips on the device.
-            samples: samples of the step.
-            micro_batches: its backwards.
-            elapsed_seconds: time spent training so far.
-        Raises:
-            LoopError: as `end_step`.
-        """
-        self.settle()
-        self._require_ready()
-        planner, rates, past = self.planner, self.rates, self.past
-        target_batch_size = planner.controller.decision.batch_size
-        complete = planner.is_complete(samples)
-        with rates.in_force(samples, None) as lr:
-            self._half_done = True
-            step_optimizer()
-        self._half_done = False
-        past.samples += samples
-        planner.end_step(finite=True, complete=complete, measured=False)
-        self._start_step(self.parts.meter.step + 1)
-        past.record = record = UnreadRecord(
-            self.settle,
-            step=past.steps + past.skipped + 1,
-            epoch=past.epoch,
-            samples=past.samples,
-            batch_size=samples,
-            target_batch_size=target_batch_size,
-            micro_batches=micro_batches,
-            lr=tuple(lr),
-            statistics=None,
-            elapsed_seconds=elapsed_seconds,
-            every=planner.interval.every,
-            gsnr=None,
-        )
-        self._unsettled = partial(self._settle, record, read, complete)
-        rates.changes.note(past.epoch)
-        self.parts.zero_grad()
-        past.end_step()
-        return record
 
     def settle(self) -> None:
         """Reads the last step, if the host has not, and does everything that depends on it."""
@@ -281,25 +211,29 @@ class Update:
             self._unsettled()
 
     def _settle(
-        self, record: UnreadRecord, read: Callable[[], StepStatistics], complete: bool
+        self,
+        record: StepRecord,
+        read: Callable[[], StepStatistics],
+        decide: Callable[..., Decision],
     ) -> None:
-        past, clock = self.past, self.rates.clock
+        clock, changes, epoch = self.rates.clock, self.rates.changes, self.past.epoch
         step = read()
         if clock.scheduler is not None:
-            self.rates.changes.examine(past.epoch, clock.scheduler)
+            changes.examine(epoch, clock.scheduler)
         if step.finite:
             clock.advance(step.samples)
         self._unsettled = None
-        decision = self.planner.decide(
-            None, step.samples, past, lr_decay=None, finite=step.finite, complete=complete
-        )
-        past.count(0, finite=step.finite)
-        past.weight_per_sample = step.weight_per_sample
+        self._complete(record, step, decide(step, lr_decay=None))
+        if clock.scheduler is not None:
+            changes.note(epoch)
+
+    def _complete(self, record: StepRecord, step: StepStatistics, decision: Decision) -> None:
+        """Counts a step that was read, and logs its record."""
+        self.past.count(finite=step.finite)
+        self.past.weight_per_sample = step.weight_per_sample
         record.complete(loss=step.loss, skipped=not step.finite, decision=decision)
         if self.log is not None:
             self.log.record(record)
-        if clock.scheduler is not None:
-            self.rates.changes.note(past.epoch)
         self.parts.loss_check.compare(step.samples / step.micro_batches, step.loss)
 
     def _require_ready(self) -> None:

@@ -1,0 +1,81 @@
+"""What the host reads of a step: its sums over all ranks, in one wait."""
+
+import math
+import operator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
+from bigbatch.statistics.meter import GradientMeter
+
+
+class MeasuredStep:
+    """Totals of one step over all ranks, on the device until the host reads them in one wait.
+
+    Args:
+        meter: measures the gradients, complete.
+        losses: the mean loss of each micro-batch that counts.
+        weights: n_d of each.
+        counts: what this rank knows: [weight, micro-batches, weighting, samples, has gradient,
+            seconds of the step before, seconds spent training, checksum].
+        pair_sums: sums over this step and the one before; None if they are not compared.
+    """
+
+    def __init__(
+        self,
+        meter: GradientMeter,
+        losses: list[Tensor],
+        weights: list[float],
+        counts: list[float],
+        pair_sums: Tensor | None,
+    ) -> None:
+        self.counts, self._source, self._weights = counts, meter.source, weights
+        device = self._source.parameters[0].device
+        extra = to_device(torch.stack(losses), device) if losses else None
+        if self._source.ranks > 1:
+            extra = self._local_totals(extra)
+        # one process knows its counts, and weighs the losses once it has read them
+        self._pair_values = 0  # how many of what the host reads are sums over a pair of steps
+        if pair_sums is not None and extra is not None:
+            extra, self._pair_values = torch.cat([extra, pair_sums]), len(pair_sums)
+        self._device_totals = meter.measure(weights, extra)
+
+    @cached_property
+    def values(self) -> list[float]:
+        """What was summed on the device; reading it is the one wait for the device in a step."""
+        values: list[float] = self._device_totals.tolist()
+        return values
+
+    @cached_property
+    def host_totals(self) -> list[float]:
+        """[weight * loss, *counts], over all ranks; the seconds and the checksum are of each."""
+        if self._source.ranks > 1:
+            return self.values[: 1 + len(self.counts) + 2 * (self._source.ranks - 1)]
+        losses = self.values[: len(self._weights)]
+        return [math.fsum(map(operator.mul, self._weights, losses)), *self.counts]
+
+    @property
+    def pair_sums(self) -> list[float]:
+        """The sums over this step and the one before; empty if they are not compared."""
+        first = len(self._weights)
+        return self.values[first : first + self._pair_values]
+
+    def _local_totals(self, losses: Tensor | None) -> Tensor:
+        """[weight * loss, *counts] of this rank.
+
+        The last two are messages: zeros stand where those of other ranks are added.
+        """
+        source, device = self._source, self._source.parameters[0].device
+        k, dtype = len(self._weights), widest_float(device)
+        *counts, seconds, checksum = self.counts
+        messages = [0.0] * (2 * source.ranks)
+        messages[2 * source.rank : 2 * source.rank + 2] = seconds, checksum
+        numbers = torch.tensor([*self._weights, *counts, *messages], dtype=dtype, device="cpu")
+        numbers = to_device(numbers, device)
+        if losses is None:
+            return torch.cat([numbers.new_zeros(1), numbers])
+        with without_autocast(device):
+            loss = numbers[:k] @ losses.to(dtype)
+        return torch.cat([loss[None], numbers[k:]])
