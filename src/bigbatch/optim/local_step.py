@@ -54,7 +54,7 @@ class LocalStep:
             calls = self._calls(parts) if may_step else None
             rows: dict[Tensor, Tensor] = {}
             for call in calls or ():
-                call.run()
+                call()
             for part, layers in parts if calls is None else ():
                 rows.update(self._scale(part, layers))
         return AppliedGsnr(moments.micro_batches, rows, agree, bad_layers, calls is not None)
@@ -95,7 +95,8 @@ class LocalStep:
     def _reached(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(parameter, S, M2) of every parameter that a micro-batch reached."""
         moments = self._state.moments
-        reached = list(filter(moments.is_reached, self._state.vr_parameters))
+        parameters = self._state.vr_parameters
+        reached = list(itertools.compress(parameters, moments.are_reached(parameters)))
         sums, m2s = moments.sums_and_m2s(reached, self._state.sums_of)
         return zip(reached, sums, m2s, strict=True)
 
@@ -116,14 +117,15 @@ class LocalStep:
             if parameters:
                 parts.append(_GroupShare(group, parameters, grads, all_reduce))
         for part in parts:
-            if moments.are_reached(part.parameters):
-                continue
-            for p, grad in zip(part.parameters, part.gradients, strict=True):
-                if not moments.is_reached(p) and grad.any():
-                    raise GradientError(
-                        "a parameter has a gradient that no counted backward gave it; let every "
-                        "gradient come from backward() after zero_grad()"
-                    )
+            are_reached = moments.are_reached(part.parameters)
+            if any(
+                grad.any()
+                for grad in itertools.compress(part.gradients, map(operator.not_, are_reached))
+            ):
+                raise GradientError(
+                    "a parameter has a gradient that no counted backward gave it; let every "
+                    "gradient come from backward() after zero_grad()"
+                )
         return parts
 
     def _calls(self, parts: "list[tuple[_GroupShare, Layers]]") -> list[Call] | None:
