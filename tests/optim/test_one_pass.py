@@ -1,6 +1,7 @@
 """r and the base optimizer's step in one kernel pass are r, then torch's own fused step."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -123,3 +124,30 @@ def test_a_rate_of_zero_moves_nothing_and_a_frozen_parameter_is_left_out() -> No
         optimizer.zero_grad()
         assert all(map(torch.equal, starts, parameters))
     assert torch.equal(before, frozen)
+
+
+def test_a_state_that_is_replaced_is_not_kept() -> None:
+    optimizer = made("momentum", None)
+    for seed in range(3):
+        step(optimizer, seed)
+        optimizer.zero_grad()
+    first = optimizer.param_groups[0]["params"][0]
+    buffer = weakref.ref(optimizer.state[first]["momentum_buffer"])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert buffer() is None
+
+
+def test_a_parameter_that_grows_in_place_is_refused_as_by_torch() -> None:
+    """Its address stays, and so does its state's, which is too short by then."""
+    memory = torch.zeros(40)
+    weight = nn.Parameter(memory[:5])
+    optimizer = VarianceReduced(SGD([weight], lr=0.1, momentum=0.9))
+    for length in (5, 5, 5, 40):
+        weight.data = memory[:length]
+        for _ in range(2):
+            torch.autograd.backward([weight], [torch.randn(length)])
+        if length == 5:
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="must match the size"):
+        optimizer.step()

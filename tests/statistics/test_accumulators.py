@@ -236,6 +236,27 @@ def test_half_gradients_keep_sums_of_their_own():
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
+def test_half_gradients_have_one_sum_each_whatever_a_step_reaches():
+    """As with experts, of which every step uses others."""
+    before = float32_elements()
+    weights = [nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)) for _ in range(8)]
+    optimizer = VRSGD(weights, 0.1)
+    for missed in range(8):
+        reached = weights[:missed] + weights[missed + 1 :]
+        for _ in range(2):
+            torch.autograd.backward(reached, [torch.randn_like(weight) for weight in reached])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 2 * 8 * 1000 == float32_elements() - before  # S and M2
+
+
+def float32_elements():
+    """Of all tensors that are alive."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    return sum(x.numel() for x in tensors if x.dtype is torch.float32)
+
+
 @pytest.mark.parametrize("clipped", [False, True])
 def test_a_parameter_that_is_missed_by_micro_batches_counts_them_as_zero(clipped):
     """The second weight is reached by the even micro-batches only, whose gradients are known."""

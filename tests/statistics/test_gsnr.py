@@ -186,11 +186,11 @@ def test_a_parameter_that_no_micro_batch_reached_has_moments_of_zero():
         for _ in range(2):
             with source.micro_batch():
                 step.sum().backward()
-    assert not moments.is_reached(weight)
+    assert [False] == moments.are_reached([weight])
     assert all(
         torch.equal(torch.zeros(2), moment) for moment in sum_and_m2(source, moments, weight)
     )
-    assert moments.is_reached(other)
+    assert [True] == moments.are_reached([other])
 
 
 def test_a_step_knows_nothing_of_the_step_before():

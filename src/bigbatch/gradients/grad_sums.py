@@ -32,7 +32,6 @@ class GradSums(GradGuard):
         self._is_grad = False  # whether `.grad` was S at the last check
         self._stays_apart = False  # since `.grad` was edited after such a check
         self._steps = 0  # that `settle` has seen
-        self._settled: bool | None = None  # what `settle` has found in the step
         self._visible: list[Tensor | None] = []  # what `.grad` is outside a backward
         self._writes: list[int] = []  # to each of these
         self._hidden: list[Tensor] = []  # the parameters whose `.grad` is not visible now
@@ -43,7 +42,6 @@ class GradSums(GradGuard):
         """Forgets the step."""
         super().restart()
         self.sums, self._edited = [], False
-        self._settled = None
         self._visible, self._writes = [], []
 
     # who wrote to .grad
@@ -97,20 +95,17 @@ class GradSums(GradGuard):
 
         It is, after a step that kept them apart and found no difference. Once `.grad` was edited
         where it was S, they stay apart for good. Writes through `.data` are not counted, so every
-        16th step keeps them apart too. A reader of S calls this at the end of a step, before it
-        writes to `.grad`.
+        16th step keeps them apart too. A reader of S calls this once at the end of a step, before
+        it writes to `.grad`.
         """
-        if self._settled is None:
-            self._steps += 1
-            edited = self.grad_edited
-            if self.keeps_apart and not edited:
-                edited = not all(map(self._is_sum, self.sums, self.all_grads()))
-            was_grad = self._is_grad
-            self._stays_apart |= edited and was_grad
-            self._is_grad = not edited and not self._stays_apart
-            self.keeps_apart_next = not self._is_grad or self._steps % _CHECK_INTERVAL == 0
-            self._settled = edited and was_grad
-        return self._settled
+        self._steps += 1
+        edited, was_grad = self.grad_edited, self._is_grad
+        if self.keeps_apart and not edited:
+            edited = not all(map(self._is_sum, self.sums, self.all_grads()))
+        self._stays_apart |= edited and was_grad
+        self._is_grad = not edited and not self._stays_apart
+        self.keeps_apart_next = not self._is_grad or self._steps % _CHECK_INTERVAL == 0
+        return edited and was_grad
 
     def _is_sum(self, total: Tensor | None, grad: Tensor | None) -> bool:
         if total is None or grad is None:

@@ -164,17 +164,8 @@ def run(
     assert columns[0] is not None
     elements, count = lengths(columns[0]), len(columns[0])
     places = [None if column is None else addresses(column) for column in columns]
-    threads = threads_for(sum(elements))
     numbers = run_at(
-        rule,
-        places,
-        elements,
-        group_values,
-        layer_values,
-        passes=passes,
-        sums=sums,
-        watch=watch,
-        threads=threads,
+        rule, places, elements, group_values, layer_values, passes=passes, sums=sums, watch=watch
     )
     for number in _COLUMNS[rule][1]:
         column = columns[number] if number < len(columns) else None
@@ -183,9 +174,8 @@ def run(
     if not count:
         return torch.zeros(0, _SUMS, dtype=torch.float64), torch.zeros(0, _STATS)
     found = torch.frombuffer(numbers, dtype=torch.float64)[_GROUP_VALUES + 2 * count :]
-    thread_sums, stats = found.split_with_sizes(
-        [threads * count * _SUMS, len(found) - threads * count * _SUMS]
-    )
+    threads = _threads_for(elements)
+    thread_sums, stats = found.tensor_split([threads * count * _SUMS])
     total = thread_sums.view(threads, count, _SUMS).sum(0)
     if not watch:
         return total, torch.zeros(count, _STATS, dtype=torch.float64)
@@ -202,7 +192,6 @@ def run_at(
     passes: Passes = Passes.BOTH,
     sums: Tensor | None = None,
     watch: bool = False,
-    threads: int = 1,
 ) -> "array[float]":
     """The same for layers of so many elements at these addresses; no version is incremented.
 
@@ -212,7 +201,7 @@ def run_at(
         The numbers that the kernel reads and writes, as kernels.c describes them.
     """
     kernels: Any = library()
-    count, (width, _) = len(elements), _COLUMNS[rule]
+    count, (width, _), threads = len(elements), _COLUMNS[rule], _threads_for(elements)
     none = array("q", bytes(8 * count))
     table = array("q")
     for column in columns:
@@ -230,9 +219,9 @@ def run_at(
     return numbers
 
 
-def threads_for(elements: int) -> int:
-    """The number of threads for so many elements, at most torch's."""
-    return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_PER_THREAD))
+def _threads_for(elements: "array[int]") -> int:
+    """The number of threads for layers of so many elements, at most torch's."""
+    return max(1, min(torch.get_num_threads(), sum(elements) // _ELEMENTS_PER_THREAD))
 
 
 def squared_norms(gradients: Sequence[Tensor], totals: Column = None) -> Tensor:

@@ -7,10 +7,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from bigbatch.gradients.dtypes import stacked
 from bigbatch.kernels import native
 from bigbatch.optim import functional
 from bigbatch.optim.sharding import AllReduce
-from bigbatch.optim.two_pass import Chunk, TwoPass
+from bigbatch.optim.two_pass import Chunk, TwoPass, chunks
 
 _MAX_SHARE = 0.01  # of a layer out of range; below it, r of the other elements hardly changes
 
@@ -107,10 +108,31 @@ class LayerGsnr:
         return self.rows[:, column] / self.rows.new_tensor(self.elements).clamp_min_(1)
 
 
-def out_of_range(shares: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The parameters with a large share of elements whose M2 is out of range; waits once."""
-    values = torch.stack([share for _, share in shares]).tolist() if shares else []
-    return [p for (p, _), share in zip(shares, values, strict=True) if share > _MAX_SHARE]
+def are_normal(m2s: Sequence[Tensor]) -> bool:
+    """Whether every M2 is a normal number, as in most steps, which is quick to see; waits once."""
+    normal = []
+    for chunk in chunks((m2s,)):
+        if sum(chunk.sizes):
+            low, high = chunk.flat(0).aminmax()
+            normal.append((low >= torch.finfo(low.dtype).tiny) & high.isfinite())
+    return not normal or bool(stacked(normal).all())
+
+
+def shares_out_of_range(totals: Sequence[Tensor], m2s: Sequence[Tensor], weight: float) -> Tensor:
+    """Share of each layer's elements with a wrong ratio: (layers,); 0 without elements."""
+    shares = torch.zeros(len(totals), device=totals[0].device if totals else None)
+    for chunk in chunks((totals, m2s)):
+        are_out = functional.out_of_range(chunk.flat(0), chunk.flat(1), weight)
+        sizes = [max(1, total.numel()) for total in totals[chunk.layers]]
+        counts = chunk.sums(are_out.float())[:, 0].to(shares)
+        shares[chunk.layers] += counts / shares.new_tensor(sizes)
+    return shares
+
+
+def out_of_range(parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list[Tensor]:
+    """The parameters whose layers have a large share of such elements; waits once."""
+    values = torch.cat([*shares]).tolist() if shares else []
+    return [p for p, share in zip(parameters, values, strict=True) if share > _MAX_SHARE]
 
 
 def apply_gsnr(options: GsnrOptions, layers: Layers, all_reduce: AllReduce | None = None) -> Tensor:

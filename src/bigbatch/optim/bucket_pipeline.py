@@ -18,9 +18,8 @@ from torch.futures import Future
 from bigbatch.errors import GradientError
 from bigbatch.gradients import changed_later
 from bigbatch.gradients.dtypes import widest_float
-from bigbatch.optim.apply_gsnr import Layers, apply_gsnr
+from bigbatch.optim.apply_gsnr import Layers, apply_gsnr, shares_out_of_range
 from bigbatch.optim.bucket_shards import Chunk, Shard
-from bigbatch.optim.functional import share_out_of_range
 from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.statistics.norms import flattened, squared_norm
 from bigbatch.statistics.second_moment import combine_moments
@@ -106,7 +105,8 @@ class BucketPipeline:
         done: whether every bucket is reduced.
         layers: the row of `apply_gsnr` of each parameter, over all ranks, if r is watched.
         squares: |g|^2 of each parameter of the model, when done.
-        out_of_range: for each layer on this rank, the share of M2 out of range, if that is checked.
+        checked, out_of_range: the parameters on this rank whose M2 was checked, one for each span,
+            and the shares of these that are out of range.
         live: elements whose groups do not agree to rounding; at least 1 if that is unknown.
     """
 
@@ -120,7 +120,8 @@ class BucketPipeline:
         self.done = False
         self.layers: dict[Tensor, Tensor] = {}
         self.squares: dict[Tensor, Tensor] = {}
-        self.out_of_range: list[tuple[Tensor, Tensor]] = []
+        self.checked: list[Tensor] = []
+        self.out_of_range: list[Tensor] = []
         self.live = torch.zeros(())
         vr_groups = [group for group in self.state.base.param_groups if group["vr"]]
         self._groups = {p: group for group in vr_groups for p in group["params"]}
@@ -206,10 +207,8 @@ class BucketPipeline:
         all_reduce = _SpanAllReduce(layer_numbers, len(parameters), self.group, scaled.device)
         weight = sum(self.weights) / len(self.weights) ** 2  # the means are S / ranks
         if self.state.warnings.checks_range:
-            self.out_of_range += [
-                (span.parameter, share_out_of_range(span_total, span_m2, weight))
-                for span, span_total, span_m2 in zip(spans, totals, m2s, strict=True)
-            ]
+            self.checked += [span.parameter for span in spans]
+            self.out_of_range.append(shares_out_of_range(totals, m2s, weight))
         rows = apply_gsnr(self.state.options(group, weight), layers, all_reduce)
         self.live = self.live + (1 if all_reduce.sums is None else all_reduce.sums[:, 1].sum())
         if self.state.watch:

@@ -169,7 +169,7 @@ class DDPCommHook(ReducedShards, Subscriber):
             shard.commit(self._state.momentum)
         checks = self._state.warnings.checks_agreement
         agree = checks and not pipeline.live.any() and bool(self.grad_norm)
-        bad_layers = out_of_range(pipeline.out_of_range)
+        bad_layers = out_of_range(pipeline.checked, pipeline.out_of_range)
         return AppliedGsnr(pipeline.k, pipeline.layers, agree, bad_layers)
 
     def clear(self) -> None:

@@ -3,7 +3,6 @@
 import itertools
 import operator
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,19 @@ from torch import Tensor
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.grad_sums import GradSums, is_tensor
-from bigbatch.optim.apply_gsnr import AppliedGsnr, Layers, apply_gsnr, out_of_range
-from bigbatch.optim.functional import ratio, share_out_of_range
+from bigbatch.optim.apply_gsnr import (
+    AppliedGsnr,
+    Layers,
+    apply_gsnr,
+    are_normal,
+    out_of_range,
+    shares_out_of_range,
+)
+from bigbatch.optim.functional import ratio
 from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.optim.one_pass import Call, OnePass
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
+from bigbatch.optim.two_pass import chunks
 
 _GRAD = operator.attrgetter("grad")
 
@@ -54,7 +61,7 @@ class LocalStep:
             calls = self._calls(parts) if may_step else None
             rows: dict[Tensor, Tensor] = {}
             for call in calls or ():
-                call.run()
+                call()
             for part, layers in parts if calls is None else ():
                 rows.update(self._scale(part, layers))
         return AppliedGsnr(moments.micro_batches, rows, agree, bad_layers, calls is not None)
@@ -80,24 +87,26 @@ class LocalStep:
     def _all_agree(self) -> bool:
         """Whether there are gradients, and every element is the same in all micro-batches."""
         agree = False
-        for _, total, m2 in self._reached():
-            q = ratio(total, m2, self._state.moments.weight)
+        for chunk in chunks(self._reached()[1:]):
+            total = chunk.flat(0)
+            q = ratio(total, chunk.flat(1), self._state.moments.weight)
             if (q.isfinite() | ~total.isfinite()).any():
                 return False
             agree = agree or bool(q.isinf().any())
         return agree
 
     def _out_of_range(self) -> list[Tensor]:
-        weight = self._state.moments.weight
-        shares = [(p, share_out_of_range(s, m2, weight)) for p, s, m2 in self._reached()]
-        return out_of_range(shares)
+        reached, sums, m2s = self._reached()
+        if are_normal(m2s):
+            return []
+        shares = shares_out_of_range(sums, m2s, self._state.moments.weight)
+        return out_of_range(reached, [shares])
 
-    def _reached(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(parameter, S, M2) of every parameter that a micro-batch reached."""
-        moments = self._state.moments
-        reached = list(filter(moments.is_reached, self._state.vr_parameters))
-        sums, m2s = moments.sums_and_m2s(reached, self._state.sums_of)
-        return zip(reached, sums, m2s, strict=True)
+    def _reached(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """The parameters that a micro-batch reached, S and M2 of each."""
+        moments, parameters = self._state.moments, self._state.vr_parameters
+        reached = list(itertools.compress(parameters, moments.are_reached(parameters)))
+        return reached, *moments.sums_and_m2s(reached, self._state.sums_of)
 
     def _parts(self) -> "list[_GroupShare]":
         """The parameters of each group that have a gradient."""
@@ -116,14 +125,12 @@ class LocalStep:
             if parameters:
                 parts.append(_GroupShare(group, parameters, grads, all_reduce))
         for part in parts:
-            if moments.are_reached(part.parameters):
-                continue
-            for p, grad in zip(part.parameters, part.gradients, strict=True):
-                if not moments.is_reached(p) and grad.any():
-                    raise GradientError(
-                        "a parameter has a gradient that no counted backward gave it; let every "
-                        "gradient come from backward() after zero_grad()"
-                    )
+            are_missed = map(operator.not_, moments.are_reached(part.parameters))
+            if any(grad.any() for grad in itertools.compress(part.gradients, are_missed)):
+                raise GradientError(
+                    "a parameter has a gradient that no counted backward gave it; let every "
+                    "gradient come from backward() after zero_grad()"
+                )
         return parts
 
     def _calls(self, parts: "list[tuple[_GroupShare, Layers]]") -> list[Call] | None:

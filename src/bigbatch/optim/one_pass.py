@@ -1,9 +1,9 @@
 """r and the step of torch's SGD, Adam or AdamW in one kernel pass over each parameter."""
 
 import operator
+import weakref
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,56 +22,33 @@ _RULES = {SGD: Rule.GSNR_SGD, Adam: Rule.GSNR_ADAM, AdamW: Rule.GSNR_ADAM}
 _OTHER_STEPS = ("differentiable", "amsgrad", "capturable")  # that torch does itself
 
 
-@dataclass
+Call = Callable[[], None]
+"""Replaces each gradient of a group by r g, and steps the parameters."""
+
+
 class _Column:
     """Arrays that the kernels could read in the step before, if nothing about them has changed."""
 
-    tensors: list[Tensor] = field(default_factory=list)
-    addresses: "array[int]" = field(default_factory=lambda: array("q"))
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[Tensor]] = []  # a state that is replaced is not kept alive
+        self._addresses = array("q")
 
-    def find(self, tensors: Sequence[Tensor], shapes: Sequence[Tensor]) -> "array[int] | None":
+    def find(self, tensors: Sequence[Tensor], like: Sequence[Tensor]) -> "array[int] | None":
         """The addresses of tensors of these shapes; None if the kernels cannot read them."""
-        found = native.addresses(tensors)
+        addresses = native.addresses(tensors)
+        is_contiguous = set(map(Tensor.is_contiguous, tensors)) == {True}
         if (
-            found == self.addresses
-            and len(tensors) == len(self.tensors)
-            and all(map(operator.is_, tensors, self.tensors))
-            and set(map(Tensor.is_contiguous, tensors)) == {True}
+            is_contiguous
+            and addresses == self._addresses
+            and all(map(operator.is_, tensors, map(weakref.ref.__call__, self._refs)))
+            and native.lengths(tensors) == native.lengths(like)
         ):
-            return found
-        self.tensors, self.addresses = [], array("q")
-        if not native.fits(shapes, tensors):
-            return None
-        if set(map(Tensor.is_contiguous, tensors)) == {True}:
-            self.tensors, self.addresses = list(tensors), found
-        return found
-
-
-@dataclass
-class Call:
-    """A kernel call that steps one group."""
-
-    rule: Rule
-    columns: "list[array[int] | None]"
-    elements: "array[int]"
-    group_values: list[float]
-    layer_values: list[float]
-    written: list[Tensor]  # whose versions the call increments
-    steps: list[Tensor]  # Adam's counters of steps
-
-    def run(self) -> None:
-        """Replaces each gradient by r g, and steps the parameters."""
-        native.run_at(
-            self.rule,
-            self.columns,
-            self.elements,
-            self.group_values,
-            self.layer_values,
-            threads=native.threads_for(sum(self.elements)),
-        )
-        increment_version(self.written)
-        if self.steps:
-            torch._foreach_add_(self.steps, 1)
+            return addresses
+        fits = native.fits(like, tensors)
+        keeps = fits and is_contiguous
+        self._refs = list(map(weakref.ref, tensors)) if keeps else []
+        self._addresses = addresses if keeps else array("q")
+        return addresses if fits else None
 
 
 class OnePass:
@@ -116,18 +93,13 @@ class OnePass:
         if states is None:
             return None
         *shaped, steps = states
-        m2s = layers.m2s
-        checked = self._moments.checked_addresses(parameters)
-        first = native.addresses(layers.totals)
-        if checked is None or checked[0] != first:
-            if not native.fits(layers.totals, m2s):
-                return None
-            checked = first, native.addresses(m2s), native.lengths(m2s)
-        columns: list[array[int] | None] = [*checked[:2]]
-        gradients = native.addresses(layers.gradients)
-        if gradients != first and not native.fits(m2s, layers.gradients):
+        totals, m2s, gradients = layers.totals, layers.m2s, layers.gradients
+        totals_at, gradients_at = native.addresses(totals), native.addresses(gradients)
+        columns: list[array[int] | None] = [totals_at, native.addresses(m2s), gradients_at]
+        if not self._moments.have_read(parameters, totals_at) and not native.fits(totals, m2s):
             return None
-        columns.append(gradients)
+        if gradients_at != totals_at and not native.fits(m2s, gradients):
+            return None
         for place, tensors in enumerate((layers.averages, parameters, *shaped)):
             column = self._columns.setdefault((number, place), _Column())
             found = None if tensors is None else column.find(tensors, m2s)
@@ -135,13 +107,19 @@ class OnePass:
                 return None
             columns.append(found)
         if steps:
-            columns += [native.addresses(steps)] if native.are_plain(steps) else []
-            if len(columns) < 8:
+            if not native.are_plain(steps):
                 return None
-        layer_values = [x for c in layers.corrections or [1.0] * len(m2s) for x in (c, 0.0)]
+            columns.append(native.addresses(steps))
+        layer_values = [value for pair in layers.layer_values for value in pair]
         values = [*options.values, *_step_values(rule, group)]
-        written = [*parameters, *layers.gradients, *(layers.averages or ())]
-        return Call(rule, columns, checked[2], values, layer_values, written, steps)
+
+        def call() -> None:
+            native.run_at(rule, columns, native.lengths(m2s), values, layer_values)
+            increment_version([*parameters, *gradients, *(layers.averages or ())])
+            if steps:
+                torch._foreach_add_(steps, 1)
+
+        return call
 
     def _states(
         self, rule: Rule, group: dict[str, Any], parameters: list[Tensor]

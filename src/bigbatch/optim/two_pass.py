@@ -128,7 +128,7 @@ class TwoPass:
         sums = self._zeros(2)
         if by_kernel:
             return self._kernel(native.Passes.FIRST)[0]
-        for chunk in self._chunks():
+        for chunk in chunks(self.columns, self.layer_values):
             sums[chunk.layers] += self.first_pass(chunk)
         return sums
 
@@ -136,50 +136,11 @@ class TwoPass:
         if by_kernel:
             return self._kernel(native.Passes.SECOND, sums)[1]
         rows = self._zeros(5)
-        for chunk in self._chunks():
+        for chunk in chunks(self.columns, self.layer_values):
             found = self.second_pass(chunk, sums[chunk.layers])
             if found is not None:
                 rows[chunk.layers] += found
         return rows
-
-    def _chunks(self) -> Iterator[Chunk]:
-        """Layers of one device and type together, up to a size; large ones of a CPU in parts."""
-        first: Any = self.columns[0]
-        shapes = list(map(_SHAPE, first))
-        if any(list(map(_SHAPE, column or first)) != shapes for column in self.columns):
-            raise StateError(
-                "a parameter, its gradient and its state have different shapes; load the state of "
-                "the same parameters, or none"
-            )
-        start, elements, limit = 0, 0, 0
-        for number, array in enumerate(first):
-            size, unlike = array.numel(), number and _SIGNATURE(array) != _SIGNATURE(first[start])
-            if number > start and (unlike or elements + size > limit):
-                yield self._chunk(slice(start, number))
-                start, elements = number, 0
-            limit = _ON_CPU if array.is_cpu else _ON_DEVICE
-            elements += size
-            if size > limit and self._is_contiguous(number):
-                yield from self._parts(number, limit)
-                start, elements = number + 1, 0
-        if start < len(first):
-            yield self._chunk(slice(start, len(first)))
-
-    def _chunk(self, layers: slice) -> Chunk:
-        columns = [None if c is None else c[layers] for c in self.columns]
-        sizes: Any = list(map(Tensor.numel, columns[0]))  # type: ignore[arg-type]
-        return Chunk(columns, layers, self.layer_values[layers], sizes)
-
-    def _is_contiguous(self, number: int) -> bool:
-        return all(c[number].is_contiguous() for c in self.columns if c is not None)
-
-    def _parts(self, number: int, limit: int) -> Iterator[Chunk]:
-        layers, values = slice(number, number + 1), self.layer_values[number : number + 1]
-        flats = [None if c is None else c[number].view(-1) for c in self.columns]
-        size = self.columns[0][number].numel()  # type: ignore[index]
-        for at in range(0, size, limit):
-            columns = [None if flat is None else [flat[at : at + limit]] for flat in flats]
-            yield Chunk(columns, layers, values, [min(limit, size - at)])
 
     def _zeros(self, columns: int) -> Tensor:
         first: Any = self.columns[0]
@@ -197,6 +158,45 @@ class TwoPass:
             sums=sums,
             watch=self.watch,
         )
+
+
+def chunks(
+    columns: Sequence[native.Column], layer_values: Sequence[tuple[float, float]] = ()
+) -> Iterator[Chunk]:
+    """Layers of one device and type together, up to a size; large ones of a CPU in parts."""
+    first: Any = columns[0]
+    shapes = list(map(_SHAPE, first))
+    if any(list(map(_SHAPE, column or first)) != shapes for column in columns):
+        raise StateError(
+            "a parameter, its gradient and its state have different shapes; load the state of "
+            "the same parameters, or none"
+        )
+
+    def whole(layers: slice) -> Chunk:
+        arrays = [None if c is None else c[layers] for c in columns]
+        return Chunk(arrays, layers, layer_values[layers], list(map(Tensor.numel, first[layers])))
+
+    start, elements, limit = 0, 0, 0
+    for number, array in enumerate(first):
+        size, unlike = array.numel(), number and _SIGNATURE(array) != _SIGNATURE(first[start])
+        if number > start and (unlike or elements + size > limit):
+            yield whole(slice(start, number))
+            start, elements = number, 0
+        limit = _ON_CPU if array.is_cpu else _ON_DEVICE
+        elements += size
+        if size > limit and all(c[number].is_contiguous() for c in columns if c is not None):
+            yield from _parts(whole(slice(number, number + 1)), limit)
+            start, elements = number + 1, 0
+    if start < len(first):
+        yield whole(slice(start, len(first)))
+
+
+def _parts(layer: Chunk, limit: int) -> Iterator[Chunk]:
+    """A layer, whose arrays are contiguous, in parts of so many elements."""
+    flats = [None if c is None else c[0].view(-1) for c in layer.columns]
+    for at in range(0, layer.sizes[0], limit):
+        columns = [None if flat is None else [flat[at : at + limit]] for flat in flats]
+        yield replace(layer, columns=columns, sizes=[min(limit, layer.sizes[0] - at)])
 
 
 def require_kernels(fused: bool | None) -> None:

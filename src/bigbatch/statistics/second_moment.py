@@ -4,7 +4,8 @@ import itertools
 import operator
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from bigbatch.gradients.source import TWICE
 from bigbatch.kernels import native
 
 _CHUNK = 1 << 23  # elements of the deviations that are in memory at a time, 32 MB in float32
-_DEVICE, _SHAPE = operator.attrgetter("device"), operator.attrgetter("shape")
+_LIKE = operator.attrgetter("shape", "device", "dtype")
 _WELFORD = native.Rule.WELFORD
 _LISTS = 64  # lists of parameters that are remembered between steps
 
@@ -30,32 +31,19 @@ class _Block:
     """Parameters whose gradients come together, of one device and dtype, and their moments."""
 
     parameters: list[Tensor]
-    places: list[int]  # of these in the lists that the source passes
     m2s: list[Tensor]  # M2 of each, shaped like the gradients
+    like: list[tuple[Any, ...]]  # shape, device and dtype of the gradients
     fits: bool  # whether kernels can read M2
-    is_whole: bool  # whether these are all parameters of the list
-    step: int = -1  # the step that the moments are of
     weight: float = 0.0  # of the micro-batches that they cover; 0 if no gradient came yet
     written: bool = False  # whether M2 was written to in the step; it counts as 0 before
     totals: list[Tensor] | None = None  # S of each, if the source does not keep it
     total_addresses: "array[int] | None" = None  # of S in this step, if kernels can read it
-    lengths: "array[int]" = field(init=False)
-    addresses: "array[int]" = field(init=False)  # of M2
 
     def __post_init__(self) -> None:
         self.lengths, self.addresses = native.lengths(self.m2s), native.addresses(self.m2s)
-        self.elements = sum(self.lengths)
         self.ids = list(map(id, self.parameters))
         self.is_contiguous = set(map(Tensor.is_contiguous, self.m2s)) <= {True}
         self.strides = list(map(Tensor.stride, self.m2s))
-
-    def start(self, step: int) -> None:
-        """A step starts in which no gradient came yet."""
-        self.step, self.weight, self.written, self.total_addresses = step, 0.0, False, None
-
-    def select(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The values of these parameters, of a list that the source passed."""
-        return list(values) if self.is_whole else list(map(values.__getitem__, self.places))
 
     def arrange(self, values: list[Tensor]) -> list[Tensor]:
         """The values with the strides of M2, so that all have the same order in memory."""
@@ -68,12 +56,13 @@ class _Block:
     def split(self) -> Iterator["_Block"]:
         """A block of each parameter, with the same moments."""
         totals: Sequence[Tensor | None] = self.totals or [None] * len(self.m2s)
-        for parameter, m2, total in zip(self.parameters, self.m2s, totals, strict=True):
+        for p, m2, like, total in zip(self.parameters, self.m2s, self.like, totals, strict=True):
             own = None if total is None else [total]
-            fits = self.fits and native.fits([m2])
-            state = self.step, self.weight, self.written, own
-            yield _Block([parameter], [0], [m2], fits, False, *state)
-        self.step = -1
+            yield _Block([p], [m2], [like], self.fits, self.weight, self.written, own)
+
+
+_Placed = list[tuple[_Block, list[int]]]
+"""Blocks, and where their parameters stand in a list that the source has passed."""
 
 
 class GradientMoments(Subscriber):
@@ -105,9 +94,10 @@ class GradientMoments(Subscriber):
         self._watched_count = -1
         self._fused = fused
         self._weight_before = 0.0  # weight of the complete micro-batches
-        self._step = 0
-        self._lists: dict[tuple[int, ...], list[_Block]] = {}  # by the ids of the parameters
-        self._m2s: dict[int, Tensor] = {}  # by id of the parameter, which a block keeps alive
+        self._lists: dict[tuple[int, ...], _Placed] = {}  # by the ids of the parameters
+        # by id of the parameter, which is kept alive
+        self._m2s: dict[int, Tensor] = {}
+        self._totals: dict[int, Tensor] = {}  # S, if the source does not keep it
         self._alive: dict[int, Tensor] = {}
         self._block_of: dict[int, _Block] = {}  # of the parameters that this step reached
 
@@ -115,7 +105,6 @@ class GradientMoments(Subscriber):
         """A step starts."""
         self.micro_batches = 0
         self.weight = self._weight_before = 0.0
-        self._step += 1
         self._block_of.clear()
         count = -1 if self._watched is None else len(self._watched)
         if count != self._watched_count or len(self._lists) > _LISTS:
@@ -131,16 +120,16 @@ class GradientMoments(Subscriber):
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Adds n_d g_d of each parameter, which the micro-batch is about to add to S."""
         blocks = self._blocks(batch.parameters, batch.gradients)
-        for block in blocks:
+        for block, places in blocks:
             if block.weight == self.weight:
                 raise GradientError(TWICE)
-            gradients = block.arrange(block.select(batch.gradients))
+            gradients = block.arrange(list(map(batch.gradients.__getitem__, places)))
             if not block.weight:
                 keeps_none = batch.sums is None and not batch.first
                 self._start(block, gradients, keeps_none=keeps_none)
             else:
-                sums = None if batch.sums is None else block.select(batch.sums)
-                may_sum = batch.may_sum and block.is_whole
+                sums = None if batch.sums is None else list(map(batch.sums.__getitem__, places))
+                may_sum = batch.may_sum and len(places) == len(batch.parameters)
                 batch.summed |= self._add(block, gradients, sums, may_sum=may_sum)
             block.weight = self.weight
 
@@ -153,7 +142,8 @@ class GradientMoments(Subscriber):
         block = self._block_of.get(id(parameter))
         if block is None or block.weight != self.weight:  # not watched
             return
-        m2 = _zeroed(block)[block.ids.index(id(parameter))]
+        _zeroed(block)
+        m2 = self._m2s[id(parameter)]
         weights = groups.weights
         mean = gradient.to(groups.gradients.dtype)
         for images, weight in zip(groups.gradients, weights, strict=True):
@@ -162,18 +152,13 @@ class GradientMoments(Subscriber):
                 scale = (self.weight - self._weight_before) / sum(weights)
                 m2.addcmul_(deviation, deviation, value=1 / (weight * scale))
 
-    def are_reached(self, parameters: Iterable[Tensor]) -> bool:
+    def are_reached(self, parameters: Iterable[Tensor]) -> list[bool]:
         """Whether a micro-batch of the step reached each of the parameters."""
-        return self._block_of.keys() >= set(map(id, parameters))
-
-    def is_reached(self, parameter: Tensor) -> bool:
-        """Whether any micro-batch of the step reached the parameter."""
-        return id(parameter) in self._block_of
+        return list(map(self._block_of.__contains__, map(id, parameters)))
 
     def keeps_sum(self, parameter: Tensor) -> bool:
         """Whether S of the parameter has a buffer here, in addition to the source's."""
-        block = self._block_of.get(id(parameter))
-        return block is not None and block.totals is not None
+        return id(parameter) in self._totals
 
     @torch.no_grad()
     def sums_and_m2s(
@@ -186,120 +171,86 @@ class GradientMoments(Subscriber):
             sums_of: returns S as the source keeps it.
             like: tensors shaped like the gradients, if those are not shaped like the parameters.
         """
-        blocks = set(map(self._block_of.get, map(id, parameters)))
-        for block in blocks:
-            if block is not None and (block.weight < self.weight or not block.written):
-                totals = block.totals or sums_of(block.parameters)
-                self._catch_up(block, block.arrange(totals), self.weight)  # type: ignore[arg-type]
-        sums = list(sums_of(parameters))
-        if any(block is None or block.totals for block in blocks):
-            shapes = parameters if like is None else like
-            return self._mixed(parameters, sums, shapes)
-        return sums, list(map(self._m2s.__getitem__, map(id, parameters)))  # type: ignore[return-value]
-
-    def _mixed(
-        self, parameters: Sequence[Tensor], sums: list[Tensor | None], like: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The same where some parameters were not reached, or have an S of their own."""
-        m2s: list[Tensor] = []
-        for number, (parameter, shape) in enumerate(zip(parameters, like, strict=True)):
-            block = self._block_of.get(id(parameter))
-            if block is None:
-                dtype = sum_dtype(shape.dtype)
-                zeros = torch.zeros_like(shape, dtype=dtype, requires_grad=False)
-                sums[number], m2 = zeros, zeros.clone()
-            else:
-                m2 = self._m2s[id(parameter)]
-                if block.totals:
-                    sums[number] = block.totals[block.ids.index(id(parameter))]
-            m2s.append(m2)
-        return sums, m2s  # type: ignore[return-value]
-
-    def checked_addresses(
-        self, parameters: Sequence[Tensor]
-    ) -> "tuple[array[int], array[int], array[int]] | None":
-        """(addresses of S and of M2, elements) of each parameter, if kernels have read them.
-
-        They have if all were reached twice in the step. None if any was not.
-        """
         ids = list(map(id, parameters))
-        blocks = [block for block in set(map(self._block_of.get, ids)) if block is not None]
-        if not self._block_of.keys() >= set(ids):
-            return None
-        if len(blocks) == 1 and blocks[0].ids == ids:
-            block = blocks[0]
-            s_at = block.total_addresses
-            return None if s_at is None else (s_at, block.addresses, block.lengths)
-        found: dict[int, tuple[int, int, int]] = {}
-        for block in blocks:
-            if block.total_addresses is None:
-                return None
-            rows = zip(block.total_addresses, block.addresses, block.lengths, strict=True)
-            found.update(zip(block.ids, rows, strict=True))
-        columns = zip(*map(found.__getitem__, ids), strict=True)
-        first, second, third = (array("q", column) for column in columns)
-        return first, second, third
+        blocks = list(map(self._block_of.get, ids))
+        for reached in filter(None, set(blocks)):
+            if reached.weight < self.weight or not reached.written:
+                totals: Any = reached.totals or sums_of(reached.parameters)
+                self._catch_up(reached, reached.arrange(totals), self.weight)
+        sums: list[Any] = list(sums_of(parameters))
+        m2s: list[Any] = list(map(self._m2s.get, ids))
+        for number, block in enumerate(blocks):
+            if block is None:
+                shape = (parameters if like is None else like)[number]
+                dtype = sum_dtype(shape.dtype)
+                sums[number] = torch.zeros_like(shape, dtype=dtype, requires_grad=False)
+                m2s[number] = sums[number].clone()
+            elif block.totals:
+                sums[number] = self._totals[ids[number]]
+        return sums, m2s
+
+    def have_read(self, parameters: Iterable[Tensor], total_addresses: "array[int]") -> bool:
+        """Whether kernels have read M2, and S at these addresses, in the step."""
+        ids, read = list(map(id, parameters)), dict[int, int]()
+        for block in set(map(self._block_of.get, ids)):
+            if block is None or block.total_addresses is None:
+                return False
+            read.update(zip(block.ids, block.total_addresses, strict=True))
+        return total_addresses == array("q", map(read.__getitem__, ids))
 
     # blocks
 
-    def _blocks(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
-    ) -> Sequence[_Block]:
+    def _blocks(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
         """The blocks of a list of parameters, whose moments are those of this step."""
         key = tuple(map(id, parameters))
-        blocks = self._lists.get(key)
-        if blocks is None:
-            blocks = self._lists[key] = self._make(parameters, gradients)
-        if {block.step for block in blocks} <= {self._step}:
-            return blocks
+        placed = self._lists.get(key)
+        if placed is not None and all(self._block_of.get(b.ids[0]) is b for b, _ in placed):
+            return placed
         if not self._block_of.keys().isdisjoint(key):
             return self._singles(parameters, gradients)
-        if not all(_has_shapes(block, gradients) for block in blocks):
-            blocks = self._lists[key] = self._make(parameters, gradients)
-        for block in blocks:
-            block.start(self._step)
+        like = list(map(_LIKE, gradients))  # which an engine may change
+        if placed is None or any(
+            block.like != list(map(like.__getitem__, places)) for block, places in placed
+        ):
+            placed = self._lists[key] = self._make(parameters, gradients)
+        for block, _ in placed:
+            block.weight, block.written, block.total_addresses = 0.0, False, None
             self._block_of.update(dict.fromkeys(block.ids, block))
-        return blocks
+        return placed
 
-    def _make(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[_Block]:
+    def _make(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
         """Sorts parameters into blocks of one device and dtype, with a kernel or without."""
         places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
         for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             if self._watched is not None and parameter not in self._watched:
                 continue
-            m2 = self._m2s.get(id(parameter))
-            if m2 is None or m2.shape != gradient.shape or m2.device != gradient.device:
-                m2 = torch.empty_like(gradient, dtype=sum_dtype(gradient.dtype))
+            m2, dtype = self._m2s.get(id(parameter)), sum_dtype(gradient.dtype)
+            if m2 is None or _LIKE(m2) != (gradient.shape, gradient.device, dtype):
+                if m2 is not None:
+                    self._lists.clear()  # whose blocks have the old one
+                    self._totals.pop(id(parameter), None)
+                m2 = torch.empty_like(gradient, dtype=dtype)
                 self._m2s[id(parameter)], self._alive[id(parameter)] = m2, parameter
             kernel = self._fused and gradient.dtype == m2.dtype and native.fits([m2])
             places.setdefault((gradient.device, gradient.dtype, kernel), []).append(place)
-        return [
-            _Block(
-                [parameters[i] for i in some],
-                some,
-                [self._m2s[id(parameters[i])] for i in some],
-                kernel,
-                len(some) == len(parameters),
-            )
-            for (_, _, kernel), some in places.items()
-        ]
+        placed = []
+        for (_, _, kernel), some in places.items():
+            own = list(map(parameters.__getitem__, some))
+            m2s = list(map(self._m2s.__getitem__, map(id, own)))
+            like = [_LIKE(gradients[place]) for place in some]
+            placed.append((_Block(own, m2s, like, kernel), some))
+        return placed
 
-    def _singles(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[_Block]:
+    def _singles(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
         """A block for each watched parameter of a list, some of which the step has reached."""
-        singles = []
+        singles: _Placed = []
         for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            block = self._block_of.get(id(parameter))
-            if block is None:
-                blocks = self._blocks([parameter], [gradient])
-                if not blocks:
-                    continue
-                block = blocks[0]
-            elif len(block.ids) > 1:
-                for single in block.split():
-                    self._block_of[single.ids[0]] = single
-                block = self._block_of[id(parameter)]
-            block.places, block.is_whole = [place], len(parameters) == 1
-            singles.append(block)
+            if id(parameter) not in self._block_of and not self._blocks([parameter], [gradient]):
+                continue
+            block = self._block_of[id(parameter)]
+            if len(block.ids) > 1:
+                self._block_of.update((single.ids[0], single) for single in block.split())
+            singles.append((self._block_of[id(parameter)], [place]))
         return singles
 
     # moments of a block
@@ -309,12 +260,16 @@ class GradientMoments(Subscriber):
         if self._weight_before:
             share = self._weight_before / ((self.weight - self._weight_before) * self.weight)
             torch._foreach_addcmul_(_zeroed(block), gradients, gradients, share)
-        if not keeps_none and gradients[0].dtype in FULL_PRECISION:
-            block.totals = None
-        elif block.totals is None:
-            block.totals = list(map(torch.empty_like, block.m2s))
-        if block.totals is not None:
+        block.totals = None
+        if keeps_none or gradients[0].dtype not in FULL_PRECISION:
+            for number, m2 in zip(block.ids, block.m2s, strict=True):
+                if number not in self._totals:
+                    self._totals[number] = torch.empty_like(m2)
+            block.totals = list(map(self._totals.__getitem__, block.ids))
             torch._foreach_copy_(block.totals, gradients)
+        elif self._totals:
+            for number in block.ids:
+                self._totals.pop(number, None)
 
     def _add(
         self, block: _Block, gradients: list[Tensor], sums: list[Tensor] | None, *, may_sum: bool
@@ -333,9 +288,7 @@ class GradientMoments(Subscriber):
             _add_deviations(gradients, totals, block.m2s, *values, adds=adds)
         else:
             adds = adds or (may_sum and totals is stored)
-            threads = native.threads_for(block.elements)
-            group_values = (*values, float(adds))
-            native.run_at(_WELFORD, columns, block.lengths, group_values, threads=threads)
+            native.run_at(_WELFORD, columns, block.lengths, (*values, float(adds)))
             if adds:
                 torch.autograd.graph.increment_version(totals)
         block.written = True
@@ -401,13 +354,6 @@ def combine_moments(
         before += weight
     for group_m2 in m2s:
         m2.add_(group_m2)
-
-
-def _has_shapes(block: _Block, gradients: Sequence[Tensor]) -> bool:
-    """Whether M2 has the shapes and the device of the gradients, which an engine may change."""
-    own = block.select(gradients)
-    devices = set(map(_DEVICE, own)) | {block.m2s[0].device}
-    return len(devices) == 1 and list(map(_SHAPE, own)) == list(map(_SHAPE, block.m2s))
 
 
 def _zeroed(block: _Block) -> list[Tensor]:
