@@ -517,6 +517,20 @@ def test_a_penalty_by_autograd_grad_over_the_inputs_is_no_micro_batch() -> None:
     assert difference(oracle.params, model) < CLOSE
 
 
+def test_a_step_after_a_backward_that_failed_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1)).double()
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    accumulate(model, batches(2, seed=0))
+    handle = model[0].weight.register_hook(out_of_memory)
+    before = values(model)
+    with pytest.raises(MemoryError):
+        squared_error(model, batches(1, seed=1)[0]).backward()
+    handle.remove()
+    with pytest.raises(GradientError, match="the last backward did not finish"):
+        optimizer.step()
+    assert same(before, model)
+
+
 def test_autograd_grad_over_the_parameters_is_no_micro_batch() -> None:
     model = network()
     optimizer, oracle = pair("VRSGD", model)

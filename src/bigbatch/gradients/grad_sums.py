@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -26,15 +27,18 @@ class GradSums(GradGuard):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sums: list[Tensor | None] = []  # S of each parameter; None if there is none yet
+        # S of each parameter, None if there is none yet; empty outside a backward, unless kept apart
+        self.sums: list[Tensor | None] = []
         self.keeps_apart = False  # whether S is another tensor than `.grad`, which users may edit
         self.keeps_apart_next = False  # the same in the next step
         self._is_grad = False  # whether `.grad` was S at the last check
         self._stays_apart = False  # since `.grad` was edited after such a check
         self._steps = 0  # that `settle` has seen
-        self._visible: list[Tensor | None] = []  # what `.grad` is outside a backward
-        self._writes: list[int] = []  # to each of these
+        # what `.grad` was when it was accepted, and the writes to it
+        self._accepted: list[weakref.ref[Tensor] | None] = []
+        self._writes: list[int] = []
         self._hidden: list[Tensor] = []  # the parameters whose `.grad` is not visible now
+        self._visible: list[Tensor | None] = []  # what it is after the backward
         self._graphs: list[Tensor | None] = []  # gradients that have a graph, as they were found
         self._edited = False  # whether a change of `.grad` was accepted in the step
 
@@ -42,7 +46,7 @@ class GradSums(GradGuard):
         """Forgets the step."""
         super().restart()
         self.sums, self._edited = [], False
-        self._visible, self._writes = [], []
+        self._accepted, self._writes = [], []
 
     # who wrote to .grad
 
@@ -62,17 +66,15 @@ class GradSums(GradGuard):
         """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
         self.keeps_apart = self.keeps_apart_next
         self.accept()
-        if any(map(is_tensor, self._visible)):
+        if any(map(is_tensor, self._accepted)):
             super().begin(foreign_backward=foreign_backward)
-        self.sums = [None] * len(self._visible) if self.keeps_apart else list(self._visible)
+        self.sums = [None] * len(self.parameters) if self.keeps_apart else []
 
     def accept(self) -> None:
         """Takes `.grad` as it is now for the step's own."""
-        self._visible = self.all_grads()
-        self._note_writes()
-
-    def _note_writes(self) -> None:
-        self._writes = [-1 if grad is None else grad._version for grad in self._visible]
+        grads = self.all_grads()
+        self._accepted = [None if grad is None else weakref.ref(grad) for grad in grads]
+        self._writes = _versions(grads)
 
     def accept_edit(self) -> None:
         """Takes `.grad` as it is now, after a change that belongs to the step."""
@@ -81,9 +83,9 @@ class GradSums(GradGuard):
 
     def changed(self) -> bool:
         """Whether `.grad` was written to since it was accepted."""
-        grads = self.all_grads()
-        same = len(grads) == len(self._visible) and all(map(operator.is_, grads, self._visible))
-        return not same or self._writes != [-1 if grad is None else grad._version for grad in grads]
+        grads, before = self.all_grads(), [ref and ref() for ref in self._accepted]
+        same = len(grads) == len(before) and all(map(operator.is_, grads, before))
+        return not same or self._writes != _versions(grads)
 
     @property
     def grad_edited(self) -> bool:
@@ -115,15 +117,14 @@ class GradSums(GradGuard):
     def sums_of(self, numbers: Sequence[int]) -> list[Tensor | None]:
         """S of parameters by their numbers; None where no micro-batch reached one."""
         is_own = self.keeps_apart or self.factor == 1.0
-        if is_own and len(self.sums) == len(self.parameters):
-            totals = list(map(self.sums.__getitem__, numbers))
+        sums = self.sums if self.keeps_apart else self.all_grads()
+        if is_own and len(sums) == len(self.parameters):
+            totals = list(map(sums.__getitem__, numbers))
             if all(map(is_tensor, totals)) and not any(map(_REQUIRES_GRAD, totals)):
                 return totals
-        return list(map(self.sum_of, numbers))
+        return [self._sum_of(sums[number] if number < len(sums) else None) for number in numbers]
 
-    def sum_of(self, number: int) -> Tensor | None:
-        """S of a parameter by its number; None if no micro-batch reached it."""
-        total = self.sums[number] if number < len(self.sums) else None
+    def _sum_of(self, total: Tensor | None) -> Tensor | None:
         total = None if total is None else total.detach()
         if total is None or self.keeps_apart or self.factor == 1.0:
             return total
@@ -133,7 +134,9 @@ class GradSums(GradGuard):
 
     def hide(self) -> None:
         """Empties `.grad` for a backward."""
-        self._hidden = list(self.parameters)
+        self._hidden, self._visible = list(self.parameters), self.all_grads()
+        if not self.keeps_apart:
+            self.sums = list(self._visible)
         for parameter in self._hidden:
             parameter.grad = None
 
@@ -141,7 +144,8 @@ class GradSums(GradGuard):
         """Puts back what `.grad` was before the backward."""
         for parameter, grad in zip(self._hidden, self._visible, strict=True):
             parameter.grad = grad
-        self._hidden = []
+        self._hidden, self._visible, self._graphs = [], [], []
+        self.sums = self.sums if self.keeps_apart else []
 
     def give_back(self, added: Collection[int]) -> None:
         """Accumulates what a backward has left, as autograd does, if the micro-batch ends there.
@@ -209,21 +213,25 @@ class GradSums(GradGuard):
         if not self.keeps_apart:
             self._visible = list(self.sums)
         self.show()
-        self._graphs = []
-        self._note_writes()
+        self.accept()
 
     # a backward that accumulates by itself
 
     def added_to(self) -> list[int]:
         """Numbers of the parameters whose `.grad` the backward has written to."""
-        pairs = zip(self.all_grads(), self._visible, self._writes, strict=True)
+        grads = self.all_grads()
+        rows = zip(grads, self._accepted, _versions(grads), self._writes, strict=True)
         return [
             number
-            for number, (grad, before, writes) in enumerate(pairs)
-            if grad is not before or (grad is not None and grad._version != writes)
+            for number, (grad, ref, now, before) in enumerate(rows)
+            if now != before or grad is not (ref and ref())
         ]
 
     def end_accumulated(self) -> None:
         """The micro-batch is complete: the sums are what `.grad` is."""
         self.accept()
-        self.sums, self.keeps_apart = list(self._visible), False
+        self.sums, self.keeps_apart = [], False
+
+
+def _versions(grads: Sequence[Tensor | None]) -> list[int]:
+    return [-1 if grad is None else grad._version for grad in grads]

@@ -294,15 +294,20 @@ class SingleProcessSource(GradientSource):
             return False
         if not self.explicit:
             self._begin_implicit()
-        return self.explicit or self._implicit
+        return True
 
     @hands_errors_over
     def _begin_implicit(self) -> None:
-        if is_nested():
-            raise GradientError(_NESTED)
         self._weight, self._several = 1.0, False
-        self._open()
-        self._implicit = True
+        try:
+            if is_nested():
+                raise GradientError(_NESTED)
+            self._open()
+        except GradientError:
+            self._in_micro_batch = True  # what the backward leaves belongs to no step
+            raise
+        finally:
+            self._implicit = True
 
     @_disable_dynamo
     @hands_errors_over

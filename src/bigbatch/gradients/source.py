@@ -269,14 +269,18 @@ class GradientSource(ABC):
         grads = map(self.local_grad, self.parameters)
         return [grad for grad in grads if grad is not None]
 
-    def require_unchanged(self, caller: str) -> None:
-        """Raises GradientError where no step is measured, or `.grad` was written to since."""
+    def require_finished(self) -> None:
+        """Raises GradientError where the last backward has failed, and nothing was zeroed since."""
         if self._in_micro_batch:
             self.restart()
             raise GradientError(
                 "the last backward did not finish, so its gradient is incomplete; "
                 "zero the gradients and repeat the step"
             )
+
+    def require_unchanged(self, caller: str) -> None:
+        """Raises GradientError where no step is measured, or `.grad` was written to since."""
+        self.require_finished()
         if not self.micro_batches:
             raise GradientError(
                 f"0 micro-batches were seen before {caller}; call backward() at least twice, after "

@@ -68,6 +68,7 @@ class LocalStep:
 
     def _prepare(self, source: GradientSource) -> None:
         """Refuses a step without the micro-batches that r needs; warns of edited gradients."""
+        source.require_finished()
         if not source.micro_batches or self._state.moments.micro_batches < 2:
             source.require_no_step_in_backward()
             raise GradientError(
