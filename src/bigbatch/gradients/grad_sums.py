@@ -27,7 +27,7 @@ class GradSums(GradGuard):
 
     def __init__(self) -> None:
         super().__init__()
-        # S of each parameter, None if there is none yet; empty outside a backward, unless kept apart
+        # S of each parameter, None if there is none yet; outside a backward, if it is kept apart
         self.sums: list[Tensor | None] = []
         self.keeps_apart = False  # whether S is another tensor than `.grad`, which users may edit
         self.keeps_apart_next = False  # the same in the next step
