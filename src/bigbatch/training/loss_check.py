@@ -107,7 +107,7 @@ class LossCheck:
                 f"the loss grows with the samples of a micro-batch ({_CHANGES} times in a row, now "
                 f"{previous[1]:.4g} -> {loss:.4g} for {previous[0]:g} -> {size:g} samples), as a "
                 f"sum over samples does; {_REMEDY}",
-                stacklevel=8,  # the line of step.update
+                stacklevel=9,  # the line of step.update
             )
 
     def _compare_divisors(self) -> None:
@@ -117,7 +117,7 @@ class LossCheck:
             now = [*map(float, values)]
             earlier = self._divisors.setdefault(key, now)
             if all(abs(a - b) > 1e-4 * abs(a) for a, b in zip(now, earlier, strict=False)):
-                self._warn(message.format(earlier[0], now[0]), stacklevel=9)
+                self._warn(message.format(earlier[0], now[0]), stacklevel=10)
                 return
 
     def _refuse_scaled(self, nodes: list[Any]) -> None:
@@ -136,7 +136,7 @@ class LossCheck:
                 "scaler.update()"
             )
 
-    def _warn(self, message: str, stacklevel: int = 6) -> None:  # the line of step.backward
+    def _warn(self, message: str, stacklevel: int = 7) -> None:  # the line of step.backward
         if message:  # one is enough
             self.examines, self._changes, self._of_step = False, None, []
         if message and self._warns:

@@ -185,6 +185,37 @@ class Step:
         Returns:
             The factor of the loss for a gradient that is averaged over ranks; see `weighted_loss`.
         """
+        samples, global_samples = self._require_waiting(loss)
+        root = loss if root is None else root
+        number, sample_weights = self._weigh(loss, root, weight, samples)
+        if number and self._labels is None:
+            self._prepare_groups(root, samples, sample_weights)
+        self._count(number, samples)
+        try:
+            # a micro-batch of weight 0 only keeps this rank in step with the others
+            factor = number * self._source.ranks / self._expected_weight if number else 0.0
+            micro_batch = self._source.micro_batch(number) if number else self._source.idle()
+            if self._parts.reduced is None:
+                with micro_batch:
+                    yield factor
+            else:
+                reduced = self._reduced_micro_batch(self._parts.reduced, number, global_samples)
+                with reduced, micro_batch:
+                    yield factor
+        except Exception as error:
+            self.advise(error)
+            raise
+        if number:
+            self._weights.append(number)
+            self._losses.append(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()))
+        if self._source.micro_batches != len(self._weights):
+            raise GradientError(_ZEROED)
+        self._pending, self._parts.oom_hints.samples = None, 0
+        if self.last:
+            self._complete()
+
+    def _require_waiting(self, loss: Tensor) -> tuple[int, int]:
+        """Samples of the micro-batch that waits for its backward, here and on all ranks."""
         if self._pending is None:
             raise LoopError(
                 "step.backward was called twice for one micro-batch, or outside `for ... in step`; "
@@ -196,9 +227,14 @@ class Step:
             )
         if loss.numel() != 1:
             raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
-        samples, global_samples = self._pending
+        return self._pending
+
+    def _weigh(
+        self, loss: Tensor, root: Tensor, weight: float | Tensor | None, samples: int
+    ) -> tuple[float, float | Tensor | None]:
+        """n_d of a micro-batch, and the weights of its samples if they differ."""
         weighting: Weighting = "samples" if weight is None else "given"
-        root, labels = loss if root is None else root, None
+        labels = None
         if weight is None:
             weight = labels = label_weights(root, samples)
             weighting = "samples" if labels is None else "labels"
@@ -216,15 +252,14 @@ class Step:
             self._labels, weight = labels, None  # its mean is the step's
         if isinstance(weight, Tensor):
             weight = weight.detach().cpu()  # one wait for the device
-        sample_weights = weight
         if weighting == "labels" and isinstance(weight, Tensor):
-            weight = math.fsum(weight.tolist())  # of the graph, so it needs no check
+            number = math.fsum(weight.tolist())  # of the graph, so it needs no check
         else:
-            weight = samples if weight is None else _as_number(weight, samples)
-        if self._is_lost(weight):
-            weight, sample_weights = samples, None
-        if weight and self._labels is None:
-            self._prepare_groups(root, samples, sample_weights)
+            number = samples if weight is None else _as_number(weight, samples)
+        return (samples, None) if self._is_lost(number) else (number, weight)
+
+    def _count(self, weight: float, samples: int) -> None:
+        """Counts a micro-batch whose backward comes now."""
         self._backwards += 1
         self._samples += samples
         self._per_sample.add(weight / samples)
@@ -232,28 +267,6 @@ class Step:
             self._expected_weight = weight
         elif not self._expected_weight:
             self._expect_weight(weight, samples)
-        try:
-            # a micro-batch of weight 0 only keeps this rank in step with the others
-            factor = weight * self._source.ranks / self._expected_weight if weight else 0.0
-            micro_batch = self._source.micro_batch(weight) if weight else self._source.idle()
-            if self._parts.reduced is None:
-                with micro_batch:
-                    yield factor
-            else:
-                reduced = self._reduced_micro_batch(self._parts.reduced, weight, global_samples)
-                with reduced, micro_batch:
-                    yield factor
-        except Exception as error:
-            self.advise(error)
-            raise
-        if weight:
-            self._weights.append(weight)
-            self._losses.append(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()))
-        if self._source.micro_batches != len(self._weights):
-            raise GradientError(_ZEROED)
-        self._pending, self._parts.oom_hints.samples = None, 0
-        if self.last:
-            self._complete()
 
     def _even_weights(self, labels: Tensor | None, samples: int) -> Tensor | None:
         """The weights of a micro-batch in a step of the other kind, where all samples have one.
