@@ -391,7 +391,7 @@ def test_compiled_autograd_traces_no_hook_of_ours_and_is_refused():
     with GradientMeter(model) as meter:
         with compiled:
             accumulate(model, data())
-        with pytest.raises(GradientError, match="0 micro-batches were seen"):
+        with pytest.raises(GradientError, match="ran in compiled autograd"):
             meter.read(RAGGED)
 
 

@@ -274,8 +274,9 @@ class GradientSource(ABC):
         if self._in_micro_batch:
             self.restart()
             raise GradientError(
-                "the last backward did not finish, so its gradient is incomplete; "
-                "zero the gradients and repeat the step"
+                "the last backward did not finish, so its gradient is incomplete; zero the "
+                "gradients and repeat the step; or it ran in compiled autograd, which calls no "
+                "hook at its end and cannot be measured"
             )
 
     def require_unchanged(self, caller: str) -> None:
