@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients import GradientSource
-from bigbatch.gradients.dtypes import sum_scalars, to_device
+from bigbatch.gradients.dtypes import stacked, to_device, widest_float
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
@@ -54,15 +54,17 @@ class UnmeasuredStep:
         self.found_inf: Tensor | None = None  # 1 where the step must be skipped
         device = source.parameters[0].device
         if not on_device or len({(grad.dtype, grad.device) for grad in grads}) != 1:
-            norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=device)]
-            value = sum_scalars(norms)
+            checks = torch._foreach_norm(grads) if grads else [torch.zeros((), device=device)]
         else:
             checked = grads if labels is None else [*grads, _nan_as_inf(losses[0], grads[0])]
-            self.found_inf = value = torch.zeros((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(checked, value, value + 1)
-        rest = [loss.to(device) if loss.device != device else loss for loss in losses]
-        parts = [value.reshape(1), *(loss.reshape(1) for loss in rest)]
-        values = torch.cat(parts if labels is None else [*parts, to_device(labels, device)])
+            self.found_inf = torch.zeros((), device=device)
+            one = torch.ones((), device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(checked, self.found_inf, one)
+            checks = [self.found_inf]
+        self._checks = len(checks)
+        values = stacked([*checks, *losses])
+        if labels is not None:
+            values = torch.cat([values.to(widest_float(device)), to_device(labels, device)])
         self._copied: torch.Event | None = None
         if self.found_inf is not None and device.type != "cpu":
             values = values.to("cpu", non_blocking=True)  # now, as the next step's work is queued
@@ -80,16 +82,16 @@ class UnmeasuredStep:
     @cached_property
     def host_totals(self) -> list[float]:
         """[weight * loss, weight, ...], as of `MeasuredStep`; samples where no label counts."""
-        labels = self._host_values[1 + self._count :]
+        read = self._host_values[self._checks :]
+        losses, labels = read[: self._count], read[self._count :]
         total = (math.fsum(labels) if labels else 0) or math.fsum(self._weights)
         weights = self._weights if self._count > 1 else [total]
-        losses = self._host_values[1 : 1 + self._count]
         return [math.fsum(map(operator.mul, weights, losses)), total, *self.counts[1:]]
 
     @property
     def vanishes(self) -> bool:
         """Whether every gradient is zero; False where that is not known."""
-        return self.found_inf is None and self._host_values[0] == 0
+        return self.found_inf is None and not any(self._host_values[: self._checks])
 
     @cached_property
     def finite(self) -> bool:
@@ -97,7 +99,8 @@ class UnmeasuredStep:
         if self.found_inf is not None:
             return not self._host_values[0]
         # a norm may overflow by itself
-        return math.isfinite(self._host_values[0]) or self._source.guard.is_finite()
+        norms = self._host_values[: self._checks]
+        return all(map(math.isfinite, norms)) or self._source.guard.is_finite()
 
 
 def _nan_as_inf(loss: Tensor, like: Tensor) -> Tensor:
