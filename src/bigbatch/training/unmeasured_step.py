@@ -62,22 +62,24 @@ class UnmeasuredStep:
             torch._amp_foreach_non_finite_check_and_unscale_(checked, self.found_inf, one)
             checks = [self.found_inf]
         self._checks = len(checks)
-        values = stacked([*checks, *losses])
-        if labels is not None:
-            values = torch.cat([values.to(widest_float(device)), to_device(labels, device)])
+        self._values, self._labels = stacked([*checks, *losses]), labels
         self._copied: torch.Event | None = None
-        if self.found_inf is not None and device.type != "cpu":
-            values = values.to("cpu", non_blocking=True)  # now, as the next step's work is queued
+        if device.type == "cpu":
+            return
+        if labels is not None:  # for one wait in all
+            values, self._labels = self._values.to(widest_float(device)), None
+            self._values = torch.cat([values, to_device(labels, device)])
+        if self.found_inf is not None:  # now, as the next step's work is queued
+            self._values = self._values.to("cpu", non_blocking=True)
             self._copied = torch.Event(device.type)
             self._copied.record()
-        self._values = values
 
     @cached_property
     def _host_values(self) -> list[float]:
         if self._copied is not None:
             self._copied.synchronize()
         values: list[float] = self._values.tolist()
-        return values
+        return values if self._labels is None else [*values, *self._labels.tolist()]
 
     @cached_property
     def host_totals(self) -> list[float]:
