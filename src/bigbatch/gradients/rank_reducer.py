@@ -66,8 +66,9 @@ class RankReducer(GradientShards):
 
     def require_shared(self) -> None:
         """Raises GradientError where there are ranks that no engine reduces over."""
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if ranks > 1 and self._unshared:
+        if not self._unshared or not dist.is_available() or not dist.is_initialized():
+            return
+        if (ranks := dist.get_world_size()) > 1:
             raise GradientError(self._unshared.format(ranks=ranks))
 
     def model_parameters(self, trained: list[Tensor]) -> list[Tensor]:
