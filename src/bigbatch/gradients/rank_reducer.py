@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,11 @@ class RankReducer(GradientShards):
 
     def all_reduce(self, values: Tensor) -> None:
         """Sums `values` over the ranks, in place."""
+
+    def start_all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
+        """Begins to sum `values` over the ranks, in place; the call that it returns waits."""
+        self.all_reduce(values)
+        return lambda: values
 
     def set_requires_gradient_sync(self, requires_sync: bool) -> None:
         """Sets whether the next backward reduces the gradients; called before its forward."""

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_weights import label_weights, weighted_loss
-from bigbatch.training.measured_step import MeasuredStep
+from bigbatch.training.measured_step import MeasuredStep, local_totals
 from bigbatch.training.optimizer_checks import trained_parameters
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.rank_facts import RankFacts
@@ -85,8 +85,10 @@ class Step:
         # [Note: A step that measures nothing]: whether it is one, and the labels of its only
         # backward
         is_read = parts.reader is not None or parts.meter.due or parts.compares
-        self._is_light = self._source.ranks == 1 and not is_read
+        replicates = self._source.reducer.replicas == self._source.ranks
+        self._is_light = replicates and not is_read
         self._labels: Tensor | None = None
+        self._summed: Callable[[], Tensor] | None = None  # what the ranks have sent, if light
         self._optimizer_steps = 0  # of the training, once complete
 
     def __iter__(self) -> Iterator[Batch]:
@@ -191,6 +193,8 @@ class Step:
         if number and self._labels is None:
             self._prepare_groups(root, samples, sample_weights)
         self._count(number, samples)
+        if self._is_light and self._source.ranks > 1 and self.last:
+            self._summed = self._send_totals(loss, number)
         try:
             # a micro-batch of weight 0 only keeps this rank in step with the others
             factor = number * self._source.ranks / self._expected_weight if number else 0.0
@@ -248,7 +252,8 @@ class Step:
         if self._weighting not in (None, weighting):
             raise LoopError(_MIXED)
         self._weighting = weighting
-        if self._is_light and labels is not None and self.last and not self._backwards:
+        is_only = self._source.ranks == 1 and self.last and not self._backwards
+        if self._is_light and labels is not None and is_only:
             self._labels, weight = labels, None  # its mean is the step's
         if isinstance(weight, Tensor):
             weight = weight.detach().cpu()  # one wait for the device
@@ -449,7 +454,28 @@ class Step:
             )
         self._optimizer_steps = self._parts.optimizer_steps
         parts, weights, losses = self._parts, self._weights, self._losses
-        counts = [
+        if self._is_light:
+            if parts.pairs is not None:
+                parts.pairs.forget()
+            self._reading = UnmeasuredStep(
+                self._source,
+                losses,
+                weights,
+                self._counts(weights) if self._summed is None else [],
+                self._labels,
+                on_device=parts.skips_on_device and self._source.ranks == 1,
+                summed=self._summed,
+            )
+        else:
+            pair_sums = self._compare_steps()
+            counts = self._counts(weights)
+            self._reading = MeasuredStep(parts.meter, losses, weights, counts, pair_sums)
+        if self._labels is None:
+            self._correct_weight()
+
+    def _counts(self, weights: list[float]) -> list[float]:
+        """What this rank knows of the step; see `MeasuredStep`."""
+        return [
             math.fsum(weights),
             self._backwards,
             self._weighting_code,
@@ -459,17 +485,14 @@ class Step:
             self._past.elapsed_seconds,
             self._facts.checksum(),
         ]
-        if self._is_light:
-            if parts.pairs is not None:
-                parts.pairs.forget()
-            self._reading = UnmeasuredStep(
-                self._source, losses, weights, counts, self._labels, on_device=parts.skips_on_device
-            )
-        else:
-            pair_sums = self._compare_steps()
-            self._reading = MeasuredStep(parts.meter, losses, weights, counts, pair_sums)
-        if self._labels is None:
-            self._correct_weight()
+
+    def _send_totals(self, loss: Tensor, weight: float) -> Callable[[], Tensor]:
+        """Sends what the ranks sum of a light step: [Note: A step that measures nothing]."""
+        with torch.no_grad():
+            losses = [*self._losses, loss.detach().reshape(())] if weight else self._losses
+            weights = [*self._weights, weight] if weight else self._weights
+            totals = local_totals(self._source, losses, weights, self._counts(weights))
+        return self._source.reducer.start_all_reduce(totals)
 
     def _correct_weight(self) -> None:
         """Corrects `.grad` where the sum of the weights is not the expected one."""
@@ -538,7 +561,7 @@ class Step:
                 unit = (self._expected_weight / weight) ** 2
                 statistics = self._parts.meter.statistics(totals, unit, of_all_ranks=True)
                 statistics = _in_samples(statistics, round(samples))
-        if vanishes and not has_grad:
+        if vanishes and not (has_grad or has_gradient(self._source)):
             raise GradientError(NO_GRADIENT)
         if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
             finite, vanishes = False, True
