@@ -84,7 +84,7 @@ class SampleBuffer:
 
     def examine(self, samples: int) -> None:
         """Fetches a second batch if the first is to be cut; two show which leaves are constant."""
-        known = self._memory.examined or self.loader.gives_new_memory
+        known = self._memory.examined or self._gives_new_memory
         if not known and self._chunks and self._chunks[0].samples > samples:
             self._fetch()
 
@@ -112,7 +112,7 @@ class SampleBuffer:
         self.read_until(samples)
         self.examine(samples if turns == 1 else 0)
         chunks: list[_Chunk] = []
-        missing = min(samples, self.waiting)
+        missing = samples if samples < self.waiting else self.waiting
         while missing:
             chunk = self._chunks.popleft()
             if chunk.samples > missing:
@@ -129,9 +129,11 @@ class SampleBuffer:
             chunks = chunks[:1]
             batches = self._join(chunks, turns)
             assert batches is not None
-        count = sum(chunk.samples for chunk in chunks)
+        count = sum([chunk.samples for chunk in chunks])
         self.waiting -= count
-        return [self._placed(batch) for batch in batches], count
+        if self.place is not None or self._memory.constants:
+            batches = list(map(self._placed, batches))
+        return batches, count
 
     def _placed(self, batch: Batch) -> Batch:
         if self._memory.constants:
@@ -140,9 +142,9 @@ class SampleBuffer:
 
     def _join(self, chunks: list["_Chunk"], turns: int) -> list[Batch] | None:
         """The chunks as one batch for each turn; None if they do not fit together."""
+        if turns == 1 == len(chunks):
+            return [chunks[0].batch]
         batches = [chunk.batch for chunk in chunks]
-        if turns == 1 == len(batches):
-            return batches
         if turns > 1:
             return interleave_samples(batches, [chunk.samples for chunk in chunks], turns)
         if len(chunks) > 1 and not self.concatenates:
@@ -218,6 +220,7 @@ class SampleBuffer:
         self.close()
         self.counted, self.ended, self.has_stated_sizes, self._skipped = 0, False, True, False
         self._stated_sizes = self.loader.batch_size, self.loader.length
+        self._gives_new_memory = self.loader.gives_new_memory
         self._iterator = iterator
         self._memory.begin_pass()
 
@@ -248,7 +251,7 @@ class SampleBuffer:
             batch = next(self._iterator)
         except StopIteration:
             return False
-        if not self.loader.gives_new_memory:
+        if not self._gives_new_memory:
             batch = self._admit(batch)
         size, length = self._stated_sizes
         stated = min(size, length - self.counted) if size and length is not None else None
