@@ -1,7 +1,6 @@
 """Learning-rate schedulers that count base batches of samples instead of optimizer steps."""
 
 import copy
-import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.optim.learning_rates import rates_of
 from bigbatch.setting_types import NotNegative, check_setting
 from bigbatch.state_checks import loads_state
+from bigbatch.training.loop_warning import warn_in_loop
 from bigbatch.training.scaled_lr import times_written
 
 _NO_SCHEDULER = (
@@ -127,11 +127,10 @@ class BaseBatchScheduler:
             return
         self._ticks_after_end += 1
         if self._ticks_after_end == 2:  # T ticks start at tick 0, so one is always too many
-            warnings.warn(
+            warn_in_loop(
                 f"{type(scheduler).__name__} reached its end and stays there, at "
                 f"lr={rates_of(self._optimizer)}; "
-                "train.base_steps(epochs) gives the total to build it with",
-                stacklevel=2,
+                "train.base_steps(epochs) gives the total to build it with"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,9 +222,7 @@ class RateFunction(LambdaLR):
             if tick == 0:
                 raise
             if self._end not in (None, tick):
-                warnings.warn(
-                    f"scheduler= has no rate from {self._end} on; the last one stays", stacklevel=9
-                )
+                warn_in_loop(f"scheduler= has no rate from {self._end} on; the last one stays")
             self._end = self._end or tick
             return [group["lr"] for group in self.optimizer.param_groups]
         return [rate] * len(self.lr_lambdas)
@@ -322,11 +319,10 @@ class LRChanges:
         if not self._warns:
             return
         if self._follower and scheduler is None:
-            warnings.warn(
+            warn_in_loop(
                 f"{self._follower} follows the scheduled learning rate, and no scheduler is known: "
                 "the batch changes only where you change the rate yourself; pass "
-                "AdaptiveBatch(scheduler=scheduler)",
-                stacklevel=5,
+                "AdaptiveBatch(scheduler=scheduler)"
             )
             self._follower = ""
         if epoch != self._epoch or all(
@@ -344,9 +340,8 @@ class LRChanges:
                 self._warns = False
                 number = numbers[id(group)]
                 change = "" if is_tensor else f" from {rate:.6g} to {present:.6g}"
-                warnings.warn(
+                warn_in_loop(
                     f"the learning rate of parameter group {number} was changed{change} between "
-                    "two updates, " + (_NO_SCHEDULER if scheduler is None else _TWO_SCHEDULES),
-                    stacklevel=5,
+                    "two updates, " + (_NO_SCHEDULER if scheduler is None else _TWO_SCHEDULES)
                 )
                 return

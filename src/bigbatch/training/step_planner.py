@@ -1,6 +1,5 @@
 """Plans the next step: its batch size, how it is cut, whether it is measured."""
 
-import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +9,7 @@ from bigbatch.policies.bound_notes import note_of
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Decision, TrainingState
+from bigbatch.training.loop_warning import warn_in_loop
 from bigbatch.training.measuring_interval import MeasuringInterval
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.step_statistics import StepStatistics
@@ -118,7 +118,7 @@ class StepPlanner:
             )
             decision = controller.next(step.statistics, now)
             if self._warns and (note := note_of(decision.reason)):
-                warnings.warn(note, stacklevel=7)  # the line of step.update
+                warn_in_loop(note)
             return decision
         return self._keep(present.batch_size, reason, present.lr_factor)
 
