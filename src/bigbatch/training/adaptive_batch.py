@@ -366,9 +366,10 @@ class AdaptiveBatch:
         if empty:
             self.batches.start(self.epoch)
         while (micro_batches := self._next_micro_batches()) is not None:
-            self._select_trained()
-            update = self._update
-            self._step = Step(micro_batches, self._parts, update.past, update.facts, update)
+            trained, update = self._select_trained(), self._update
+            self._step = Step(
+                micro_batches, trained, self._parts, update.past, update.facts, update
+            )
             try:
                 yield self._step
             except GeneratorExit:  # the loop is left, and its last step may wait to be read
@@ -466,7 +467,8 @@ class AdaptiveBatch:
         require_steppable(self.optimizer)
         self.meter.source.explicit = True
         self.meter.scaler = self.scaler
-        if not set(self._select_trained()) & set(parameters_of(self.model)):
+        self._select_trained()
+        if not set(self._selected) & set(parameters_of(self.model)):
             raise SettingError("the optimizer holds no parameter of the model; build it from it")
         if self._reader is None:
             return
@@ -562,7 +564,7 @@ class AdaptiveBatch:
             raise refusal or RunError("rank 0 cannot write the log; its own error says why")
 
     def _select_trained(self) -> list[Tensor]:
-        """Measures the model's parameters that the optimizer trains now, and only those."""
+        """Measures the model's parameters that the optimizer trains now; all that it trains."""
         parameters = trained_parameters(self.optimizer)
         trained = self.meter.source.reducer.model_parameters(parameters)
         self._replacement_check.require_held(trained)
@@ -570,7 +572,7 @@ class AdaptiveBatch:
         if len(trained) != len(selected) or not all(map(operator.is_, trained, selected)):
             self.meter.select(trained)
             self._selected = trained
-        return trained
+        return parameters
 
     def _next_micro_batches(self) -> StepBatches | ExternalStep | None:
         min_rows = 1 if self._reader is None else 2  # r needs two micro-batches

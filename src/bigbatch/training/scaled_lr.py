@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +13,7 @@ from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim.learning_rates import RATE, rates_of
 
 
-@contextmanager
-def scale_lr(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
+def scale_lr(optimizer: Optimizer, factor: float) -> AbstractContextManager[list[float]]:
     """Multiplies every group's learning rate inside the block and restores it afterwards.
 
         lr <- factor lr,   and after the block lr as it was, to the last bit
@@ -34,10 +33,12 @@ def scale_lr(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
     factor = float(factor)
     if not (math.isfinite(factor) and factor >= 0):
         raise SettingError(f"the learning-rate factor {factor} is not finite, or negative")
+    return nullcontext(rates_of(optimizer)) if factor == 1 else _scaled(optimizer, factor)
+
+
+@contextmanager
+def _scaled(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
     groups = list(optimizer.param_groups)
-    if factor == 1:
-        yield rates_of(optimizer)
-        return
     for number, group in enumerate(groups):
         if group.get("lr") is None:
             raise SettingError(

@@ -1,6 +1,7 @@
 """Learning-rate schedulers that count base batches of samples instead of optimizer steps."""
 
 import copy
+import operator
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ _TWO_SCHEDULES = (
     "and the scheduler that was passed sets it too, from the samples: leave out the lines that set "
     "it from a count of updates, which ends in the wrong place"
 )
+_RATE = operator.methodcaller("get", "lr")
 _SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the groups
 
 
@@ -77,13 +79,15 @@ class BaseBatchScheduler:
     def advance(self, samples: int) -> None:
         """Adds the samples of one optimizer step and ticks once per full `scheduler_batch`."""
         self.require_ready()
-        self._note_rate()
+        if self.follows_rates:
+            self._note_rate()
         self._samples += samples
         ticks, self._samples = divmod(self._samples, self.scheduler_batch)
         if self._scheduler is not None:
             for _ in range(int(ticks)):
                 self._tick(self._scheduler)
-                self._note_rate()
+                if self.follows_rates:
+                    self._note_rate()
             self._last_count = _count(self._scheduler)
 
     @property
@@ -98,10 +102,9 @@ class BaseBatchScheduler:
 
     def _note_rate(self) -> None:
         """Reads the rates between two steps, when no factor is in force."""
-        if self.follows_rates:
-            rates = [group.get("lr") for group in self._optimizer.param_groups]
-            self._rate = max((float(rate) for rate in rates if rate is not None), default=0.0)
-            self._peak_rate = max(self._peak_rate, self._rate)
+        rates = map(_RATE, self._optimizer.param_groups)
+        self._rate = max((float(rate) for rate in rates if rate is not None), default=0.0)
+        self._peak_rate = max(self._peak_rate, self._rate)
 
     def require_ready(self) -> None:
         """Checks that `advance` can be called, before anything is changed.
@@ -299,19 +302,18 @@ class LRChanges:
 
     def __init__(self, optimizer: Optimizer, *, warns: bool, follower: str) -> None:
         self._optimizer, self._warns, self._follower = optimizer, warns, follower
-        self._rates: list[tuple[dict[str, Any], Any, int]] = []  # group, rate, writes to the rate
+        self._groups: list[dict[str, Any]] = []
+        self._rates: list[Any] = []  # of each
+        self._writes: list[int] = []  # to each
         self._epoch = 0  # of the last update
 
     def note(self, epoch: int | None = None) -> None:
         """Notes the rates at the end of an update in a pass; None for one before, if any."""
-        if epoch is None and not self._rates:
+        if epoch is None and not self._groups:
             return
-        groups = self._optimizer.param_groups
-        rates = [(group, group.get("lr")) for group in groups]
-        self._rates = [
-            (group, rate, 0 if type(rate) is float else times_written(rate))
-            for group, rate in rates
-        ]
+        self._groups = [*self._optimizer.param_groups]
+        self._rates = [*map(_RATE, self._groups)]
+        self._writes = [*map(times_written, self._rates)]
         self._epoch = self._epoch if epoch is None else epoch
 
     def examine(self, epoch: int, scheduler: LRScheduler | None) -> None:
@@ -325,17 +327,20 @@ class LRChanges:
                 "AdaptiveBatch(scheduler=scheduler)"
             )
             self._follower = ""
-        if epoch != self._epoch or all(
-            type(rate) is float and group.get("lr") is rate for group, rate, _ in self._rates
-        ):
+        rates = [*map(_RATE, self._groups)]
+        # without a wait for the device: of a tensor, the writes are compared
+        writes = [*map(times_written, rates)]
+        unchanged = all(map(operator.is_, rates, self._rates)) and writes == self._writes
+        if unchanged or epoch != self._epoch:
             return
         numbers = {id(group): number for number, group in enumerate(self._optimizer.param_groups)}
-        for group, rate, writes in self._rates:
-            present = group.get("lr")
+        before, now = zip(self._rates, self._writes, strict=True), zip(rates, writes, strict=True)
+        for group, (rate, written), (present, writes_now) in zip(
+            self._groups, before, now, strict=True
+        ):
             is_tensor = isinstance(rate, Tensor) or isinstance(present, Tensor)
-            # without a wait for the device: of a tensor, the writes are compared
             same = rate is present if is_tensor else rate == present
-            if id(group) in numbers and not (same and times_written(present) == writes):
+            if id(group) in numbers and not (same and written == writes_now):
                 rates_of(self._optimizer)  # raises an error for what is no rate
                 self._warns = False
                 number = numbers[id(group)]

@@ -52,6 +52,7 @@ class Step:
 
     Args:
         micro_batches: the micro-batches of the step on this rank.
+        trained: the parameters of the optimizer.
         parts: what the steps of the training work with.
         past: what the steps before have left.
         facts: compares the ranks.
@@ -61,23 +62,23 @@ class Step:
     def __init__(
         self,
         micro_batches: StepBatches | ExternalStep,
+        trained: list[Tensor],
         parts: TrainingParts,
         past: PastSteps,
         facts: RankFacts,
         update: Update,
     ) -> None:
         self.ended = False
-        self._micro_batches, self._parts = micro_batches, parts
+        self._micro_batches, self._trained, self._parts = micro_batches, trained, parts
         self._past, self._facts, self._update = past, facts, update
         self._source = parts.meter.source
         # samples, here and on all ranks, of the micro-batch whose backward is still to come; not
         # the batch, whose memory an error must not keep
         self._pending: tuple[int, int] | None = None
-        self._trained = trained_parameters(parts.optimizer)  # in this step
         self._backwards = 0  # micro-batches done on this rank
         self._samples = 0  # of those micro-batches
         self._weights: list[float] = []  # n_d of the micro-batches that count
-        self._per_sample: set[float] = set()  # weights of a sample, as means of micro-batches
+        self._per_sample: float | None = None  # weight of each sample so far; nan if they differ
         self._losses: list[Tensor] = []
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
         self._weighting: Weighting | None = None  # what the weights are
@@ -221,7 +222,8 @@ class Step:
             self._prepare_groups(root, samples, sample_weights)
         self._backwards += 1
         self._samples += samples
-        self._per_sample.add(number / samples)
+        each = number / samples
+        self._per_sample = each if self._per_sample in (None, each) else math.nan
         if self._labels is not None:
             self._expected_weight = number
         elif not self._expected_weight:
@@ -257,9 +259,9 @@ class Step:
                 raise LoopError(_MIXED)
             labels = self._even_weights(labels, samples)
         self._weighting = self._weighting or weighting
-        if isinstance(weight, Tensor):
-            weight = weight.detach().cpu()  # one wait for the device
         if weight is not None:
+            if isinstance(weight, Tensor):
+                weight = weight.detach().cpu()  # one wait for the device
             return _as_number(weight, samples), weight
         is_only = self._micro_batches.last and not self._backwards
         if labels is None or (self._is_light and is_only):  # the mean of one backward is the step's
@@ -280,8 +282,8 @@ class Step:
         if labels is not None:
             if len(labels) == samples and labels.min() == labels.max() > 0:
                 return None
-        elif len(self._per_sample) == 1 and (each := max(self._per_sample)):
-            return torch.full((samples,), each, dtype=torch.float64)
+        elif self._per_sample is not None and self._per_sample > 0:
+            return torch.full((samples,), self._per_sample, dtype=torch.float64)
         raise LoopError(_MIXED)
 
     def _prepare_groups(self, root: Tensor, samples: int, weight: float | Tensor | None) -> None:
@@ -507,7 +509,7 @@ class Step:
         samples = round(total)
         if weighting not in (0, ranks, ranks * (1 + ranks)):  # equal on all ranks
             raise LoopError(_MIXED)
-        statistics, is_light = None, isinstance(reading, UnmeasuredStep)
+        statistics = None
         if isinstance(reading, UnmeasuredStep):
             finite, vanishes = reading.finite, reading.vanishes
         elif not meter.due:
@@ -529,7 +531,7 @@ class Step:
             raise GradientError(NO_GRADIENT)
         if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
             finite, vanishes = False, True
-        elif not finite and not is_light:  # a square may overflow by itself
+        elif not finite and not self._is_light:  # a square may overflow by itself
             rows = self._parts.collectives.all_gather(self._source.guard.is_finite())
             finite = all(all(row) for row in rows)
         return StepStatistics(
