@@ -334,13 +334,11 @@ class LRChanges:
         if unchanged or epoch != self._epoch:
             return
         numbers = {id(group): number for number, group in enumerate(self._optimizer.param_groups)}
-        before, now = zip(self._rates, self._writes, strict=True), zip(rates, writes, strict=True)
-        for group, (rate, written), (present, writes_now) in zip(
-            self._groups, before, now, strict=True
-        ):
+        rows = zip(self._groups, self._rates, self._writes, rates, writes, strict=True)
+        for group, rate, written, present, written_now in rows:
             is_tensor = isinstance(rate, Tensor) or isinstance(present, Tensor)
             same = rate is present if is_tensor else rate == present
-            if id(group) in numbers and not (same and written == writes_now):
+            if id(group) in numbers and not (same and written == written_now):
                 rates_of(self._optimizer)  # raises an error for what is no rate
                 self._warns = False
                 number = numbers[id(group)]

@@ -68,12 +68,11 @@ class Step:
         facts: RankFacts,
         update: Update,
     ) -> None:
-        self.ended = False
+        self.begun = self.ended = False  # whether a micro-batch was given out; after `update`
         self._micro_batches, self._trained, self._parts = micro_batches, trained, parts
         self._past, self._facts, self._update = past, facts, update
         self._source = parts.meter.source
-        # samples, here and on all ranks, of the micro-batch whose backward is still to come; not
-        # the batch, whose memory an error must not keep
+        # samples, here and on all ranks, of the micro-batch whose backward is still to come
         self._pending: tuple[int, int] | None = None
         self._backwards = 0  # micro-batches done on this rank
         self._samples = 0  # of those micro-batches
@@ -83,11 +82,10 @@ class Step:
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
         self._weighting: Weighting | None = None  # what the weights are
         self._reading: MeasuredStep | UnmeasuredStep | None = None  # once complete
-        # [Note: A step that measures nothing]: whether it is one, and the labels of its only
-        # backward
+        # [Note: A step that measures nothing]
         is_read = parts.reader is not None or parts.meter.due or parts.compares
         self._is_light = self._source.ranks == 1 and not is_read
-        self._labels: Tensor | None = None
+        self._labels: Tensor | None = None  # of its only backward
         self._optimizer_steps = 0  # of the training, once complete
 
     def __iter__(self) -> Iterator[Batch]:
@@ -96,7 +94,7 @@ class Step:
         hints = self._parts.oom_hints
         try:
             for batch, samples, global_samples in self._micro_batches:
-                self._pending = samples, global_samples
+                self._pending, self.begun = (samples, global_samples), True
                 hints.samples = samples
                 # before the forward, which reads it
                 self._source.reducer.set_requires_gradient_sync(self._micro_batches.last)
@@ -124,11 +122,6 @@ class Step:
     def waiting(self) -> bool:
         """Whether a micro-batch was given out whose backward is still to come."""
         return self._pending is not None
-
-    @property
-    def begun(self) -> bool:
-        """Whether a micro-batch was given out."""
-        return self.waiting or self._backwards > 0
 
     @property
     def loss(self) -> float:
