@@ -95,9 +95,12 @@ class LossCheck:
 
     def compare(self, size: float, loss: float) -> None:
         """Compares the mean micro-batch size and loss of a step with those of the step before."""
-        self._compare_divisors()
+        if self._of_step:
+            self._compare_divisors()
         previous, self._previous = self._previous, (size, loss)
-        if self._changes is None or not previous or not 0 < loss < math.inf > previous[1] > 0:
+        if self._changes is None or not previous or size == previous[0]:
+            return
+        if not 0 < loss < math.inf > previous[1] > 0:
             return
         log_ratio = math.log(size / previous[0])
         if abs(log_ratio) < _MIN_LOG_RATIO:

@@ -24,10 +24,7 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_weights import label_weights, weighted_loss
 from bigbatch.training.measured_step import MeasuredStep
 from bigbatch.training.optimizer_checks import trained_parameters
-from bigbatch.training.past_steps import PastSteps
-from bigbatch.training.rank_facts import RankFacts
 from bigbatch.training.step_statistics import StepStatistics
-from bigbatch.training.training_parts import TrainingParts
 from bigbatch.training.unmeasured_step import UnmeasuredStep
 from bigbatch.training.update import Update
 
@@ -53,25 +50,16 @@ class Step:
     Args:
         micro_batches: the micro-batches of the step on this rank.
         trained: the parameters of the optimizer.
-        parts: what the steps of the training work with.
-        past: what the steps before have left.
-        facts: compares the ranks.
-        update: ends the step.
+        update: ends the step; has what all steps work with, and what those before have left.
     """
 
     def __init__(
-        self,
-        micro_batches: StepBatches | ExternalStep,
-        trained: list[Tensor],
-        parts: TrainingParts,
-        past: PastSteps,
-        facts: RankFacts,
-        update: Update,
+        self, micro_batches: StepBatches | ExternalStep, trained: list[Tensor], update: Update
     ) -> None:
         self.begun = self.ended = False  # whether a micro-batch was given out; after `update`
-        self._micro_batches, self._trained, self._parts = micro_batches, trained, parts
-        self._past, self._facts, self._update = past, facts, update
-        self._source = parts.meter.source
+        self._micro_batches, self._trained, self._update = micro_batches, trained, update
+        self._parts, self._past, self._facts = update.parts, update.past, update.facts
+        self._source = self._parts.meter.source
         # samples, here and on all ranks, of the micro-batch whose backward is still to come
         self._pending: tuple[int, int] | None = None
         self._backwards = 0  # micro-batches done on this rank
@@ -83,6 +71,7 @@ class Step:
         self._weighting: Weighting | None = None  # what the weights are
         self._reading: MeasuredStep | UnmeasuredStep | None = None  # once complete
         # [Note: A step that measures nothing]
+        parts = self._parts
         is_read = parts.reader is not None or parts.meter.due or parts.compares
         self._is_light = self._source.ranks == 1 and not is_read
         self._labels: Tensor | None = None  # of its only backward
