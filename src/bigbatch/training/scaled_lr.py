@@ -1,16 +1,17 @@
 """A factor of the learning rate that is in force during a step."""
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+import operator
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim.learning_rates import RATE, rates_of
+
+lr_of = operator.methodcaller("get", "lr")
+"""The learning rate of a parameter group; None for one without."""
 
 
 def scale_lr(optimizer: Optimizer, factor: float) -> AbstractContextManager[list[float]]:
@@ -33,63 +34,65 @@ def scale_lr(optimizer: Optimizer, factor: float) -> AbstractContextManager[list
     factor = float(factor)
     if not (math.isfinite(factor) and factor >= 0):
         raise SettingError(f"the learning-rate factor {factor} is not finite, or negative")
-    return nullcontext(rates_of(optimizer)) if factor == 1 else _scaled(optimizer, factor)
+    return nullcontext(rates_of(optimizer)) if factor == 1 else _ScaledRates(optimizer, factor)
 
 
-@contextmanager
-def _scaled(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
-    groups = list(optimizer.param_groups)
-    for number, group in enumerate(groups):
-        if group.get("lr") is None:
-            raise SettingError(
-                f"parameter group {number} has no learning rate to scale; give it lr=, or pass "
-                "lr_scaling=None"
-            )
-    with restored(groups, "lr") as tensors:
-        for tensor in tensors:
-            tensor.detach().mul_(factor)
-        for group in groups:
-            group["lr"] = lr * factor if (lr := group["lr"]) in RATE else lr
-        rates = rates_of(optimizer)
-        scaled = [(group["lr"], times_written(group["lr"])) for group in groups]
-        yield rates
-        _require_unchanged(groups, scaled, rates)
+class _ScaledRates:
+    """The learning rates times a factor, from entering on until leaving."""
 
+    def __init__(self, optimizer: Optimizer, factor: float) -> None:
+        self._optimizer, self._factor = optimizer, factor
+        self._groups = [*optimizer.param_groups]
+        self._saved = [*map(lr_of, self._groups)]
+        for number, lr in enumerate(self._saved):
+            if lr is None:
+                raise SettingError(
+                    f"parameter group {number} has no learning rate to scale; give it lr=, or pass "
+                    "lr_scaling=None"
+                )
+        self._tensors = {lr: lr.detach().clone() for lr in self._saved if isinstance(lr, Tensor)}
 
-@contextmanager
-def restored(groups: list[dict[str, Any]], *names: str) -> Iterator[list[Tensor]]:
-    """Restores these settings of the groups afterwards; yields those that are tensors, each once.
+    def __enter__(self) -> list[float]:
+        try:
+            for tensor in self._tensors:
+                tensor.detach().mul_(self._factor)
+            for group, lr in zip(self._groups, self._saved, strict=True):
+                if lr in RATE:
+                    group["lr"] = lr * self._factor
+            self._rates = rates_of(self._optimizer)
+        except BaseException:
+            self._restore()
+            raise
+        self._scaled = [*map(lr_of, self._groups)]
+        self._writes = [*map(times_written, self._scaled)]
+        return self._rates
 
-    A tensor stays the same tensor, as compiled and captured steps need.
-    """
-    saved = [(group, {name: group[name] for name in names if name in group}) for group in groups]
-    leaves = tree_leaves([values for _, values in saved])
-    tensors = {leaf: leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)}
-    try:
-        yield [*tensors]
-    finally:
-        for group, values in saved:
-            group.update(values)
-        for tensor, value in tensors.items():
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._require_unchanged()
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        for group, lr in zip(self._groups, self._saved, strict=True):
+            group["lr"] = lr
+        for tensor, value in self._tensors.items():
             tensor.detach().copy_(value)
 
-
-def _require_unchanged(
-    groups: list[dict[str, Any]], scaled: list[tuple[float | Tensor, int]], rates: list[float]
-) -> None:
-    """Compares values only after a write, as reading them from a GPU would wait."""
-    for number, (group, (lr, writes), rate) in enumerate(zip(groups, scaled, rates, strict=True)):
-        present = group.get("lr")
-        written = present is not lr or times_written(lr) != writes
-        if (
-            written
-            and (other := present.item() if isinstance(present, Tensor) else present) != rate
-        ):
-            raise LoopError(
-                f"the learning rate of parameter group {number} was set to {other} during the "
-                f"step, where AdaptiveBatch had set {rate}; set it between the steps, or pass "
-                "lr_scaling=None"
-            )
+    def _require_unchanged(self) -> None:
+        """Compares values only after a write, as reading them from a GPU would wait."""
+        present = [*map(lr_of, self._groups)]
+        rows = zip(present, self._scaled, self._writes, self._rates, strict=True)
+        for number, (now, lr, writes, rate) in enumerate(rows):
+            if now is lr and times_written(lr) == writes:
+                continue
+            if (other := now.item() if isinstance(now, Tensor) else now) != rate:
+                raise LoopError(
+                    f"the learning rate of parameter group {number} was set to {other} during the "
+                    f"step, where AdaptiveBatch had set {rate}; set it between the steps, or pass "
+                    "lr_scaling=None"
+                )
 
 
 def times_written(lr: float | Tensor | None) -> int:

@@ -13,7 +13,7 @@ from bigbatch.optim.learning_rates import rates_of
 from bigbatch.setting_types import NotNegative, check_setting
 from bigbatch.state_checks import loads_state
 from bigbatch.training.loop_warning import warn_in_loop
-from bigbatch.training.scaled_lr import times_written
+from bigbatch.training.scaled_lr import lr_of, times_written
 
 _NO_SCHEDULER = (
     "and no scheduler is known: a schedule that counts updates ends in the wrong place, since "
@@ -26,7 +26,6 @@ _TWO_SCHEDULES = (
     "and the scheduler that was passed sets it too, from the samples: leave out the lines that set "
     "it from a count of updates, which ends in the wrong place"
 )
-_RATE = operator.methodcaller("get", "lr")
 _SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the groups
 
 
@@ -102,7 +101,7 @@ class BaseBatchScheduler:
 
     def _note_rate(self) -> None:
         """Reads the rates between two steps, when no factor is in force."""
-        rates = map(_RATE, self._optimizer.param_groups)
+        rates = map(lr_of, self._optimizer.param_groups)
         self._rate = max((float(rate) for rate in rates if rate is not None), default=0.0)
         self._peak_rate = max(self._peak_rate, self._rate)
 
@@ -312,7 +311,7 @@ class LRChanges:
         if epoch is None and not self._groups:
             return
         self._groups = [*self._optimizer.param_groups]
-        self._rates = [*map(_RATE, self._groups)]
+        self._rates = [*map(lr_of, self._groups)]
         self._writes = [*map(times_written, self._rates)]
         self._epoch = self._epoch if epoch is None else epoch
 
@@ -327,7 +326,7 @@ class LRChanges:
                 "AdaptiveBatch(scheduler=scheduler)"
             )
             self._follower = ""
-        rates = [*map(_RATE, self._groups)]
+        rates = [*map(lr_of, self._groups)]
         # without a wait for the device: of a tensor, the writes are compared
         writes = [*map(times_written, rates)]
         unchanged = all(map(operator.is_, rates, self._rates)) and writes == self._writes
