@@ -1,7 +1,6 @@
 """The training loop: measures the gradients, decides the batch size, ends each step."""
 
 import math
-import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -567,8 +566,7 @@ class AdaptiveBatch:
         parameters = trained_parameters(self.optimizer)
         trained = self.meter.source.reducer.model_parameters(parameters)
         self._replacement_check.require_held(trained)
-        selected = self._selected
-        if len(trained) != len(selected) or not all(map(operator.is_, trained, selected)):
+        if [*map(id, trained)] != [*map(id, self._selected)]:
             self.meter.select(trained)
             self._selected = trained
         return parameters

@@ -2,16 +2,17 @@
 
 import math
 import operator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.optim.learning_rates import RATE, rates_of
+from bigbatch.optim.learning_rates import rates_of
 
-lr_of = operator.methodcaller("get", "lr")
-"""The learning rate of a parameter group; None for one without."""
+_LR = operator.methodcaller("get", "lr")
 
 
 def scale_lr(optimizer: Optimizer, factor: float) -> AbstractContextManager[list[float]]:
@@ -32,7 +33,7 @@ def scale_lr(optimizer: Optimizer, factor: float) -> AbstractContextManager[list
             restored.
     """
     factor = float(factor)
-    if not (math.isfinite(factor) and factor >= 0):
+    if not 0 <= factor < math.inf:
         raise SettingError(f"the learning-rate factor {factor} is not finite, or negative")
     return nullcontext(rates_of(optimizer)) if factor == 1 else _ScaledRates(optimizer, factor)
 
@@ -43,7 +44,7 @@ class _ScaledRates:
     def __init__(self, optimizer: Optimizer, factor: float) -> None:
         self._optimizer, self._factor = optimizer, factor
         self._groups = [*optimizer.param_groups]
-        self._saved = [*map(lr_of, self._groups)]
+        self._saved: list[Any] = [*map(_LR, self._groups)]
         for number, lr in enumerate(self._saved):
             if lr is None:
                 raise SettingError(
@@ -53,24 +54,30 @@ class _ScaledRates:
         self._tensors = {lr: lr.detach().clone() for lr in self._saved if isinstance(lr, Tensor)}
 
     def __enter__(self) -> list[float]:
+        rates_of(self._optimizer)  # raises an error for what is no rate
         try:
             for tensor in self._tensors:
                 tensor.detach().mul_(self._factor)
             for group, lr in zip(self._groups, self._saved, strict=True):
-                if lr in RATE:
+                if not isinstance(lr, Tensor):
                     group["lr"] = lr * self._factor
-            self._rates = rates_of(self._optimizer)
+            rates = rates_of(self._optimizer)
         except BaseException:
             self._restore()
             raise
-        self._scaled = [*map(lr_of, self._groups)]
-        self._writes = [*map(times_written, self._scaled)]
-        return self._rates
+        self._rates, self._scaled = rates, RateSnapshot(self._groups)
+        return rates
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, *_unused: object) -> None:
         try:
-            if kind is None:
-                self._require_unchanged()
+            for number, _, lr in self._scaled.changes() if kind is None else ():
+                other, rate = lr.item() if isinstance(lr, Tensor) else lr, self._rates[number]
+                if other != rate:
+                    raise LoopError(
+                        f"the learning rate of parameter group {number} was set to {other} during "
+                        f"the step, where AdaptiveBatch had set {rate}; set it between the steps, "
+                        "or pass lr_scaling=None"
+                    )
         finally:
             self._restore()
 
@@ -80,21 +87,31 @@ class _ScaledRates:
         for tensor, value in self._tensors.items():
             tensor.detach().copy_(value)
 
-    def _require_unchanged(self) -> None:
-        """Compares values only after a write, as reading them from a GPU would wait."""
-        present = [*map(lr_of, self._groups)]
-        rows = zip(present, self._scaled, self._writes, self._rates, strict=True)
-        for number, (now, lr, writes, rate) in enumerate(rows):
-            if now is lr and times_written(lr) == writes:
-                continue
-            if (other := now.item() if isinstance(now, Tensor) else now) != rate:
-                raise LoopError(
-                    f"the learning rate of parameter group {number} was set to {other} during the "
-                    f"step, where AdaptiveBatch had set {rate}; set it between the steps, or pass "
-                    "lr_scaling=None"
-                )
+
+class RateSnapshot:
+    """The learning rates of some parameter groups at one time.
+
+    Args:
+        groups: the groups.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        self.groups = [*groups]
+        self._rates: list[Any] = [*map(_LR, self.groups)]
+        self._writes = [*map(_times_written, self._rates)]
+
+    def changes(self) -> list[tuple[int, Any, Any]]:
+        """(index of the group, rate then, rate now) where it was set or written to since.
+
+        Nothing is read from a device: of a tensor, the writes that autograd has seen are compared.
+        """
+        rates = [*map(_LR, self.groups)]
+        writes = [*map(_times_written, rates)]
+        if [*map(id, rates)] == [*map(id, self._rates)] and writes == self._writes:
+            return []
+        rows = enumerate(zip(self._rates, rates, self._writes, writes, strict=True))
+        return [(n, old, new) for n, (old, new, w, now) in rows if new is not old or w != now]
 
 
-def times_written(lr: float | Tensor | None) -> int:
-    """Number of in-place writes to a rate that autograd has seen; 0 for a number."""
+def _times_written(lr: float | Tensor | None) -> int:
     return lr._version if isinstance(lr, Tensor) else 0

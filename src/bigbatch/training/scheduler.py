@@ -1,7 +1,6 @@
 """Learning-rate schedulers that count base batches of samples instead of optimizer steps."""
 
 import copy
-import operator
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from bigbatch.optim.learning_rates import rates_of
 from bigbatch.setting_types import NotNegative, check_setting
 from bigbatch.state_checks import loads_state
 from bigbatch.training.loop_warning import warn_in_loop
-from bigbatch.training.scaled_lr import lr_of, times_written
+from bigbatch.training.scaled_lr import RateSnapshot
 
 _NO_SCHEDULER = (
     "and no scheduler is known: a schedule that counts updates ends in the wrong place, since "
@@ -101,7 +100,7 @@ class BaseBatchScheduler:
 
     def _note_rate(self) -> None:
         """Reads the rates between two steps, when no factor is in force."""
-        rates = map(lr_of, self._optimizer.param_groups)
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
         self._rate = max((float(rate) for rate in rates if rate is not None), default=0.0)
         self._peak_rate = max(self._peak_rate, self._rate)
 
@@ -301,19 +300,14 @@ class LRChanges:
 
     def __init__(self, optimizer: Optimizer, *, warns: bool, follower: str) -> None:
         self._optimizer, self._warns, self._follower = optimizer, warns, follower
-        self._groups: list[dict[str, Any]] = []
-        self._rates: list[Any] = []  # of each
-        self._writes: list[int] = []  # to each
+        self._noted: RateSnapshot | None = None
         self._epoch = 0  # of the last update
 
     def note(self, epoch: int | None = None) -> None:
         """Notes the rates at the end of an update in a pass; None for one before, if any."""
-        if epoch is None and not self._groups:
-            return
-        self._groups = [*self._optimizer.param_groups]
-        self._rates = [*map(lr_of, self._groups)]
-        self._writes = [*map(times_written, self._rates)]
-        self._epoch = self._epoch if epoch is None else epoch
+        if epoch is not None or self._noted is not None:
+            self._noted = RateSnapshot(self._optimizer.param_groups)
+            self._epoch = self._epoch if epoch is None else epoch
 
     def examine(self, epoch: int, scheduler: LRScheduler | None) -> None:
         """Compares the rates before another update."""
@@ -326,21 +320,16 @@ class LRChanges:
                 "AdaptiveBatch(scheduler=scheduler)"
             )
             self._follower = ""
-        rates = [*map(lr_of, self._groups)]
-        # without a wait for the device: of a tensor, the writes are compared
-        writes = [*map(times_written, rates)]
-        unchanged = all(map(operator.is_, rates, self._rates)) and writes == self._writes
-        if unchanged or epoch != self._epoch:
+        if self._noted is None or epoch != self._epoch:
             return
-        numbers = {id(group): number for number, group in enumerate(self._optimizer.param_groups)}
-        rows = zip(self._groups, self._rates, self._writes, rates, writes, strict=True)
-        for group, rate, written, present, written_now in rows:
+        for index, rate, present in self._noted.changes():
+            ids = [*map(id, self._optimizer.param_groups)]
+            changed = id(self._noted.groups[index])
+            number = ids.index(changed) if changed in ids else None
             is_tensor = isinstance(rate, Tensor) or isinstance(present, Tensor)
-            same = rate is present if is_tensor else rate == present
-            if id(group) in numbers and not (same and written == written_now):
+            if number is not None and (is_tensor or rate != present):
                 rates_of(self._optimizer)  # raises an error for what is no rate
                 self._warns = False
-                number = numbers[id(group)]
                 change = "" if is_tensor else f" from {rate:.6g} to {present:.6g}"
                 warn_in_loop(
                     f"the learning rate of parameter group {number} was changed{change} between "

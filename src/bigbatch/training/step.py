@@ -1,7 +1,6 @@
 """One optimizer step, from its first micro-batch to its update."""
 
 import math
-import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -322,7 +321,8 @@ class Step:
         if found_inf is not None and is_weighed and self._update.can_wait:
             self._end_unread(reading, found_inf)
         else:
-            statistics = self._final_statistics(reading)
+            statistics = self._statistics(reading)
+            self._require_untouched(vanishes=statistics.vanishes)
             with self._update.end_step(statistics):
                 self.step_optimizer(statistics.finite)
         self.ended = True
@@ -336,7 +336,8 @@ class Step:
         Returns:
             Whether the optimizer may step: the gradient is finite.
         """
-        statistics = self._final_statistics(self._require_complete("update"))
+        statistics = self._statistics(self._require_complete("update"))
+        self._require_untouched(vanishes=statistics.vanishes)
         with self._update.end_step(statistics):
             yield statistics.finite
         self.ended = True
@@ -360,12 +361,6 @@ class Step:
                 optimizer.step()
             finally:
                 del optimizer.found_inf
-
-    def _final_statistics(self, reading: MeasuredStep | UnmeasuredStep) -> StepStatistics:
-        """The statistics of a step that nobody else has changed, which ends now."""
-        statistics = self._statistics(reading)
-        self._require_untouched(vanishes=statistics.vanishes)
-        return statistics
 
     def _require_untouched(self, *, vanishes: bool) -> None:
         """Raises an error if anybody else has stepped the optimizer, or written to `.grad`."""
@@ -428,7 +423,7 @@ class Step:
         if self._source.ranks == 1 and not weights:
             raise LoopError(_NO_WEIGHT)
         trained = trained_parameters(parts.optimizer)
-        same = len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained))
+        same = [*map(id, trained)] == [*map(id, self._trained)]
         if not same and (late := set(trained) - set(self._trained)):
             raise GradientError(
                 f"{len(late)} parameters were added to the optimizer after the step began, and "

@@ -14,8 +14,6 @@ from bigbatch.training.measuring_interval import MeasuringInterval
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.step_statistics import StepStatistics
 
-NOT_FINITE = "skipped: the gradient is not finite"
-
 
 class StepPlanner:
     """Asks the controller after each step that may decide, and cuts the next one accordingly.
@@ -68,12 +66,8 @@ class StepPlanner:
         return self._batches.is_complete(samples, self.plan)
 
     def unmeasured(self, *, awaits_next: bool) -> str:
-        """Why the present step does not decide if it is not measured.
-
-        Args:
-            awaits_next: whether the step after it is compared with it.
-        """
-        if awaits_next:
+        """Why the present step does not decide if it is not measured."""
+        if awaits_next:  # two steps are compared, and it is the first
             return "not measured yet; the next step is compared with this one"
         return f"not measured; one step in {self.interval.every} is"
 
@@ -92,13 +86,13 @@ class StepPlanner:
             step: what the host has read of it.
             past: the steps before.
             lr_decay: scheduled rate over its largest so far.
-            complete: whether the step was as large as planned.
-            unmeasured: the reason of a step that needed to be measured, and was not.
+            complete: `is_complete` of the step.
+            unmeasured: `unmeasured` of the step.
         """
         controller = self.controller
         present = controller.decision
         if not step.finite:
-            reason = NOT_FINITE
+            reason = "skipped: the gradient is not finite"
         elif not complete:
             reason = "the end of an epoch does not decide"
         elif step.statistics is None and controller.needs_measurement:
