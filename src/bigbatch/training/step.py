@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,6 @@ from bigbatch.training.update import Update
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
 _NO_WEIGHT = "every micro-batch of the step has weight 0"
-
-Weighting = Literal["samples", "labels", "given"]
-"""What weights a micro-batch: its samples, the labels of its cross entropy, or `weight=`."""
 
 _MIXED = (
     "weight= is given for some micro-batches of a step, or on some ranks, and not for others: "
@@ -67,7 +64,8 @@ class Step:
         self._per_sample: float | None = None  # weight of each sample so far; nan if they differ
         self._losses: list[Tensor] = []
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
-        self._weighting: Weighting | None = None  # what the weights are
+        # what the weights are: "samples", the "labels" of a cross entropy, or "given" as `weight=`
+        self._weighting: str | None = None
         self._reading: MeasuredStep | UnmeasuredStep | None = None  # once complete
         # [Note: A step that measures nothing]
         parts = self._parts
@@ -227,10 +225,10 @@ class Step:
         self, loss: Tensor, root: Tensor, weight: float | Tensor | None, samples: int
     ) -> tuple[float, float | Tensor | None]:
         """n_d of a micro-batch, and the weights of its samples if they differ."""
-        labels = label_weights(root, samples) if weight is None else None
-        weighting: Weighting = "given" if weight is not None else "labels"
-        if weight is None and labels is None:
-            weighting = "samples"
+        labels, weighting = None, "given"
+        if weight is None:
+            labels = label_weights(root, samples)
+            weighting = "samples" if labels is None else "labels"
         if weighting in self._parts.loss_check.examined:
             # micro-batches of the step on this rank, if all are as large as this one
             accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
@@ -251,7 +249,7 @@ class Step:
         labels = labels.detach().cpu()  # one wait for the device
         number = math.fsum(labels.tolist())
         # no label of the step counts: its loss is nan, as in any loop, and it is skipped; other
-        # ranks may have labels, see `_total_weight`
+        # ranks may have labels, see `_correct_weight`
         is_lost = self._source.ranks == 1 and self._micro_batches.last and not self._weights
         return (samples, None) if is_lost and not number else (number, labels)
 
