@@ -17,9 +17,13 @@ from studies import comm_bytes
 Work = Callable[[int], Iterator[Any]]
 
 
-def on_ranks(count: int, work: Work) -> Iterator[Any]:
+def on_ranks(count: int, work: Work, *, counts: bool = True) -> Iterator[Any]:
     """Yields what `work(0)` yields, while `work(rank)` runs in `count` processes.
 
+    Args:
+        count: number of processes.
+        work: what each does, by its rank.
+        counts: whether the bytes that are sent are counted, which takes time.
     Raises:
         RuntimeError: a process failed.
     """
@@ -29,7 +33,9 @@ def on_ranks(count: int, work: Work) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(
-                target=_run, args=(rank, count, Path(folder) / "store", sender, work), daemon=True
+                target=_run,
+                args=(rank, count, Path(folder) / "store", sender, work, counts),
+                daemon=True,
             )
             for rank in range(count)
         ]
@@ -61,13 +67,15 @@ def _receive(results: Connection, processes: list[Any]) -> Iterator[Any]:
                 break
 
 
-def _run(rank: int, count: int, store: Path, results: Connection, work: Work) -> None:
+def _run(rank: int, count: int, store: Path, results: Connection, work: Work, counts: bool) -> None:
     gc.freeze()  # garbage collections, as of peak memory, skip imported modules
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # other data on each rank
     os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed reads it
-    comm_bytes.register()
-    dist.init_process_group("counting", f"file://{store}", rank=rank, world_size=count)
+    if counts:
+        comm_bytes.register()
+    backend = "counting" if counts else "gloo"
+    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=count)
     for result in work(rank):
         if rank == 0:
             results.send(result)

@@ -1,6 +1,7 @@
 """What a user pays for the loop: its steps over those of a plain loop with one backward a step.
 
 python -m studies.overhead --networks "digits network" "small CNN" --batches 32 128
+python -m studies.overhead --ranks 2 --networks "README network" "GPT, 6 x 64" --batches 32
 python -m studies.overhead --device cuda --out costs.json --rounds 3 --seconds 400
 """
 
@@ -18,15 +19,19 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from bigbatch.optim import VRSGD, VarianceReduced
 from bigbatch.policies.policy import Fixed
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
 from bigbatch_recipes.tasks.digit_images import network
+from studies.gloo_processes import on_ranks
 from studies.markdown_tables import Row, show
 from studies.sized_networks import GPT, MicroBatches, mean_loss, small_cnn, with_group_norm
 from studies.timing import Times, interleaved
@@ -39,6 +44,7 @@ _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLau
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 Build = Callable[..., Optimizer]
+Loader = MicroBatches | DataLoader[Any]
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,8 @@ def _group_norm_resnet() -> nn.Module:
     return with_group_norm(resnet_of_basic_blocks())
 
 
-def _readme_network() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 128), nn.ReLU(), nn.Linear(128, 10))
+def _mlp(inputs: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def _vr(optimizer: Build) -> Build:
@@ -90,6 +96,7 @@ _IMAGE = (3, 32, 32)
 _SGD, _ADAMW = partial(SGD, momentum=0.9, fused=True), partial(AdamW, fused=True)
 
 NETWORKS = {
+    "README network": Network(partial(_mlp, 64), (64,), steps=64),
     "digits network": Network(network, (1, 8, 8), steps=64),
     "small CNN": Network(small_cnn, _IMAGE, steps=8),
     "ResNet-18": Network(resnet_of_basic_blocks, _IMAGE),
@@ -97,7 +104,7 @@ NETWORKS = {
     "GPT, 1 x 512": Network(lambda: GPT(1, 512, 4096, 32), (32,), 4096, steps=2),
     "GPT, 6 x 256": Network(lambda: GPT(6, 256, 1024, 32), (32,), 1024, steps=2),
     "GPT, 6 x 64": Network(lambda: GPT(6, 64, 256, 16), (16,), 256, steps=8),
-    "MLP .4 M": _on_gpu(_SGD, _readme_network, _IMAGE, batches=(32,), steps=8),
+    "MLP .4 M": _on_gpu(_SGD, partial(_mlp, 3072), _IMAGE, batches=(32,), steps=8),
     "ResNet-18 GN": _on_gpu(_SGD, _group_norm_resnet, _IMAGE, batches=(128, 1024)),
     "GPT 33 M": _on_gpu(_ADAMW, _gpt33, (256,), 8192),
     "GPT 124 M": _on_gpu(
@@ -121,13 +128,13 @@ def costs(
 ) -> Iterator[dict[str, Any]]:
     """Numbers of each way, timed in turn with the plain loop; a way that fails is a number too."""
     shape = NETWORKS[name]
-    model, batches = shape.build(), [shape.batch(samples) for _ in range(shape.steps)]
+    model, batches = shape.build(), _loader(shape, samples)
     passes = {"plain": _plain_loop(shape, model, batches)}
     loops = {}
     peaks = {"plain": _peak(shape, passes["plain"])}
     for way in WAYS:
         try:
-            loop = _loop(shape, model, batches, way)
+            loop = _loop(shape, model, batches, samples, way)
             peaks[way] = _peak(shape, partial(_warm, loop))
         except Exception as error:
             refused = f"{type(error).__name__}: {error}"[:300]
@@ -154,21 +161,42 @@ def costs(
         }
 
 
-def _loop(shape: Network, model: nn.Module, batches: MicroBatches, way: str) -> AdaptiveBatch:
+def _loader(shape: Network, samples: int) -> Loader:
+    """The batches of one pass; on several ranks a loader deals their samples."""
+    batches = [shape.batch(samples) for _ in range(shape.steps)]
+    if not dist.is_initialized():
+        return batches
+    inputs, labels = map(torch.cat, zip(*batches * dist.get_world_size(), strict=True))
+    dataset = TensorDataset(inputs, labels)
+    return DataLoader(dataset, samples, sampler=DistributedSampler(dataset))
+
+
+def _costs_of_rank(name: str, samples: int, rounds: int, most_steps: int, _: int) -> Any:
+    yield from costs(name, samples, rounds, most_steps)
+
+
+def _loop(
+    shape: Network, model: nn.Module, batches: Loader, samples: int, way: str
+) -> AdaptiveBatch:
     """A loop over these batches that measures in this way."""
-    model, samples = _copied(shape, model), len(batches[0][0])
+    model = _copied(shape, model)
     build = shape.vr_optimizer if way.startswith("VR") else shape.optimizer
     options = WAYS[way] | {"micro_batch": samples}
     optimizer = build(model.parameters(), lr=1e-4)
-    return AdaptiveBatch(model, optimizer, batches, policy=Fixed(samples), **options)
+    policy = Fixed(samples * _ranks())
+    return AdaptiveBatch(model, optimizer, batches, policy=policy, **options)
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _copied(shape: Network, model: nn.Module) -> nn.Module:
-    """The model on its device, without the hooks of a meter."""
+    """The model on its device, without the hooks of a meter; under DDP on several ranks."""
     copied = copy.deepcopy(model).to(shape.device)
     if shape.compiled:
         copied.compile()
-    return copied
+    return DistributedDataParallel(copied) if dist.is_initialized() else copied
 
 
 def _warm(train: AdaptiveBatch) -> None:
@@ -192,18 +220,18 @@ def _run(train: AdaptiveBatch) -> None:
 
 
 def _plain_loop(
-    shape: Network, model: nn.Module, batches: MicroBatches, k: int = 1
+    shape: Network, model: nn.Module, batches: Loader, k: int = 1
 ) -> Callable[[], None]:
     """Steps of k batches, in a loop without the library."""
     model = _copied(shape, model)
     optimizer = shape.optimizer(model.parameters(), lr=1e-4)
 
     def run() -> None:
-        for start in range(0, len(batches), k):
-            for x, y in batches[start : start + k]:
-                (_loss(model, x, y) / k).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
+        for number, (x, y) in enumerate(batches, start=1):
+            (_loss(model, x, y) / k).backward()  # type: ignore[no-untyped-call]
+            if number % k == 0:
+                optimizer.step()
+                optimizer.zero_grad()
 
     return run
 
@@ -286,6 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, help="[all of the device]")
     parser.add_argument("--batches", nargs="+", type=int, help="[those of each network]")
+    parser.add_argument("--ranks", type=int, default=1, help="processes under DDP on gloo")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each ratio")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="starts nothing later")
     parser.add_argument("--out", type=Path, help="JSON of all numbers")
@@ -305,15 +334,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if time.monotonic() > end:
                     written["skipped"].append(f"{name}, {samples}")
                     continue
-                for numbers in costs(name, samples, given.rounds, most_steps):
+                work = partial(_costs_of_rank, name, samples, given.rounds, most_steps)
+                alone = given.ranks == 1
+                for numbers in work(0) if alone else on_ranks(given.ranks, work, counts=False):
                     written["loops"].append(numbers)
                     if given.out is not None:
                         given.out.write_text(json.dumps(written, indent=1))
                     yield _cells(numbers)
 
     rounds = f"all rounds [least, most of {given.rounds}]"
+    device = device if given.ranks == 1 else f"{device}, {given.ranks} ranks"
     show(f"{device}: step / plain step of one backward; {rounds}", rows())
-    if given.device == "cpu":
+    if given.device == "cpu" and given.ranks == 1:
         show("what the loop adds", python_rows(given.rounds, 64 if given.tiny else _MICRO_BATCHES))
 
 

@@ -76,6 +76,32 @@ def test_numpys_generator_is_asked_only_when_it_has_moved():
     assert reader.read()["numpy"] is not first
 
 
+def test_pythons_generator_is_asked_only_when_it_has_moved():
+    reader = RandomReader()
+    random.seed(1)
+    first = reader.read()["python"]
+    assert reader.read()["python"] is first
+    random.random()
+    assert reader.read()["python"] is not first
+
+
+def test_a_state_is_another_one_where_the_position_is_the_same_again():
+    reader = RandomReader()
+    random.seed(2)
+    numpy.random.seed(2)  # noqa: NPY002
+    random.getrandbits(32)
+    numpy.random.random_sample()  # noqa: NPY002
+    first = reader.read()
+    for _ in range(624):
+        random.getrandbits(32)
+        numpy.random.bytes(4)  # noqa: NPY002
+    second = reader.read()
+    assert first["python"][1][-1] == second["python"][1][-1]
+    assert first["numpy"][2] == second["numpy"][2]
+    assert first["python"] != second["python"] == random.getstate()
+    assert (first["numpy"][1] != second["numpy"][1]).any()
+
+
 def test_a_read_state_does_not_move_with_the_generator():
     reader = RandomReader()
     states = [reader.read(), reader.read()]

@@ -34,10 +34,8 @@ def count_samples(batch: Batch) -> int:
         >>> count_samples({"x": torch.zeros(8, 3), "name": ["a"] * 8})
         8
     """
-    if type(batch) in (tuple, list) and all(type(leaf) is torch.Tensor for leaf in batch):
-        leaves = batch  # as most loaders give them
-    else:
-        leaves = _leaves(batch)
+    is_plain = type(batch) in (tuple, list) and set(map(type, batch)) == {torch.Tensor}
+    leaves = batch if is_plain else _leaves(batch)  # plain as most loaders give them
     sizes = {_size(leaf) for leaf in leaves if type(leaf) is not Constant}
     if len(sizes) != 1:
         contents = "no tensor" if not sizes else f"first sizes {sorted(sizes)}"

@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+import struct
 from typing import Any
 
 import numpy
@@ -24,29 +25,44 @@ def random_state() -> RandomState:
 class RandomReader:
     """Reads the states of the generators again and again.
 
-    NumPy copies its state word by word, which takes longer than all else. So it is read only if its
-    memory has changed: every draw moves the position in the words, or makes all words again.
+    Python and NumPy copy their states word by word, which takes longer than all else. So each is
+    read only if its memory has changed: every draw moves the position in the words, or makes all
+    words again.
     """
 
     def __init__(self) -> None:
-        self._generator: Any = None  # NumPy's global one, of the last read
-        self._memory = memoryview(b"")  # its last words and its position, as they are now
+        # of each: the generator of the last read; its position and some of its words, as they are
+        # now; its last state, and the memory that belongs to it
+        self._python: Any = None
+        self._python_memory, self._python_seen = memoryview(b""), (b"", None)
+        self._python_state: Any = None
+        self._numpy: Any = None
+        self._numpy_memory, self._numpy_seen = memoryview(b""), b""
         self._numpy_state: Any = None
-        self._seen = b""  # the memory that belongs to the state
 
     def read(self) -> RandomState:
         """The present states."""
         initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return {
-            "python": random.getstate(),
+            "python": self._read_python(),
             "numpy": self._read_numpy(),
             "torch": torch.default_generator.get_state(),
             "cuda": torch.cuda.get_rng_state_all() if initialized else [],
         }
 
+    def _read_python(self) -> Any:
+        generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+        if generator is not self._python:
+            self._python, self._python_memory = generator, _memory_of_python(generator)
+        # a normal number that is kept for the next draw is no part of the memory
+        seen = self._python_memory.tobytes(), generator.gauss_next
+        if seen != self._python_seen or not seen[0]:
+            self._python_state, self._python_seen = random.getstate(), seen
+        return self._python_state
+
     def _read_numpy(self) -> Any:
         generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-        if generator is not self._generator:
+        if generator is not self._numpy:
             if type(generator) is not numpy.random.MT19937:
                 raise SettingError(
                     f"NumPy's global generator is a {type(generator).__name__}, whose state is not "
@@ -54,14 +70,28 @@ class RandomReader:
                     "your own"
                 )
             end: int = generator.ctypes.state_address + _WORDS + 4  # words, then the position
-            sampled = (ctypes.c_char * _SAMPLED).from_address(end - _SAMPLED)
-            self._generator, self._memory, self._seen = generator, memoryview(sampled), b""
-        memory = self._memory.tobytes()
-        if memory != self._seen:
+            self._numpy, self._numpy_memory = generator, _memory_at(end - _SAMPLED)
+            self._numpy_seen = b""
+        seen = self._numpy_memory.tobytes()
+        if seen != self._numpy_seen:
             self._numpy_state = numpy.random.get_state(legacy=True)  # noqa: NPY002
             # memory does not show a normal number that is kept for the next draw
-            self._seen = b"" if self._numpy_state[3] else memory
+            self._numpy_seen = b"" if self._numpy_state[3] else seen
         return self._numpy_state
+
+
+def _memory_at(address: int) -> memoryview:
+    return memoryview((ctypes.c_char * _SAMPLED).from_address(address))
+
+
+def _memory_of_python(generator: random.Random) -> memoryview:
+    """The position and the first words of a generator; empty where they are not found."""
+    if type(generator).__basicsize__ < object.__basicsize__ + 4 + _WORDS:
+        return memoryview(b"")
+    memory = _memory_at(id(generator) + object.__basicsize__)  # the position, then words
+    words: Any = generator.getstate()[1]
+    first = struct.pack(f"{_SAMPLED // 4}I", words[-1], *words[: _SAMPLED // 4 - 1])
+    return memory if memory.tobytes() == first else memoryview(b"")
 
 
 def restorable(raw: RandomState) -> RandomState:

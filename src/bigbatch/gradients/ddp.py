@@ -5,7 +5,7 @@ the mean to `.grad`; the hook's state then has the mean (`ReducedShards`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.errors import SettingError
 from bigbatch.gradients.grad_guard import EngineGuard
 from bigbatch.gradients.leaf_tap import LeafTap
-from bigbatch.gradients.rank_reducer import GradientShards, GroupReducer
+from bigbatch.gradients.rank_reducer import GradientShards, GroupReducer, note_waiting
 from bigbatch.gradients.tapped_source import TappedSource
 
 
@@ -52,6 +52,20 @@ class DDPReducer(GroupReducer):
         state = self._hook_state
         return state if state is not None and state.done else self
 
+    def start_all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
+        """Begins to sum `values` over the ranks, in place; the call that it returns waits."""
+        work = dist.all_reduce(values, group=self.ddp.process_group, async_op=True)
+
+        def summed() -> Tensor:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                note_waiting(error, self.rank, self.ranks)
+                raise
+            return values
+
+        return summed
+
     def set_requires_gradient_sync(self, requires_sync: bool) -> None:
         """Does what `no_sync` does: DDP reads it in the forward, so it is set before that.
 
@@ -66,8 +80,10 @@ class DDPReducer(GroupReducer):
     @property
     def _hook_state(self) -> ReducedShards | None:
         """The state of the model's communication hook, if it keeps the mean gradient."""
-        states = (state for _, state in self.ddp._comm_hooks)
-        return next((state for state in states if isinstance(state, ReducedShards)), None)
+        for _, state in self.ddp._comm_hooks:
+            if isinstance(state, ReducedShards):
+                return state
+        return None
 
 
 class DDPGuard(EngineGuard):

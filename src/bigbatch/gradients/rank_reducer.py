@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,8 +66,9 @@ class RankReducer(GradientShards):
 
     def require_shared(self) -> None:
         """Raises GradientError where there are ranks that no engine reduces over."""
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if ranks > 1 and self._unshared:
+        if not self._unshared or not dist.is_available() or not dist.is_initialized():
+            return
+        if (ranks := dist.get_world_size()) > 1:
             raise GradientError(self._unshared.format(ranks=ranks))
 
     def model_parameters(self, trained: list[Tensor]) -> list[Tensor]:
@@ -80,6 +81,11 @@ class RankReducer(GradientShards):
 
     def all_reduce(self, values: Tensor) -> None:
         """Sums `values` over the ranks, in place."""
+
+    def start_all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
+        """Begins to sum `values` over the ranks, in place; the call that it returns waits."""
+        self.all_reduce(values)
+        return lambda: values
 
     def set_requires_gradient_sync(self, requires_sync: bool) -> None:
         """Sets whether the next backward reduces the gradients; called before its forward."""

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import to_device, widest_float, without_autocast
 from bigbatch.statistics.meter import GradientMeter
 
@@ -33,10 +34,10 @@ class MeasuredStep:
     ) -> None:
         self.counts, self._source, self._weights = counts, meter.source, weights
         device = self._source.parameters[0].device
-        extra = to_device(torch.stack(losses), device) if losses else None
         if self._source.ranks > 1:
-            extra = self._local_totals(extra)
-        # one process knows its counts, and weighs the losses once it has read them
+            extra: Tensor | None = local_totals(self._source, losses, weights, counts)
+        else:  # which knows its counts, and weighs the losses once it has read them
+            extra = to_device(torch.stack(losses), device) if losses else None
         self._pair_values = 0  # how many of what the host reads are sums over a pair of steps
         if pair_sums is not None and extra is not None:
             extra, self._pair_values = torch.cat([extra, pair_sums]), len(pair_sums)
@@ -62,20 +63,26 @@ class MeasuredStep:
         first = len(self._weights)
         return self.values[first : first + self._pair_values]
 
-    def _local_totals(self, losses: Tensor | None) -> Tensor:
-        """[weight * loss, *counts] of this rank.
 
-        The last two are messages: zeros stand where those of other ranks are added.
-        """
-        source, device = self._source, self._source.parameters[0].device
-        k, dtype = len(self._weights), widest_float(device)
-        *counts, seconds, checksum = self.counts
-        messages = [0.0] * (2 * source.ranks)
-        messages[2 * source.rank : 2 * source.rank + 2] = seconds, checksum
-        numbers = torch.tensor([*self._weights, *counts, *messages], dtype=dtype, device="cpu")
-        numbers = to_device(numbers, device)
-        if losses is None:
-            return torch.cat([numbers.new_zeros(1), numbers])
-        with without_autocast(device):
-            loss = numbers[:k] @ losses.to(dtype)
-        return torch.cat([loss[None], numbers[k:]])
+def local_totals(
+    source: GradientSource, losses: list[Tensor], weights: list[float], counts: list[float]
+) -> Tensor:
+    """[weight * loss, *counts] of this rank, to be summed over the ranks.
+
+    The last two are messages: zeros stand where those of other ranks are added.
+    """
+    device = source.parameters[0].device
+    k, dtype = len(weights), widest_float(device)
+    *counts, seconds, checksum = counts
+    messages = [0.0] * (2 * source.ranks)
+    messages[2 * source.rank : 2 * source.rank + 2] = seconds, checksum
+    if device.type == "cpu":
+        total = math.fsum(map(operator.mul, weights, map(float, losses)))
+        return torch.tensor([total, *counts, *messages], dtype=dtype)
+    numbers = torch.tensor([*weights, *counts, *messages], dtype=dtype, device="cpu")
+    numbers = to_device(numbers, device)
+    if not losses:
+        return torch.cat([numbers.new_zeros(1), numbers])
+    with without_autocast(device):
+        loss = numbers[:k] @ to_device(torch.stack(losses), device, dtype)
+    return torch.cat([loss[None], numbers[k:]])

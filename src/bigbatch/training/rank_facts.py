@@ -1,8 +1,9 @@
 """What all ranks must agree on before a step is taken."""
 
 from collections.abc import Callable
+from typing import Any
 
-from bigbatch.data.rank_consistency import HostCollectives, checksum
+from bigbatch.data.rank_consistency import HostCollectives, checksum, facts_of
 from bigbatch.errors import LoopError
 
 SUBJECT = "what decides a step"
@@ -17,10 +18,11 @@ class RankFacts:
 
     Args:
         collectives: the other ranks.
-        facts: gives the facts by name; called with False without a wait for the device.
+        facts: gives the facts by name, which may be mappings of others; called with False without
+            a wait for the device.
     """
 
-    def __init__(self, collectives: HostCollectives, facts: Callable[..., dict[str, str]]) -> None:
+    def __init__(self, collectives: HostCollectives, facts: Callable[..., dict[str, Any]]) -> None:
         self.collectives = collectives
         self._facts = facts
         self._weightings: set[int] = set()  # of each rank, once it was asked
@@ -31,13 +33,16 @@ class RankFacts:
 
     def compare(self, checksums: list[float]) -> None:
         """Raises RankError if the checksums of a step differ."""
-        self.collectives.require_equal(checksums, SUBJECT, self._facts)
+        self.collectives.require_equal(checksums, SUBJECT, self._texts)
 
     def require_equal(self, subject: str) -> None:
         """Raises RankError if the ranks differ in what decides a step. Collective."""
         if self.collectives.ranks > 1:
             rows = self.collectives.all_gather(self.checksum(waits=True), subject=subject)
-            self.collectives.require_equal([value for (value,) in rows], subject, self._facts)
+            self.collectives.require_equal([value for (value,) in rows], subject, self._texts)
+
+    def _texts(self) -> dict[str, str]:
+        return facts_of(self._facts())
 
     def require_same_weighting(self, weighting: int) -> None:
         """Raises LoopError unless losses are weighted alike everywhere; collective at first."""

@@ -1,7 +1,7 @@
 """One optimizer step, from its first micro-batch to its update."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_weights import label_weights, weighted_loss
-from bigbatch.training.measured_step import MeasuredStep
+from bigbatch.training.measured_step import MeasuredStep, local_totals
 from bigbatch.training.optimizer_checks import trained_parameters
 from bigbatch.training.step_statistics import StepStatistics
 from bigbatch.training.unmeasured_step import UnmeasuredStep
@@ -70,8 +70,10 @@ class Step:
         # [Note: A step that measures nothing]
         parts = self._parts
         is_read = parts.reader is not None or parts.meter.due or parts.compares
-        self._is_light = self._source.ranks == 1 and not is_read
+        replicates = self._source.reducer.replicas == self._source.ranks
+        self._is_light = replicates and not is_read
         self._labels: Tensor | None = None  # of its only backward
+        self._summed: Callable[[], Tensor] | None = None  # what the ranks have sent, if light
         self._optimizer_steps = 0  # of the training, once complete
 
     def __iter__(self) -> Iterator[Batch]:
@@ -207,6 +209,8 @@ class Step:
             self._expected_weight = number
         elif not self._expected_weight:
             self._expect_weight(number, samples)
+        if self._is_light and self._source.ranks > 1 and self._micro_batches.last:
+            self._summed = self._send_totals(loss, number)
         # a micro-batch of weight 0 only keeps this rank in step with the others
         return number, number * self._source.ranks / self._expected_weight if number else 0.0
 
@@ -242,7 +246,7 @@ class Step:
             if isinstance(weight, Tensor):
                 weight = weight.detach().cpu()  # one wait for the device
             return _as_number(weight, samples), weight
-        is_only = self._micro_batches.last and not self._backwards
+        is_only = self._source.ranks == 1 and self._micro_batches.last and not self._backwards
         if labels is None or (self._is_light and is_only):  # the mean of one backward is the step's
             self._labels = labels
             return samples, None
@@ -428,31 +432,49 @@ class Step:
                 "their gradients lack a part of it; add them between two steps, after step.update()"
             )
         self._optimizer_steps = parts.optimizer_steps
-        total = math.fsum(weights)
-        counts = [
-            total,
-            self._backwards,
-            self._weighting_code,
-            self._samples,
-            has_gradient(self._source),
-            self._past.step_seconds,
-            self._past.elapsed_seconds,
-            self._facts.checksum(),
-        ]
         if self._is_light:
             if parts.pairs is not None:
                 parts.pairs.forget()
             self._reading = UnmeasuredStep(
-                self._source, losses, weights, counts, self._labels, on_device=parts.skips_on_device
+                self._source,
+                losses,
+                weights,
+                self._counts(weights) if self._summed is None else [],
+                self._labels,
+                on_device=parts.skips_on_device and self._source.ranks == 1,
+                summed=self._summed,
             )
         else:
             pair_sums = self._compare_steps()
+            counts = self._counts(weights)
             self._reading = MeasuredStep(parts.meter, losses, weights, counts, pair_sums)
         if self._labels is None:
-            self._correct_weight(total, self._reading)
+            self._correct_weight(self._reading)
 
-    def _correct_weight(self, total: float, reading: MeasuredStep | UnmeasuredStep) -> None:
+    def _counts(self, weights: list[float]) -> list[float]:
+        """What this rank knows of the step; see `MeasuredStep`."""
+        return [
+            math.fsum(weights),
+            self._backwards,
+            self._weighting_code,
+            self._samples,
+            self._source.ranks > 1 and has_gradient(self._source),  # one process looks if it must
+            self._past.step_seconds,
+            self._past.elapsed_seconds,
+            self._facts.checksum(),
+        ]
+
+    def _send_totals(self, loss: Tensor, weight: float) -> Callable[[], Tensor]:
+        """Sends what the ranks sum of a light step: [Note: A step that measures nothing]."""
+        with torch.no_grad():
+            losses = [*self._losses, loss.detach().reshape(())] if weight else self._losses
+            weights = [*self._weights, weight] if weight else self._weights
+            totals = local_totals(self._source, losses, weights, self._counts(weights))
+        return self._source.reducer.start_all_reduce(totals)
+
+    def _correct_weight(self, reading: MeasuredStep | UnmeasuredStep) -> None:
         """Corrects `.grad` where the sum of the weights is not the expected one."""
+        total = math.fsum(self._weights)
         if self._source.ranks > 1:  # over all of them; needs no wait if the weights are samples
             is_known = self._weighting == "samples" and self._micro_batches.samples_known
             total = self._micro_batches.samples if is_known else reading.host_totals[1]
@@ -502,7 +524,7 @@ class Step:
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._expected_weight / weight) ** 2
                 statistics = _in_samples(meter.statistics(totals, unit, of_all_ranks=True), samples)
-        if vanishes and not has_grad:
+        if vanishes and not (has_grad or has_gradient(self._source)):
             raise GradientError(NO_GRADIENT)
         if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
             finite, vanishes = False, True

@@ -2,13 +2,14 @@
 
 import math
 import operator
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from bigbatch.gradients import GradientSource
-from bigbatch.gradients.dtypes import sum_scalars, to_device
+from bigbatch.gradients.dtypes import stacked, to_device, widest_float
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
@@ -21,19 +22,22 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 # device (torch's fused ones read `found_inf`), it waits until the next step ends: by then the
 # device is past it. `Update.settle` does everything that depends on it, before anything else reads
 # what the step has changed.
+# Under DDP all ranks have the same mean gradient, so each sees by itself whether it is finite. What
+# else they sum is known before the last backward, and is sent while that runs.
 
 
 class UnmeasuredStep:
-    """Loss, labels and finiteness of one step of one process, read by the host in one wait.
+    """Loss, labels and finiteness of one step, read by the host in one wait.
 
     Args:
-        source: the gradients, complete.
+        source: the gradients, complete and equal on all ranks.
         losses: the mean loss of each micro-batch that counts.
         weights: n_d of each; of one alone, its labels instead.
         counts: what the host knows, as `MeasuredStep` has it.
         labels: the weight of each sample of a backward alone, (B,), on the device; None where the
             weights are known.
         on_device: whether the optimizer skips a step that is not finite by `found_inf`.
+        summed: waits for `local_totals` of all ranks; None in one process.
     """
 
     def __init__(
@@ -45,51 +49,61 @@ class UnmeasuredStep:
         labels: Tensor | None,
         *,
         on_device: bool,
+        summed: Callable[[], Tensor] | None,
     ) -> None:
-        self._source, self._weights, self._count = source, weights, len(losses)
-        self.counts = counts
+        self._source, self._weights, self.counts = source, weights, counts
+        self._of_ranks = summed is not None
         grads = source.local_grads()
         if any(map(_REQUIRES_GRAD, grads)):  # of a backward with create_graph
             grads = [grad.detach() for grad in grads]
         self.found_inf: Tensor | None = None  # 1 where the step must be skipped
         device = source.parameters[0].device
         if not on_device or len({(grad.dtype, grad.device) for grad in grads}) != 1:
-            norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=device)]
-            value = sum_scalars(norms)
+            checks = torch._foreach_norm(grads) if grads else [torch.zeros((), device=device)]
         else:
             checked = grads if labels is None else [*grads, _nan_as_inf(losses[0], grads[0])]
-            self.found_inf = value = torch.zeros((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(checked, value, value + 1)
-        rest = [loss.to(device) if loss.device != device else loss for loss in losses]
-        parts = [value.reshape(1), *(loss.reshape(1) for loss in rest)]
-        values = torch.cat(parts if labels is None else [*parts, to_device(labels, device)])
+            self.found_inf = torch.zeros((), device=device)
+            one = torch.ones((), device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(checked, self.found_inf, one)
+            checks = [self.found_inf]
+        self._checks = len(checks)
+        if summed is not None:
+            losses, labels = [], summed()
+        self._count = len(losses)
+        self._values, self._rest = stacked([*checks, *losses]), labels
         self._copied: torch.Event | None = None
-        if self.found_inf is not None and device.type != "cpu":
-            values = values.to("cpu", non_blocking=True)  # now, as the next step's work is queued
+        if device.type == "cpu":
+            return
+        if labels is not None:  # for one wait in all
+            values, self._rest = self._values.to(widest_float(device)), None
+            self._values = torch.cat([values, to_device(labels, device)])
+        if self.found_inf is not None:  # now, as the next step's work is queued
+            self._values = self._values.to("cpu", non_blocking=True)
             self._copied = torch.Event(device.type)
             self._copied.record()
-        self._values = values
 
     @cached_property
     def _host_values(self) -> list[float]:
         if self._copied is not None:
             self._copied.synchronize()
         values: list[float] = self._values.tolist()
-        return values
+        return values if self._rest is None else [*values, *self._rest.tolist()]
 
     @cached_property
     def host_totals(self) -> list[float]:
         """[weight * loss, weight, ...], as of `MeasuredStep`; samples where no label counts."""
-        labels = self._host_values[1 + self._count :]
+        read = self._host_values[self._checks :]
+        if self._of_ranks:
+            return read
+        losses, labels = read[: self._count], read[self._count :]
         total = (math.fsum(labels) if labels else 0) or math.fsum(self._weights)
         weights = self._weights if self._count > 1 else [total]
-        losses = self._host_values[1 : 1 + self._count]
         return [math.fsum(map(operator.mul, weights, losses)), total, *self.counts[1:]]
 
     @property
     def vanishes(self) -> bool:
         """Whether every gradient is zero; False where that is not known."""
-        return self.found_inf is None and self._host_values[0] == 0
+        return self.found_inf is None and not any(self._host_values[: self._checks])
 
     @cached_property
     def finite(self) -> bool:
@@ -97,7 +111,8 @@ class UnmeasuredStep:
         if self.found_inf is not None:
             return not self._host_values[0]
         # a norm may overflow by itself
-        return math.isfinite(self._host_values[0]) or self._source.guard.is_finite()
+        norms = self._host_values[: self._checks]
+        return all(map(math.isfinite, norms)) or self._source.guard.is_finite()
 
 
 def _nan_as_inf(loss: Tensor, like: Tensor) -> Tensor:

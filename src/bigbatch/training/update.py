@@ -9,7 +9,7 @@ from typing import Any
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
-from bigbatch.data.rank_consistency import facts_of, optimizer_facts
+from bigbatch.data.rank_consistency import optimizer_facts
 from bigbatch.errors import LoopError
 from bigbatch.gradients.gradient_hooks import weak_method
 from bigbatch.log.run_log import RunLog
@@ -245,10 +245,11 @@ class Update:
 
     # what must be equal on all ranks
 
-    def _facts(self, waits: bool = True) -> dict[str, str]:
-        """What must be equal on all ranks, by name, as text; see [Note: Agreement of ranks]."""
+    def _facts(self, waits: bool = True) -> dict[str, Any]:
+        """What must be equal on all ranks, by name; see [Note: Agreement of ranks]."""
         parts, past, planner, clock = self.parts, self.past, self.planner, self.rates.clock
-        facts = {
+        return {
+            **optimizer_facts(parts.optimizer, parts.kind, waits=waits),
             "controller": planner.controller.facts(),
             **self.settings,
             "epoch": past.epoch,
@@ -265,7 +266,6 @@ class Update:
             "whether the next step is measured": planner.interval.due,
             "the meter's confidence": parts.meter.confidence,
         }
-        return optimizer_facts(parts.optimizer, parts.kind, waits=waits) | facts_of(facts)
 
     # states
 
