@@ -1,7 +1,6 @@
 """The training loop: measures the gradients, decides the batch size, ends each step."""
 
 import math
-import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -14,9 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
-from bigbatch.data.external_batches import ExternalBatches, ExternalStep
-from bigbatch.data.micro_batches import StepBatches
-from bigbatch.data.rank_consistency import HostCollectives
+from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import LengthError, LoopError, RunError, SettingError, StateError
 from bigbatch.gradients import parameters_of
@@ -133,16 +130,17 @@ class AdaptiveBatch:
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
         self.meter.cut_backwards(options.get("groups"), model)
-        self._reader = micro_batch_optimizer(optimizer)
         self._replacement_check = ReplacementCheck(model)
         self._selected: list[Tensor] = []  # the parameters that are measured
-        self._bind_source()
-        self._collectives = HostCollectives(self.meter.source)
         self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
-        self.batches.share(self._collectives, lockstep=self.meter.source.reducer.lockstep)
+        self._bind_source()
+        self._parts = parts = TrainingParts(
+            self.meter, optimizer, external=isinstance(self.batches, ExternalBatches)
+        )
+        self.batches.share(parts.collectives, lockstep=self.meter.source.reducer.lockstep)
         batch_size = options.get("batch_size")
         if batch_size is None and not isinstance(policy, Controller):
-            of_all_ranks = (self.batches.batch_size or 0) * self._collectives.ranks
+            of_all_ranks = (self.batches.batch_size or 0) * parts.collectives.ranks
             batch_size = needs_of(policy).batch_size or of_all_ranks or None
         has_size = isinstance(policy, Controller) or batch_size is not None
         constraints = self._build_constraints(options, has_size=has_size)
@@ -153,19 +151,16 @@ class AdaptiveBatch:
             base_batch=options.get("base_batch"),
             samples=self.batches.samples,
         )
-        lr_scaling = options.get("lr_scaling", "sqrt")
-        external = isinstance(self.batches, ExternalBatches)
-        self._parts = TrainingParts(self.meter, optimizer, external=external)
         self._update = Update(
-            self._parts,
+            parts,
             self.batches,
             self.controller,
             constraints,
-            lr_scaling,
+            options.get("lr_scaling", "sqrt"),
             every=self._every(options),
             transport=options.get("transport", False),
         )
-        hook = model.register_forward_hook(self._parts.oom_hints, always_call=True)
+        hook = model.register_forward_hook(parts.oom_hints, always_call=True)
         weakref.finalize(self, hook.remove)
         self.scheduler = scheduler
         self._step: Step | None = None
@@ -365,10 +360,12 @@ class AdaptiveBatch:
         empty = not self.batches.open  # so far
         if empty:
             self.batches.start(self.epoch)
-        while (micro_batches := self._next_micro_batches()) is not None:
-            self._select_trained()
-            update = self._update
-            self._step = Step(micro_batches, self._parts, update.past, update.facts, update)
+        # r needs two micro-batches
+        min_rows, controller = 1 if self._parts.reader is None else 2, self.controller
+        while step := self.batches.step(
+            self.plan, controller.min_batch, controller.max_batch, min_rows=min_rows
+        ):
+            self._step = Step(step, self._select_trained(), self._update)
             try:
                 yield self._step
             except GeneratorExit:  # the loop is left, and its last step may wait to be read
@@ -407,8 +404,8 @@ class AdaptiveBatch:
             "own": {
                 "elapsed_seconds": self.elapsed_seconds,
                 "step_seconds": self._update.past.step_seconds,
-                "rank": self._collectives.rank,
-                "ranks": self._collectives.ranks,
+                "rank": self._parts.collectives.rank,
+                "ranks": self._parts.collectives.ranks,
                 "stream": position["stream"],
                 "random": random_state(),
                 "first_of_pair": self._update.first_of_pair,
@@ -437,7 +434,7 @@ class AdaptiveBatch:
         warn_of_changes(shared["settings"], self._update.settings)
         self._is_whole, self._step = False, None
         self._update.load_state_dict(shared, own)
-        rank, ranks = self._collectives.rank, self._collectives.ranks
+        rank, ranks = self._parts.collectives.rank, self._parts.collectives.ranks
         same_rank = (int(own["rank"]), int(own["ranks"])) == (rank, ranks)
         position = {"pass": shared["pass"], "stream": own["stream"]}
         self.batches.load_state_dict(position, self.epoch, same_rank=same_rank)
@@ -466,12 +463,13 @@ class AdaptiveBatch:
         require_steppable(self.optimizer)
         self.meter.source.explicit = True
         self.meter.scaler = self.scaler
-        if not set(self._select_trained()) & set(parameters_of(self.model)):
+        self._select_trained()
+        if not set(self._selected) & set(parameters_of(self.model)):
             raise SettingError("the optimizer holds no parameter of the model; build it from it")
-        if self._reader is None:
+        if (reader := micro_batch_optimizer(self.optimizer)) is None:
             return
-        self._reader.bind_to_loop(self.meter.source)
-        if self.meter.groups is not None and self._reader.reduced_source() is not None:
+        reader.bind_to_loop(self.meter.source)
+        if self.meter.groups is not None and reader.reduced_source() is not None:
             raise SettingError(
                 f"groups={self.meter.groups}: under fully_shard a variance-reduced optimizer "
                 "compares gradients that every backward has reduced over the ranks, and these have "
@@ -506,17 +504,17 @@ class AdaptiveBatch:
 
     def _min_micro_batches(self, requested: int | None) -> int:
         """Fewest backwards per step over all ranks; over shards, only one rank's are compared."""
-        others = {"a variance-reduced optimizer": self._reader, "groups=": self.meter.groups}
+        parts = self._parts
+        others = {"a variance-reduced optimizer": parts.reader, "groups=": self.meter.groups}
         if requested == 1 and (found := [name for name, one in others.items() if one is not None]):
             raise SettingError(
                 f"min_micro_batches=1 measures by two steps, and {found[0]} compares gradients "
                 "within one; pass at least 2, or leave it out"
             )
-        if self._reader is None:
+        if parts.reader is None:
             return 4 if requested is None else requested
-        reduced = self._reader.reduced_source() is not None
-        ranks = self.meter.source.ranks if reduced else 1
-        if requested is not None and reduced and requested < 2 * ranks:
+        ranks = 1 if parts.reduced is None else parts.collectives.ranks
+        if requested is not None and parts.reduced is not None and requested < 2 * ranks:
             raise SettingError(
                 f"min_micro_batches={requested} on {ranks} ranks may be fewer than 2 on each; a "
                 "variance-reduced optimizer compares those of one rank under fully_shard, which "
@@ -531,7 +529,7 @@ class AdaptiveBatch:
             return None
         log = log if isinstance(log, RunLog) else RunLog(log)
         policy, rule = self.controller.policy, options.get("lr_scaling", "sqrt")
-        log.rank = self._collectives.rank
+        log.rank = self._parts.collectives.rank
         log.loop_settings = {
             "policy": self.controller.settings["policy"],
             **({"target": policy.target} if isinstance(policy, SimiGrad) else {}),
@@ -542,7 +540,7 @@ class AdaptiveBatch:
             "groups": self.meter.groups,
             "every": self._every(options),
             "optimizer": type(self.optimizer).__name__,
-            "world_size": self._collectives.ranks,
+            "world_size": self._parts.collectives.ranks,
         }
         return log
 
@@ -557,25 +555,21 @@ class AdaptiveBatch:
             self.run_log.open()
         except RunError as error:
             refusal = error
-        ((refused,), *_) = self._collectives.all_gather(refusal is not None, subject="the log")
+        ((refused,), *_) = self._parts.collectives.all_gather(
+            refusal is not None, subject="the log"
+        )
         if refused:
             raise refusal or RunError("rank 0 cannot write the log; its own error says why")
 
     def _select_trained(self) -> list[Tensor]:
-        """Measures the model's parameters that the optimizer trains now, and only those."""
+        """Measures the model's parameters that the optimizer trains now; all that it trains."""
         parameters = trained_parameters(self.optimizer)
         trained = self.meter.source.reducer.model_parameters(parameters)
         self._replacement_check.require_held(trained)
-        selected = self._selected
-        if len(trained) != len(selected) or not all(map(operator.is_, trained, selected)):
+        if [*map(id, trained)] != [*map(id, self._selected)]:
             self.meter.select(trained)
             self._selected = trained
-        return trained
-
-    def _next_micro_batches(self) -> StepBatches | ExternalStep | None:
-        min_rows = 1 if self._reader is None else 2  # r needs two micro-batches
-        bounds = self.controller.min_batch, self.controller.max_batch
-        return self.batches.step(self.plan, *bounds, min_rows=min_rows)
+        return parameters
 
     def _require_whole(self) -> None:
         if not self._is_whole:

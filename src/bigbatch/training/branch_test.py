@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from statistics import fmean
 
@@ -22,6 +22,7 @@ from bigbatch.training.loss_check import one_number
 from bigbatch.training.loss_weights import label_weights, weighted_loss
 from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.snapshot import TrainingSnapshot
+from bigbatch.training.training_parts import TrainingParts
 from bigbatch.training.update import Update
 
 LossOf = Callable[[Batch], Tensor]
@@ -81,17 +82,17 @@ class BranchTestResult:
         return "\n".join(lines)
 
 
-def _require_supported(update: Update, batches: object) -> None:
+def _require_supported(parts: TrainingParts, batches: object) -> None:
     """Raises SettingError for a loop in which branches cannot train."""
     problem = ""
     if not isinstance(batches, Batches):
         problem = "another loop gives the micro-batches; run the test in a loop over a loader"
-    elif update.parts.reader is not None:
+    elif parts.reader is not None:
         problem = (
-            f"{type(update.parts.optimizer).__name__} needs the gradient of each micro-batch of "
-            "the loop; test with its base optimizer, at the same learning rate"
+            f"{type(parts.optimizer).__name__} needs the gradient of each micro-batch of the loop; "
+            "test with its base optimizer, at the same learning rate"
         )
-    elif update.parts.scaler is not None:
+    elif parts.scaler is not None:
         problem = "a GradScaler may skip steps of a branch; use bfloat16, which needs none"
     if problem:
         raise SettingError(f"a branch test is not possible: {problem}")
@@ -105,24 +106,26 @@ def branch_test(
     request: BranchRequest,
 ) -> BranchTestResult:
     """Trains the branches and restores everything; see `AdaptiveBatch.branch_test`. Collective."""
-    _require_supported(update, batches)
+    parts = update.parts
+    _require_supported(parts, batches)
     assert isinstance(batches, Batches)
-    ranks, memory = update.parts.collectives.ranks, averaging_steps(update.parts.optimizer)
+    ranks, source = parts.collectives.ranks, parts.meter.source
     left = None if batches.samples is None else batches.samples - batches.open * batches.consumed
-    arguments = update.planner.plan.batch_size, ranks, memory
+    arguments = update.planner.plan.batch_size, ranks, averaging_steps(parts.optimizer)
     plan = request.plan(*arguments, left)
     with batches.peek(plan.read // ranks, update.past.epoch) as (samples, available):
-        fewest = min(count for (count,) in update.parts.collectives.all_gather(available))
+        fewest = min(count for (count,) in parts.collectives.all_gather(available))
         if fewest * ranks < plan.read:
             plan = request.plan(*arguments, int(fewest) * ranks)
         factors = update.rates.factors_of(plan.batch_sizes)
         with ExitStack() as undo:
-            snapshot = TrainingSnapshot(model, update.parts.optimizer)
-            undo.callback(update.parts.meter.source.restart)
+            snapshot = TrainingSnapshot(model, parts.optimizer)
+            undo.callback(source.restart)
             undo.callback(snapshot.restore)
-            undo.callback(update.parts.meter.source.reducer.set_requires_gradient_sync, True)
-            branches = _Branches(update, loss_of, samples, snapshot, plan, factors)
-            first_losses, losses = branches.train()
+            undo.callback(source.reducer.set_requires_gradient_sync, True)
+            micro_batch = update.planner.max_micro_batch
+            branches = _Branches(parts, loss_of, samples, snapshot, plan, micro_batch)
+            first_losses, losses = branches.train(factors)
     curves = []
     for size, rows in zip(plan.batch_sizes, losses, strict=True):
         gains = [[first - x for x in row] for first, row in zip(first_losses, rows, strict=True)]
@@ -143,36 +146,41 @@ def branch_test(
     )
 
 
-@dataclass
 class _Branches:
     """Trains every branch of every repeat from one snapshot."""
 
-    update: Update
-    loss_of: LossOf
-    samples: SampleBuffer
-    snapshot: TrainingSnapshot
-    plan: BranchPlan
-    factors: tuple[float, ...]
-    weightings: set[str] = field(default_factory=set)  # of all losses, where they matter
+    def __init__(
+        self,
+        parts: TrainingParts,
+        loss_of: LossOf,
+        samples: SampleBuffer,
+        snapshot: TrainingSnapshot,
+        plan: BranchPlan,
+        micro_batch: int,
+    ) -> None:
+        self._optimizer, self._source = parts.optimizer, parts.meter.source
+        self._collectives, self._ranks = parts.collectives, parts.collectives.ranks
+        self._loss_of, self._samples, self._snapshot = loss_of, samples, snapshot
+        self._plan, self._micro_batch = plan, micro_batch
+        self._weightings: set[str] = set()  # of all losses, where they matter
 
-    def train(self) -> tuple[list[float], list[list[list[float]]]]:
+    def train(self, factors: tuple[float, ...]) -> tuple[list[float], list[list[list[float]]]]:
         """Losses before the branches, by repeat, and of each branch, by repeat and point."""
-        plan, ranks = self.plan, self.update.parts.collectives.ranks
+        plan = self._plan
         # of its own on each rank, for dropout; the same for all branches of a repeat
         seeds = torch.randint(2**40, (plan.repeats,)).tolist()
         first_losses: list[float] = []
         losses: list[list[list[float]]] = [[] for _ in plan.batch_sizes]
         for repeat, seed in enumerate(seeds):
-            start = repeat * plan.read // plan.repeats // ranks
+            start = repeat * plan.read // plan.repeats // self._ranks
             self._restart()
             sums = self._loss_sum(start, seed)
-            for size, factor in zip(plan.batch_sizes, self.factors, strict=True):
+            for size, factor in zip(plan.batch_sizes, factors, strict=True):
                 self._restart()
-                with scale_lr(self.update.parts.optimizer, factor):
-                    sums += self._train_branch(size // ranks, plan.points(size), start, seed)
-            totals = map(
-                math.fsum, zip(*self.update.parts.collectives.all_gather(*sums), strict=True)
-            )
+                with scale_lr(self._optimizer, factor):
+                    sums += self._train_branch(size // self._ranks, plan.points(size), start, seed)
+            columns = zip(*self._collectives.all_gather(*sums), strict=True)
+            totals = map(math.fsum, columns)
             pairs = zip(totals, totals, strict=True)
             means = (loss / weight if weight else math.nan for loss, weight in pairs)
             first_losses.append(next(means))
@@ -181,81 +189,70 @@ class _Branches:
         return first_losses, losses
 
     def _restart(self) -> None:
-        self.snapshot.restore()
-        self.update.parts.meter.source.zero_grad()
+        self._snapshot.restore()
+        self._source.zero_grad()
 
     def _train_branch(self, rows: int, points: list[int], start: int, seed: int) -> list[float]:
         """`_loss_sum` of one branch after so many steps of `rows` samples of this rank."""
         sums: list[float] = []
-        first = start + self.plan.held_aside // self.update.parts.collectives.ranks
+        first = start + self._plan.held_aside // self._ranks
         seed_torch(seed)
         for step in range(1, points[-1] + 1):
             parts = self._parts(first, first + rows)
             weights: list[float] = []
             for number, (batch, samples) in enumerate(parts, start=1):
                 # before the forward, which reads it
-                self.update.parts.meter.source.reducer.set_requires_gradient_sync(
-                    number == len(parts)
-                )
-                loss = self._loss(batch)
-                weights.append(self._weight(loss, samples))
-                if weights[-1] or self.update.parts.collectives.ranks > 1:
-                    weighted_loss(loss, weights[-1] / rows).backward()  # type: ignore[no-untyped-call]
-            if self._divide_by(math.fsum(weights) / rows):
-                self.update.parts.optimizer.step()
-            self.update.parts.meter.source.zero_grad()
+                self._source.reducer.set_requires_gradient_sync(number == len(parts))
+                loss, weight = self._loss(batch, samples)
+                weights.append(weight)
+                if weight or self._ranks > 1:
+                    weighted_loss(loss, weight / rows).backward()  # type: ignore[no-untyped-call]
+            # the mean weight of a sample, over the ranks' means, divides the gradient
+            means = self._collectives.all_gather(math.fsum(weights) / rows)
+            if (total := math.fsum(mean for (mean,) in means)) not in (0, len(means)):
+                self._source.scale(len(means) / total)
+            if total > 0:
+                self._optimizer.step()
+            self._source.zero_grad()
             first += rows
             if step in points:
                 sums += self._loss_sum(start, seed)
                 seed_torch(seed + step)
         return sums
 
-    def _divide_by(self, weight: float) -> bool:
-        """Divides the gradient by the mean weight of a sample, over the ranks' means, if it can."""
-        rows = self.update.parts.collectives.all_gather(weight)
-        if (total := math.fsum(mean for (mean,) in rows)) not in (0, len(rows)):
-            self.update.parts.meter.source.scale(len(rows) / total)
-        return total > 0
-
     def _loss_sum(self, start: int, seed: int) -> list[float]:
         """The sum of weight x loss over this rank's held-aside samples, and that of the weights."""
         seed_torch(seed)  # so that dropout is the same for all branches
-        self.update.parts.meter.source.reducer.set_requires_gradient_sync(
-            False
-        )  # no backward follows
-        stop = start + self.plan.held_aside // self.update.parts.collectives.ranks
-        sums = [self._weighted(batch, samples) for batch, samples in self._parts(start, stop)]
-        self.update.parts.meter.source.zero_grad()  # what an engine has gathered for the forward
+        self._source.reducer.set_requires_gradient_sync(False)  # no backward follows
+        sums = []
+        for batch, samples in self._parts(start, start + self._plan.held_aside // self._ranks):
+            loss, weight = self._loss(batch, samples)
+            # it is nan without a weight
+            sums.append((weight and weight * float(loss.detach()), weight))
+            del loss  # and with it its graph
+        self._source.zero_grad()  # what an engine has gathered for the forward
         return [math.fsum(column) for column in zip(*sums, strict=True)]
 
-    def _weighted(self, batch: Batch, samples: int) -> tuple[float, float]:
-        """Weight x loss of a micro-batch, and its weight, which the graph of the loss has."""
-        loss = self._loss(batch)
-        weight = self._weight(loss, samples)
-        return weight and weight * float(loss.detach()), weight  # it is nan without a weight
-
-    def _weight(self, loss: Tensor, samples: int) -> float:
-        """What the mean of a micro-batch is over, as for `step.backward`."""
+    def _loss(self, batch: Batch, samples: int) -> tuple[Tensor, float]:
+        """The loss of a micro-batch, and what its mean is over, as for `step.backward`."""
+        loss = one_number(self._loss_of(batch), "loss_of")
         labels = label_weights(loss, samples)
         weight = samples if labels is None else float(labels.sum())
         if labels is None or weight != samples:
-            self.weightings.add("samples" if labels is None else "labels")
-        if len(self.weightings) > 1:
+            self._weightings.add("samples" if labels is None else "labels")
+        if len(self._weightings) > 1:
             raise LoopError("loss_of is a mean over labels in some batches only; return one kind")
-        return weight
+        return loss, weight
 
     def _parts(self, start: int, stop: int) -> list[tuple[Batch, int]]:
         """Samples of this rank as micro-batches of about equal sizes."""
         rows = stop - start
-        count = -(-rows // self.update.planner.max_micro_batch)
+        count = -(-rows // self._micro_batch)
         cuts = [start + rows * number // count for number in range(count + 1)]
-        parts = [part for cut in pairwise(cuts) for part in self.samples.peek(*cut)]
-        if len(parts) > count and self.update.parts.meter.source.reducer.lockstep:
+        parts = [part for cut in pairwise(cuts) for part in self._samples.peek(*cut)]
+        if len(parts) > count and self._source.reducer.lockstep:
             raise BatchError(
                 "batches of different shapes cannot be concatenated, and the ranks must do equally "
                 "many backwards; pad them to one length in the collate function"
             )
         return parts
-
-    def _loss(self, batch: Batch) -> Tensor:
-        return one_number(self.loss_of(batch), "loss_of")

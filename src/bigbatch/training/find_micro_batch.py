@@ -86,7 +86,8 @@ def largest_micro_batch(
     most = resumable.length if most is None else most
     if most is None:
         raise SettingError("the loader does not say how many samples it has; pass most=")
-    snapshot, collectives = TrainingSnapshot(model, optimizer, resumable), HostCollectives(source)
+    snapshot, collectives = TrainingSnapshot(model, optimizer), HostCollectives(source)
+    loader_state = resumable.state_dict()
     torch.cuda.empty_cache()
     try:
         batch = _first_batch(resumable)
@@ -97,6 +98,7 @@ def largest_micro_batch(
         with _without_synchronization(model, source):
             largest = _search(trial.fits, min(start, bound), bound)
     finally:
+        resumable.resume_between_passes(loader_state)
         snapshot.restore()
     if not largest:
         raise SettingError(

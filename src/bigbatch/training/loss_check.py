@@ -2,7 +2,6 @@
 
 import gc
 import math
-import warnings
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch.amp import GradScaler
 
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.gradients.groups.backward_graph import leaf_of, saved_tensor, shape_of
+from bigbatch.training.loop_warning import warn_in_loop
 from bigbatch.training.loss_weights import (
     MEAN,
     SUM,
@@ -48,8 +48,8 @@ class LossCheck:
 
     def __init__(self, *, warns: bool, has_scaler: bool) -> None:
         self._warns, self._has_scaler = warns, has_scaler
-        # losses examined; whether means over labels were seen
-        self.examines, self._searched, self._examined, self._has_labels = True, False, 0, False
+        self.examined = {"samples", "labels", "given"}  # weightings whose losses are examined
+        self._searched, self._count, self._has_labels = False, 0, False
         self._previous: tuple[float, float] | None = None  # (size, loss) of the step before
         self._changes: int | None = 0  # None: the loss is no sum
         self._divisors: dict[object, list[float]] = {}  # by the term and its samples
@@ -57,8 +57,8 @@ class LossCheck:
 
     def examine(self, loss: Tensor, samples: int, micro_batches: float, weighting: str) -> None:
         """Examines a micro-batch's loss; raises a LoopError if a GradScaler has scaled it."""
-        self._examined += 1
-        message, is_early = "", self._examined <= _EXAMINED
+        self._count += 1
+        message, is_early = "", self._count <= _EXAMINED
         terms = terms_of(loss) if is_early or weighting == "samples" else []
         if is_early:
             nodes = [term.node for term in terms]
@@ -67,8 +67,10 @@ class LossCheck:
         self._has_labels |= weighting == "labels"
         if weighting == "samples" and terms:
             self._note(loss, terms, samples, is_early)
-        self.examines = is_early or self._has_labels
-        self._warn(message)
+        if not is_early:  # a loss may be a mean over other labels later
+            self.examined = {"samples"} if self._has_labels else set()
+        if message:
+            self._warn(message)
 
     def _note(self, loss: Tensor, terms: list[Term], samples: int, is_early: bool) -> None:
         """Notes what each term is a mean over; the labels are counted at the end of the step."""
@@ -93,9 +95,12 @@ class LossCheck:
 
     def compare(self, size: float, loss: float) -> None:
         """Compares the mean micro-batch size and loss of a step with those of the step before."""
-        self._compare_divisors()
+        if self._of_step:
+            self._compare_divisors()
         previous, self._previous = self._previous, (size, loss)
-        if self._changes is None or not previous or not 0 < loss < math.inf > previous[1] > 0:
+        if self._changes is None or not previous or size == previous[0]:
+            return
+        if not 0 < loss < math.inf > previous[1] > 0:
             return
         log_ratio = math.log(size / previous[0])
         if abs(log_ratio) < _MIN_LOG_RATIO:
@@ -106,8 +111,7 @@ class LossCheck:
             self._warn(
                 f"the loss grows with the samples of a micro-batch ({_CHANGES} times in a row, now "
                 f"{previous[1]:.4g} -> {loss:.4g} for {previous[0]:g} -> {size:g} samples), as a "
-                f"sum over samples does; {_REMEDY}",
-                stacklevel=9,  # the line of step.update
+                f"sum over samples does; {_REMEDY}"
             )
 
     def _compare_divisors(self) -> None:
@@ -117,7 +121,7 @@ class LossCheck:
             now = [*map(float, values)]
             earlier = self._divisors.setdefault(key, now)
             if all(abs(a - b) > 1e-4 * abs(a) for a, b in zip(now, earlier, strict=False)):
-                self._warn(message.format(earlier[0], now[0]), stacklevel=10)
+                self._warn(message.format(earlier[0], now[0]))
                 return
 
     def _refuse_scaled(self, nodes: list[Any]) -> None:
@@ -136,11 +140,10 @@ class LossCheck:
                 "scaler.update()"
             )
 
-    def _warn(self, message: str, stacklevel: int = 7) -> None:  # the line of step.backward
-        if message:  # one is enough
-            self.examines, self._changes, self._of_step = False, None, []
-        if message and self._warns:
-            warnings.warn(message, stacklevel=stacklevel)
+    def _warn(self, message: str) -> None:
+        self.examined, self._changes, self._of_step = set(), None, []  # one is enough
+        if self._warns:
+            warn_in_loop(message)
 
 
 def _is_scale(factor: Tensor) -> bool:

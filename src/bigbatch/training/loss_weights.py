@@ -58,7 +58,7 @@ def label_weights(loss: Tensor, samples: int) -> Tensor | None:
         return None
     counts = label_counts(node)
     if counts.numel() == samples:
-        return counts if counts.is_floating_point() else counts.long()
+        return counts if counts.dtype.is_floating_point else counts.long()
     is_even = counts.numel() % max(1, samples) == 0
     if is_even and _has_time_first(node, samples):
         return counts.reshape(-1, samples).sum(0)
@@ -94,12 +94,13 @@ def weighted_loss(loss: Tensor, factor: float) -> Tensor:
 def mean_over_labels(loss: Tensor, samples: int = 0) -> Node | None:
     """The node of the mean over labels that the loss is; None if it is something else."""
     node = loss.grad_fn
-    if node is not None and not node.name().startswith("NllLoss"):
+    if node is None or not is_mean_over_labels(node):
         node = without_factors(loss)
-    if node is not None and node.name() == "AddBackward0":
-        node = _smoothed(node)
-    is_mean = node is not None and is_mean_over_labels(node)
-    return node if is_mean and not (samples == 1 and is_of_one_sample(node, 1)) else None
+        if node is not None and node.name() == "AddBackward0":
+            node = _smoothed(node)
+        if node is None or not is_mean_over_labels(node):
+            return None
+    return None if samples == 1 and is_of_one_sample(node, 1) else node
 
 
 def is_mean_over_labels(node: Node) -> bool:

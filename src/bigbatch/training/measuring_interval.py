@@ -35,9 +35,10 @@ class MeasuringInterval:
         """Continues a run after so many steps, of which the last one is measured again or not."""
         self._step = step
         self.again = again  # whether the last step should have decided, and could not
-        n = min(_LARGEST, 1 << (max(1, step // _STEPS).bit_length() - 1))
-        self.every = n if self._fixed is None else self._fixed or None
+        self.every = self._fixed or None
         """The present n; None if no step is measured."""
+        if self._fixed is None:
+            self.every = min(_LARGEST, 1 << (max(1, step // _STEPS).bit_length() - 1))
         self._is_nth = self.every is not None and step % self.every == 0
         self.due = self._is_nth or again
         """Whether the next step is measured."""

@@ -35,8 +35,7 @@ class OomHints:
 
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
         """Called by torch with the output, or with None after an error."""
-        error = sys.exc_info()[1]
-        if output is None and self.samples and error is not None:
+        if output is None and self.samples and (error := sys.exception()) is not None:
             self.advise(error)
 
     def advise(self, error: BaseException) -> None:

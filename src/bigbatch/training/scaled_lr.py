@@ -1,20 +1,21 @@
 """A factor of the learning rate that is in force during a step."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import operator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.optim.learning_rates import RATE, rates_of
+from bigbatch.optim.learning_rates import rates_of
+
+_LR = operator.methodcaller("get", "lr")
 
 
-@contextmanager
-def scale_lr(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
+def scale_lr(optimizer: Optimizer, factor: float) -> AbstractContextManager[list[float]]:
     """Multiplies every group's learning rate inside the block and restores it afterwards.
 
         lr <- factor lr,   and after the block lr as it was, to the last bit
@@ -32,65 +33,85 @@ def scale_lr(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
             restored.
     """
     factor = float(factor)
-    if not (math.isfinite(factor) and factor >= 0):
+    if not 0 <= factor < math.inf:
         raise SettingError(f"the learning-rate factor {factor} is not finite, or negative")
-    groups = list(optimizer.param_groups)
-    if factor == 1:
-        yield rates_of(optimizer)
-        return
-    for number, group in enumerate(groups):
-        if group.get("lr") is None:
-            raise SettingError(
-                f"parameter group {number} has no learning rate to scale; give it lr=, or pass "
-                "lr_scaling=None"
-            )
-    with restored(groups, "lr") as tensors:
-        for tensor in tensors:
-            tensor.detach().mul_(factor)
-        for group in groups:
-            group["lr"] = lr * factor if (lr := group["lr"]) in RATE else lr
-        rates = rates_of(optimizer)
-        scaled = [(group["lr"], times_written(group["lr"])) for group in groups]
-        yield rates
-        _require_unchanged(groups, scaled, rates)
+    return nullcontext(rates_of(optimizer)) if factor == 1 else _ScaledRates(optimizer, factor)
 
 
-@contextmanager
-def restored(groups: list[dict[str, Any]], *names: str) -> Iterator[list[Tensor]]:
-    """Restores these settings of the groups afterwards; yields those that are tensors, each once.
+class _ScaledRates:
+    """The learning rates times a factor, from entering on until leaving."""
 
-    A tensor stays the same tensor, as compiled and captured steps need.
-    """
-    saved = [(group, {name: group[name] for name in names if name in group}) for group in groups]
-    leaves = tree_leaves([values for _, values in saved])
-    tensors = {leaf: leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)}
-    try:
-        yield [*tensors]
-    finally:
-        for group, values in saved:
-            group.update(values)
-        for tensor, value in tensors.items():
+    def __init__(self, optimizer: Optimizer, factor: float) -> None:
+        self._optimizer, self._factor = optimizer, factor
+        self._groups = [*optimizer.param_groups]
+        self._saved: list[Any] = [*map(_LR, self._groups)]
+        for number, lr in enumerate(self._saved):
+            if lr is None:
+                raise SettingError(
+                    f"parameter group {number} has no learning rate to scale; give it lr=, or pass "
+                    "lr_scaling=None"
+                )
+        self._tensors = {lr: lr.detach().clone() for lr in self._saved if isinstance(lr, Tensor)}
+
+    def __enter__(self) -> list[float]:
+        rates_of(self._optimizer)  # raises an error for what is no rate
+        try:
+            for tensor in self._tensors:
+                tensor.detach().mul_(self._factor)
+            for group, lr in zip(self._groups, self._saved, strict=True):
+                if not isinstance(lr, Tensor):
+                    group["lr"] = lr * self._factor
+            rates = rates_of(self._optimizer)
+        except BaseException:
+            self._restore()
+            raise
+        self._rates, self._scaled = rates, RateSnapshot(self._groups)
+        return rates
+
+    def __exit__(self, kind: object, *_unused: object) -> None:
+        try:
+            for number, _, lr in self._scaled.changes() if kind is None else ():
+                other, rate = lr.item() if isinstance(lr, Tensor) else lr, self._rates[number]
+                if other != rate:
+                    raise LoopError(
+                        f"the learning rate of parameter group {number} was set to {other} during "
+                        f"the step, where AdaptiveBatch had set {rate}; set it between the steps, "
+                        "or pass lr_scaling=None"
+                    )
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        for group, lr in zip(self._groups, self._saved, strict=True):
+            group["lr"] = lr
+        for tensor, value in self._tensors.items():
             tensor.detach().copy_(value)
 
 
-def _require_unchanged(
-    groups: list[dict[str, Any]], scaled: list[tuple[float | Tensor, int]], rates: list[float]
-) -> None:
-    """Compares values only after a write, as reading them from a GPU would wait."""
-    for number, (group, (lr, writes), rate) in enumerate(zip(groups, scaled, rates, strict=True)):
-        present = group.get("lr")
-        written = present is not lr or times_written(lr) != writes
-        if (
-            written
-            and (other := present.item() if isinstance(present, Tensor) else present) != rate
-        ):
-            raise LoopError(
-                f"the learning rate of parameter group {number} was set to {other} during the "
-                f"step, where AdaptiveBatch had set {rate}; set it between the steps, or pass "
-                "lr_scaling=None"
-            )
+class RateSnapshot:
+    """The learning rates of some parameter groups at one time.
+
+    Args:
+        groups: the groups.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        self.groups = [*groups]
+        self._rates: list[Any] = [*map(_LR, self.groups)]
+        self._writes = [*map(_times_written, self._rates)]
+
+    def changes(self) -> list[tuple[int, Any, Any]]:
+        """(index of the group, rate then, rate now) where it was set or written to since.
+
+        Nothing is read from a device: of a tensor, the writes that autograd has seen are compared.
+        """
+        rates = [*map(_LR, self.groups)]
+        writes = [*map(_times_written, rates)]
+        if [*map(id, rates)] == [*map(id, self._rates)] and writes == self._writes:
+            return []
+        rows = enumerate(zip(self._rates, rates, self._writes, writes, strict=True))
+        return [(n, old, new) for n, (old, new, w, now) in rows if new is not old or w != now]
 
 
-def times_written(lr: float | Tensor | None) -> int:
-    """Number of in-place writes to a rate that autograd has seen; 0 for a number."""
+def _times_written(lr: float | Tensor | None) -> int:
     return lr._version if isinstance(lr, Tensor) else 0

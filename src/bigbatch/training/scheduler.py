@@ -1,7 +1,6 @@
 """Learning-rate schedulers that count base batches of samples instead of optimizer steps."""
 
 import copy
-import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +11,8 @@ from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.optim.learning_rates import rates_of
 from bigbatch.setting_types import NotNegative, check_setting
 from bigbatch.state_checks import loads_state
-from bigbatch.training.scaled_lr import times_written
+from bigbatch.training.loop_warning import warn_in_loop
+from bigbatch.training.scaled_lr import RateSnapshot
 
 _NO_SCHEDULER = (
     "and no scheduler is known: a schedule that counts updates ends in the wrong place, since "
@@ -77,13 +77,15 @@ class BaseBatchScheduler:
     def advance(self, samples: int) -> None:
         """Adds the samples of one optimizer step and ticks once per full `scheduler_batch`."""
         self.require_ready()
-        self._note_rate()
+        if self.follows_rates:
+            self._note_rate()
         self._samples += samples
         ticks, self._samples = divmod(self._samples, self.scheduler_batch)
         if self._scheduler is not None:
             for _ in range(int(ticks)):
                 self._tick(self._scheduler)
-                self._note_rate()
+                if self.follows_rates:
+                    self._note_rate()
             self._last_count = _count(self._scheduler)
 
     @property
@@ -98,10 +100,9 @@ class BaseBatchScheduler:
 
     def _note_rate(self) -> None:
         """Reads the rates between two steps, when no factor is in force."""
-        if self.follows_rates:
-            rates = [group.get("lr") for group in self._optimizer.param_groups]
-            self._rate = max((float(rate) for rate in rates if rate is not None), default=0.0)
-            self._peak_rate = max(self._peak_rate, self._rate)
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        self._rate = max((float(rate) for rate in rates if rate is not None), default=0.0)
+        self._peak_rate = max(self._peak_rate, self._rate)
 
     def require_ready(self) -> None:
         """Checks that `advance` can be called, before anything is changed.
@@ -127,11 +128,10 @@ class BaseBatchScheduler:
             return
         self._ticks_after_end += 1
         if self._ticks_after_end == 2:  # T ticks start at tick 0, so one is always too many
-            warnings.warn(
+            warn_in_loop(
                 f"{type(scheduler).__name__} reached its end and stays there, at "
                 f"lr={rates_of(self._optimizer)}; "
-                "train.base_steps(epochs) gives the total to build it with",
-                stacklevel=2,
+                "train.base_steps(epochs) gives the total to build it with"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,9 +223,7 @@ class RateFunction(LambdaLR):
             if tick == 0:
                 raise
             if self._end not in (None, tick):
-                warnings.warn(
-                    f"scheduler= has no rate from {self._end} on; the last one stays", stacklevel=9
-                )
+                warn_in_loop(f"scheduler= has no rate from {self._end} on; the last one stays")
             self._end = self._end or tick
             return [group["lr"] for group in self.optimizer.param_groups]
         return [rate] * len(self.lr_lambdas)
@@ -302,51 +300,39 @@ class LRChanges:
 
     def __init__(self, optimizer: Optimizer, *, warns: bool, follower: str) -> None:
         self._optimizer, self._warns, self._follower = optimizer, warns, follower
-        self._rates: list[tuple[dict[str, Any], Any, int]] = []  # group, rate, writes to the rate
+        self._noted: RateSnapshot | None = None
         self._epoch = 0  # of the last update
 
     def note(self, epoch: int | None = None) -> None:
         """Notes the rates at the end of an update in a pass; None for one before, if any."""
-        if epoch is None and not self._rates:
-            return
-        groups = self._optimizer.param_groups
-        rates = [(group, group.get("lr")) for group in groups]
-        self._rates = [
-            (group, rate, 0 if type(rate) is float else times_written(rate))
-            for group, rate in rates
-        ]
-        self._epoch = self._epoch if epoch is None else epoch
+        if epoch is not None or self._noted is not None:
+            self._noted = RateSnapshot(self._optimizer.param_groups)
+            self._epoch = self._epoch if epoch is None else epoch
 
     def examine(self, epoch: int, scheduler: LRScheduler | None) -> None:
         """Compares the rates before another update."""
         if not self._warns:
             return
         if self._follower and scheduler is None:
-            warnings.warn(
+            warn_in_loop(
                 f"{self._follower} follows the scheduled learning rate, and no scheduler is known: "
                 "the batch changes only where you change the rate yourself; pass "
-                "AdaptiveBatch(scheduler=scheduler)",
-                stacklevel=5,
+                "AdaptiveBatch(scheduler=scheduler)"
             )
             self._follower = ""
-        if epoch != self._epoch or all(
-            type(rate) is float and group.get("lr") is rate for group, rate, _ in self._rates
-        ):
+        if self._noted is None or epoch != self._epoch:
             return
-        numbers = {id(group): number for number, group in enumerate(self._optimizer.param_groups)}
-        for group, rate, writes in self._rates:
-            present = group.get("lr")
+        for index, rate, present in self._noted.changes():
+            ids = [*map(id, self._optimizer.param_groups)]
+            changed = id(self._noted.groups[index])
+            number = ids.index(changed) if changed in ids else None
             is_tensor = isinstance(rate, Tensor) or isinstance(present, Tensor)
-            # without a wait for the device: of a tensor, the writes are compared
-            same = rate is present if is_tensor else rate == present
-            if id(group) in numbers and not (same and times_written(present) == writes):
+            if number is not None and (is_tensor or rate != present):
                 rates_of(self._optimizer)  # raises an error for what is no rate
                 self._warns = False
-                number = numbers[id(group)]
                 change = "" if is_tensor else f" from {rate:.6g} to {present:.6g}"
-                warnings.warn(
+                warn_in_loop(
                     f"the learning rate of parameter group {number} was changed{change} between "
-                    "two updates, " + (_NO_SCHEDULER if scheduler is None else _TWO_SCHEDULES),
-                    stacklevel=5,
+                    "two updates, " + (_NO_SCHEDULER if scheduler is None else _TWO_SCHEDULES)
                 )
                 return

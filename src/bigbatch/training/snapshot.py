@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import SettingError
 from bigbatch.gradients import MADE_LATE, are_freed, parameters_of
@@ -44,10 +43,8 @@ class ForwardSnapshot:
 class TrainingSnapshot:
     """Everything that a trial changes; tensors are copied to the CPU."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, loader: ResumableLoader | None = None
-    ) -> None:
-        self._model, self._optimizer, self._loader = model, optimizer, loader
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
         self._forwards = ForwardSnapshot(model)
         self._fsdp_roots = _fsdp_roots(model)
         if any(not hasattr(root, "reset_iter_state") for root in self._fsdp_roots):
@@ -55,7 +52,6 @@ class TrainingSnapshot:
                 f"under fully_shard torch {torch.__version__} cannot continue after an error; "
                 "install torch 2.13"
             )
-        self._loader_state = None if loader is None else loader.state_dict()
         self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # copies the containers
         self._attributes = [(each, dict(each)) for each in _attributes(optimizer, depth=2)]
         self._group_list = optimizer.param_groups
@@ -89,8 +85,6 @@ class TrainingSnapshot:
         if "param_groups" in vars(self._optimizer):  # a wrapper may forward those of another
             self._group_list[:] = [group for group, _ in self._groups]
             self._optimizer.param_groups = self._group_list
-        if self._loader is not None and self._loader_state is not None:
-            self._loader.resume_between_passes(self._loader_state)
         self._forwards.restore()
 
 

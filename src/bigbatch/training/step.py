@@ -1,11 +1,11 @@
 """One optimizer step, from its first micro-batch to its update."""
 
 import math
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
 from bigbatch.data.micro_batches import StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
-from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
@@ -24,19 +23,13 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_weights import label_weights, weighted_loss
 from bigbatch.training.measured_step import MeasuredStep, local_totals
 from bigbatch.training.optimizer_checks import trained_parameters
-from bigbatch.training.past_steps import PastSteps
-from bigbatch.training.rank_facts import RankFacts
 from bigbatch.training.step_statistics import StepStatistics
-from bigbatch.training.training_parts import TrainingParts
 from bigbatch.training.unmeasured_step import UnmeasuredStep
 from bigbatch.training.update import Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
 
 _NO_WEIGHT = "every micro-batch of the step has weight 0"
-
-Weighting = Literal["samples", "labels", "given"]
-"""What weights a micro-batch: its samples, the labels of its cross entropy, or `weight=`."""
 
 _MIXED = (
     "weight= is given for some micro-batches of a step, or on some ranks, and not for others: "
@@ -52,42 +45,34 @@ class Step:
 
     Args:
         micro_batches: the micro-batches of the step on this rank.
-        parts: what the steps of the training work with.
-        past: what the steps before have left.
-        facts: compares the ranks.
-        update: ends the step.
+        trained: the parameters of the optimizer.
+        update: ends the step; has what all steps work with, and what those before have left.
     """
 
     def __init__(
-        self,
-        micro_batches: StepBatches | ExternalStep,
-        parts: TrainingParts,
-        past: PastSteps,
-        facts: RankFacts,
-        update: Update,
+        self, micro_batches: StepBatches | ExternalStep, trained: list[Tensor], update: Update
     ) -> None:
-        self.ended = False
-        self._micro_batches, self._parts = micro_batches, parts
-        self._past, self._facts, self._update = past, facts, update
-        self._source = parts.meter.source
-        # samples, here and on all ranks, of the micro-batch whose backward is still to come; not
-        # the batch, whose memory an error must not keep
+        self.begun = self.ended = False  # whether a micro-batch was given out; after `update`
+        self._micro_batches, self._trained, self._update = micro_batches, trained, update
+        self._parts, self._past, self._facts = update.parts, update.past, update.facts
+        self._source = self._parts.meter.source
+        # samples, here and on all ranks, of the micro-batch whose backward is still to come
         self._pending: tuple[int, int] | None = None
-        self._trained = trained_parameters(parts.optimizer)  # in this step
         self._backwards = 0  # micro-batches done on this rank
         self._samples = 0  # of those micro-batches
         self._weights: list[float] = []  # n_d of the micro-batches that count
-        self._per_sample: set[float] = set()  # weights of a sample, as means of micro-batches
+        self._per_sample: float | None = None  # weight of each sample so far; nan if they differ
         self._losses: list[Tensor] = []
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
-        self._weighting: Weighting | None = None  # what the weights are
+        # what the weights are: "samples", the "labels" of a cross entropy, or "given" as `weight=`
+        self._weighting: str | None = None
         self._reading: MeasuredStep | UnmeasuredStep | None = None  # once complete
-        # [Note: A step that measures nothing]: whether it is one, and the labels of its only
-        # backward
+        # [Note: A step that measures nothing]
+        parts = self._parts
         is_read = parts.reader is not None or parts.meter.due or parts.compares
         replicates = self._source.reducer.replicas == self._source.ranks
         self._is_light = replicates and not is_read
-        self._labels: Tensor | None = None
+        self._labels: Tensor | None = None  # of its only backward
         self._summed: Callable[[], Tensor] | None = None  # what the ranks have sent, if light
         self._optimizer_steps = 0  # of the training, once complete
 
@@ -97,10 +82,10 @@ class Step:
         hints = self._parts.oom_hints
         try:
             for batch, samples, global_samples in self._micro_batches:
-                self._pending = samples, global_samples
+                self._pending, self.begun = (samples, global_samples), True
                 hints.samples = samples
                 # before the forward, which reads it
-                self._source.reducer.set_requires_gradient_sync(self.last)
+                self._source.reducer.set_requires_gradient_sync(self._micro_batches.last)
                 yield batch
                 if self._pending is not None:
                     raise LoopError("a micro-batch was left without step.backward(loss)")
@@ -125,11 +110,6 @@ class Step:
     def waiting(self) -> bool:
         """Whether a micro-batch was given out whose backward is still to come."""
         return self._pending is not None
-
-    @property
-    def begun(self) -> bool:
-        """Whether a micro-batch was given out."""
-        return self.waiting or self._backwards > 0
 
     @property
     def loss(self) -> float:
@@ -167,12 +147,18 @@ class Step:
             SettingError: a weight that is negative, not a finite number, or of another shape.
             GradientError: `.grad` was written to by other code.
         """
-        with self.weighted_backward(loss, weight) as factor:
-            if factor or self._source.ranks > 1:  # the other ranks wait for this backward
-                weighted = weighted_loss(loss, factor)
-                if self._parts.scaler is not None and factor:
-                    weighted = self._parts.scaler.scale(weighted)
-                weighted.backward()  # type: ignore[no-untyped-call]
+        number, factor = self._begin(loss, loss, weight)
+        try:
+            with self._micro_batch(number):
+                if factor or self._source.ranks > 1:  # the other ranks wait for this backward
+                    weighted = weighted_loss(loss, factor)
+                    if self._parts.scaler is not None and factor:
+                        weighted = self._parts.scaler.scale(weighted)
+                    weighted.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self.advise(error)
+            raise
+        self._end(number, loss)
 
     @contextmanager
     def weighted_backward(
@@ -187,39 +173,19 @@ class Step:
         Returns:
             The factor of the loss for a gradient that is averaged over ranks; see `weighted_loss`.
         """
-        samples, global_samples = self._require_waiting(loss)
-        root = loss if root is None else root
-        number, sample_weights = self._weigh(loss, root, weight, samples)
-        if number and self._labels is None:
-            self._prepare_groups(root, samples, sample_weights)
-        self._count(number, samples)
-        if self._is_light and self._source.ranks > 1 and self.last:
-            self._summed = self._send_totals(loss, number)
+        number, factor = self._begin(loss, loss if root is None else root, weight)
         try:
-            # a micro-batch of weight 0 only keeps this rank in step with the others
-            factor = number * self._source.ranks / self._expected_weight if number else 0.0
-            micro_batch = self._source.micro_batch(number) if number else self._source.idle()
-            if self._parts.reduced is None:
-                with micro_batch:
-                    yield factor
-            else:
-                reduced = self._reduced_micro_batch(self._parts.reduced, number, global_samples)
-                with reduced, micro_batch:
-                    yield factor
+            with self._micro_batch(number):
+                yield factor
         except Exception as error:
             self.advise(error)
             raise
-        if number:
-            self._weights.append(number)
-            self._losses.append(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()))
-        if self._source.micro_batches != len(self._weights):
-            raise GradientError(_ZEROED)
-        self._pending, self._parts.oom_hints.samples = None, 0
-        if self.last:
-            self._complete()
+        self._end(number, loss)
 
-    def _require_waiting(self, loss: Tensor) -> tuple[int, int]:
-        """Samples of the micro-batch that waits for its backward, here and on all ranks."""
+    def _begin(
+        self, loss: Tensor, root: Tensor, weight: float | Tensor | None
+    ) -> tuple[float, float]:
+        """n_d of the micro-batch whose backward comes now, and the factor of its loss."""
         if self._pending is None:
             raise LoopError(
                 "step.backward was called twice for one micro-batch, or outside `for ... in step`; "
@@ -229,49 +195,67 @@ class Step:
             raise LoopError(
                 f"the loss is a {type(loss).__name__}; pass the mean loss as a Tensor of one number"
             )
-        if loss.numel() != 1:
+        if loss.ndim and loss.numel() != 1:
             raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
-        return self._pending
+        samples, _ = self._pending
+        number, sample_weights = self._weigh(loss, root, weight, samples)
+        if number and self._parts.meter.groups is not None and self._labels is None:
+            self._prepare_groups(root, samples, sample_weights)
+        self._backwards += 1
+        self._samples += samples
+        each = number / samples
+        self._per_sample = each if self._per_sample in (None, each) else math.nan
+        if self._labels is not None:
+            self._expected_weight = number
+        elif not self._expected_weight:
+            self._expect_weight(number, samples)
+        if self._is_light and self._source.ranks > 1 and self._micro_batches.last:
+            self._summed = self._send_totals(loss, number)
+        # a micro-batch of weight 0 only keeps this rank in step with the others
+        return number, number * self._source.ranks / self._expected_weight if number else 0.0
+
+    def _end(self, number: float, loss: Tensor) -> None:
+        """Counts a micro-batch whose backward is done."""
+        if number:
+            self._weights.append(number)
+            self._losses.append(loss.detach() if loss.ndim == 0 else loss.detach().reshape(()))
+        if self._source.micro_batches != len(self._weights):
+            raise GradientError(_ZEROED)
+        self._pending, self._parts.oom_hints.samples = None, 0
+        if self._micro_batches.last:
+            self._complete()
 
     def _weigh(
         self, loss: Tensor, root: Tensor, weight: float | Tensor | None, samples: int
     ) -> tuple[float, float | Tensor | None]:
         """n_d of a micro-batch, and the weights of its samples if they differ."""
-        weighting: Weighting = "samples" if weight is None else "given"
-        labels = None
+        labels, weighting = None, "given"
         if weight is None:
-            weight = labels = label_weights(root, samples)
+            labels = label_weights(root, samples)
             weighting = "samples" if labels is None else "labels"
-        if self._parts.loss_check.examines:
+        if weighting in self._parts.loss_check.examined:
             # micro-batches of the step on this rank, if all are as large as this one
             accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
             self._parts.loss_check.examine(loss, samples, accumulation, weighting)
-        if {weighting, self._weighting} == {"samples", "labels"}:
-            weight = self._even_weights(labels, samples)
-            weighting = self._weighting or weighting
         if self._weighting not in (None, weighting):
-            raise LoopError(_MIXED)
-        self._weighting = weighting
-        is_only = self._source.ranks == 1 and self.last and not self._backwards
-        if self._is_light and labels is not None and is_only:
-            self._labels, weight = labels, None  # its mean is the step's
-        if isinstance(weight, Tensor):
-            weight = weight.detach().cpu()  # one wait for the device
-        if weighting == "labels" and isinstance(weight, Tensor):
-            number = math.fsum(weight.tolist())  # of the graph, so it needs no check
-        else:
-            number = samples if weight is None else _as_number(weight, samples)
-        return (samples, None) if self._is_lost(number) else (number, weight)
-
-    def _count(self, weight: float, samples: int) -> None:
-        """Counts a micro-batch whose backward comes now."""
-        self._backwards += 1
-        self._samples += samples
-        self._per_sample.add(weight / samples)
-        if self._labels is not None:
-            self._expected_weight = weight
-        elif not self._expected_weight:
-            self._expect_weight(weight, samples)
+            if "given" in (weighting, self._weighting):
+                raise LoopError(_MIXED)
+            labels = self._even_weights(labels, samples)
+        self._weighting = self._weighting or weighting
+        if weight is not None:
+            if isinstance(weight, Tensor):
+                weight = weight.detach().cpu()  # one wait for the device
+            return _as_number(weight, samples), weight
+        is_only = self._source.ranks == 1 and self._micro_batches.last and not self._backwards
+        if labels is None or (self._is_light and is_only):  # the mean of one backward is the step's
+            self._labels = labels
+            return samples, None
+        labels = labels.detach().cpu()  # one wait for the device
+        number = math.fsum(labels.tolist())
+        # no label of the step counts: its loss is nan, as in any loop, and it is skipped; other
+        # ranks may have labels, see `_correct_weight`
+        is_lost = self._source.ranks == 1 and self._micro_batches.last and not self._weights
+        return (samples, None) if is_lost and not number else (number, labels)
 
     def _even_weights(self, labels: Tensor | None, samples: int) -> Tensor | None:
         """The weights of a micro-batch in a step of the other kind, where all samples have one.
@@ -281,27 +265,18 @@ class Step:
         if labels is not None:
             if len(labels) == samples and labels.min() == labels.max() > 0:
                 return None
-        elif len(self._per_sample) == 1 and (each := max(self._per_sample)):
-            return torch.full((samples,), each, dtype=torch.float64)
+        elif self._per_sample is not None and self._per_sample > 0:
+            return torch.full((samples,), self._per_sample, dtype=torch.float64)
         raise LoopError(_MIXED)
-
-    def _is_lost(self, weight: float) -> bool:
-        """Whether no label of the step counts: its loss is nan, as in any loop, and it is skipped.
-
-        On several ranks the others may have labels; see `_total_weight`.
-        """
-        is_alone = self._source.ranks == 1 and self.last and not any(self._weights)
-        return self._weighting == "labels" and is_alone and not weight
 
     def _prepare_groups(self, root: Tensor, samples: int, weight: float | Tensor | None) -> None:
         """Tells the source whose groups the backward is of."""
-        groups = self._parts.meter.groups
-        if groups is None or root.grad_fn is None:  # torch refuses its backward
+        if root.grad_fn is None:  # torch refuses its backward
             return
         if weight is not None and (not isinstance(weight, Tensor) or weight.shape != (samples,)):
             raise SettingError(
-                f"groups={groups} needs the weight of each sample: pass weight= as a "
-                f"tensor of {samples} numbers, (labels != -100).sum(1) for example"
+                f"groups={self._parts.meter.groups} needs the weight of each sample: pass weight= "
+                f"as a tensor of {samples} numbers, (labels != -100).sum(1) for example"
             )
         self._source.prepare_groups([root], samples, weight)
 
@@ -342,14 +317,17 @@ class Step:
             LoopError: micro-batches are missing, or it was called already.
             GradientError: a backward of your own changed `.grad` after the last micro-batch.
         """
-        light = self._reading
+        reading = self._require_complete("update")
         is_weighed = self._labels is not None or self._weighting != "labels"
-        found_inf = light.found_inf if isinstance(light, UnmeasuredStep) else None
+        found_inf = reading.found_inf if isinstance(reading, UnmeasuredStep) else None
         if found_inf is not None and is_weighed and self._update.can_wait:
-            self._end_unread(found_inf)
+            self._end_unread(reading, found_inf)
         else:
-            with self.optimizer_step() as finite:
-                self.step_optimizer(finite)
+            statistics = self._statistics(reading)
+            self._require_untouched(vanishes=statistics.vanishes)
+            with self._update.end_step(statistics):
+                self.step_optimizer(statistics.finite)
+        self.ended = True
         assert self._past.record is not None
         return self._past.record
 
@@ -360,16 +338,15 @@ class Step:
         Returns:
             Whether the optimizer may step: the gradient is finite.
         """
-        self._require_complete("update")
-        statistics = self._statistics()
+        statistics = self._statistics(self._require_complete("update"))
         self._require_untouched(vanishes=statistics.vanishes)
         with self._update.end_step(statistics):
             yield statistics.finite
         self.ended = True
 
-    def _end_unread(self, found_inf: Tensor) -> None:
+    def _end_unread(self, reading: UnmeasuredStep | MeasuredStep, found_inf: Tensor) -> None:
         """Ends a step that the optimizer skips on the device if its gradient is not finite."""
-        *_, previous_seconds, elapsed_seconds, _ = self._require_complete("update").counts
+        *_, previous_seconds, elapsed_seconds, _ = reading.counts
         self._require_untouched(vanishes=False)
         optimizer: Any = self._parts.optimizer
         known = StepStatistics(
@@ -380,13 +357,12 @@ class Step:
             previous_seconds=previous_seconds,
             checksums=[],
         )
-        with self._update.end_step(known, self._statistics):
+        with self._update.end_step(known, partial(self._statistics, reading)):
             optimizer.found_inf = found_inf
             try:
                 optimizer.step()
             finally:
                 del optimizer.found_inf
-        self.ended = True
 
     def _require_untouched(self, *, vanishes: bool) -> None:
         """Raises an error if anybody else has stepped the optimizer, or written to `.grad`."""
@@ -424,36 +400,38 @@ class Step:
             per_sample = math.fsum(value for (value,) in rows) / len(rows) or 1.0
         self._expected_weight = per_sample * self._micro_batches.samples
 
-    def _reduced_micro_batch(
-        self, reduced: GradientSource, weight: float, global_samples: int
-    ) -> AbstractContextManager[None]:
-        """For an optimizer over sharded parameters: it reads sums over the ranks' micro-batches."""
+    def _micro_batch(self, weight: float) -> AbstractContextManager[None]:
+        """Inside runs the backward of the present micro-batch."""
+        micro_batch = self._source.micro_batch(weight) if weight else self._source.idle()
+        if (reduced := self._parts.reduced) is None:
+            return micro_batch
+        # an optimizer over sharded parameters reads sums over the ranks' micro-batches
         self._facts.require_same_weighting(self._weighting_code)
-        total = float(global_samples)
+        assert self._pending is not None
+        total = float(self._pending[1])
         if not (self._weighting == "samples" and self._micro_batches.samples_known):
             total = math.fsum(row[0] for row in self._parts.collectives.all_gather(weight))
-        return reduced.micro_batch(total) if total else reduced.idle()
+        return _both(reduced.micro_batch(total) if total else reduced.idle(), micro_batch)
 
     @property
     def _weighting_code(self) -> int:
         """A number whose sum over the ranks shows whether all have the same weighting."""
-        return {"given": 0, "samples": 1, "labels": 1 + self._source.ranks}[
-            self._weighting or "given"
-        ]
+        codes = {"given": 0, "samples": 1, "labels": 1 + self._source.ranks}
+        return codes[self._weighting or "given"]
 
     def _complete(self) -> None:
         """Sums over the ranks what the host will read; corrects `.grad` if the weights differ."""
-        if self._source.ranks == 1 and not any(self._weights):
+        parts, weights, losses = self._parts, self._weights, self._losses
+        if self._source.ranks == 1 and not weights:
             raise LoopError(_NO_WEIGHT)
-        trained = trained_parameters(self._parts.optimizer)
-        same = len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained))
+        trained = trained_parameters(parts.optimizer)
+        same = [*map(id, trained)] == [*map(id, self._trained)]
         if not same and (late := set(trained) - set(self._trained)):
             raise GradientError(
                 f"{len(late)} parameters were added to the optimizer after the step began, and "
                 "their gradients lack a part of it; add them between two steps, after step.update()"
             )
-        self._optimizer_steps = self._parts.optimizer_steps
-        parts, weights, losses = self._parts, self._weights, self._losses
+        self._optimizer_steps = parts.optimizer_steps
         if self._is_light:
             if parts.pairs is not None:
                 parts.pairs.forget()
@@ -471,7 +449,7 @@ class Step:
             counts = self._counts(weights)
             self._reading = MeasuredStep(parts.meter, losses, weights, counts, pair_sums)
         if self._labels is None:
-            self._correct_weight()
+            self._correct_weight(self._reading)
 
     def _counts(self, weights: list[float]) -> list[float]:
         """What this rank knows of the step; see `MeasuredStep`."""
@@ -480,7 +458,7 @@ class Step:
             self._backwards,
             self._weighting_code,
             self._samples,
-            has_gradient(self._source),
+            self._source.ranks > 1 and has_gradient(self._source),  # one process looks if it must
             self._past.step_seconds,
             self._past.elapsed_seconds,
             self._facts.checksum(),
@@ -494,9 +472,14 @@ class Step:
             totals = local_totals(self._source, losses, weights, self._counts(weights))
         return self._source.reducer.start_all_reduce(totals)
 
-    def _correct_weight(self) -> None:
+    def _correct_weight(self, reading: MeasuredStep | UnmeasuredStep) -> None:
         """Corrects `.grad` where the sum of the weights is not the expected one."""
-        total = self._total_weight()
+        total = math.fsum(self._weights)
+        if self._source.ranks > 1:  # over all of them; needs no wait if the weights are samples
+            is_known = self._weighting == "samples" and self._micro_batches.samples_known
+            total = self._micro_batches.samples if is_known else reading.host_totals[1]
+        if not total and self._weighting != "labels":
+            raise LoopError(_NO_WEIGHT)
         if total not in (0, self._expected_weight):
             self._source.scale(self._expected_weight / total)
 
@@ -515,67 +498,47 @@ class Step:
         gradients = [source.local_grad(p) for p in source.parameters]
         return pairs.add(source.parameters, gradients, self._weights[0], scale)
 
-    def _pair_statistics(self, values: list[float], samples: int) -> GradientStatistics | None:
-        """The statistics of this step and the one before; None if they are not known."""
-        pairs = self._parts.pairs
-        if pairs is None or not values:
-            return None
-        statistics = pairs.statistics(values)
-        is_finite = math.isfinite(statistics.grad_sqnorm + statistics.grad_variance)
-        return _in_samples(statistics, samples) if is_finite else None
-
-    def _total_weight(self) -> float:
-        """Sum of the weights over all ranks; needs no wait if the weights are samples."""
-        if self._source.ranks == 1:
-            total = math.fsum(self._weights)
-        elif self._weighting == "samples" and self._micro_batches.samples_known:
-            total = float(self._micro_batches.samples)
-        else:
-            assert self._reading is not None
-            total = self._reading.host_totals[1]
-        if not total and self._weighting != "labels":
-            raise LoopError(_NO_WEIGHT)
-        return total
-
-    def _statistics(self) -> StepStatistics:
+    def _statistics(self, reading: MeasuredStep | UnmeasuredStep) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
-        ranks, reading = self._source.ranks, self._reading
-        assert reading is not None
-        loss, weight, micro_batches, weighting, samples, has_grad, *rest = reading.host_totals
+        ranks, meter = self._source.ranks, self._parts.meter
+        loss, weight, micro_batches, weighting, total, has_grad, *rest = reading.host_totals
         seconds, *messages = rest
+        samples = round(total)
         if weighting not in (0, ranks, ranks * (1 + ranks)):  # equal on all ranks
             raise LoopError(_MIXED)
         statistics = None
         if isinstance(reading, UnmeasuredStep):
             finite, vanishes = reading.finite, reading.vanishes
-        elif not self._parts.meter.due:
+        elif not meter.due:
             *_, refusal, sqnorm = reading.values
             finite, vanishes = math.isfinite(sqnorm), sqnorm == 0
-            statistics = self._pair_statistics(reading.pair_sums, round(samples))
+            if self._parts.pairs is not None and reading.pair_sums:
+                pair = self._parts.pairs.statistics(reading.pair_sums)
+                is_known = math.isfinite(pair.grad_sqnorm + pair.grad_variance)
+                statistics = _in_samples(pair, samples) if is_known else None
             if self._source.group_tap is not None:
                 self._source.refuse_groups(refusal_of_sums(refusal))
         else:
-            totals = self._parts.meter.totals(reading.values)
+            totals = meter.totals(reading.values)
             finite, vanishes = totals.is_finite, not any(totals.grad_sqnorms)
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._expected_weight / weight) ** 2
-                statistics = self._parts.meter.statistics(totals, unit, of_all_ranks=True)
-                statistics = _in_samples(statistics, round(samples))
+                statistics = _in_samples(meter.statistics(totals, unit, of_all_ranks=True), samples)
         if vanishes and not (has_grad or has_gradient(self._source)):
             raise GradientError(NO_GRADIENT)
         if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
             finite, vanishes = False, True
-        elif isinstance(reading, MeasuredStep) and not finite:  # a square may overflow by itself
+        elif not finite and not self._is_light:  # a square may overflow by itself
             rows = self._parts.collectives.all_gather(self._source.guard.is_finite())
             finite = all(all(row) for row in rows)
         return StepStatistics(
-            samples=round(samples),
+            samples=samples,
             micro_batches=round(micro_batches),
             statistics=statistics,
             loss=loss / weight if weight else math.nan,
             finite=finite,
             vanishes=vanishes,
-            weight_per_sample=weight / samples,
+            weight_per_sample=weight / total,
             elapsed_seconds=math.fsum(messages[::2]) / ranks,
             previous_seconds=seconds / ranks,
             checksums=messages[1::2],
@@ -589,6 +552,14 @@ class Step:
                 f"step.{call}() was called before every micro-batch of the step was done"
             )
         return self._reading
+
+
+@contextmanager
+def _both(
+    outer: AbstractContextManager[None], inner: AbstractContextManager[None]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _as_number(weight: float | Tensor, samples: int) -> float:

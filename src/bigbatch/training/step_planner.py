@@ -1,6 +1,5 @@
 """Plans the next step: its batch size, how it is cut, whether it is measured."""
 
-import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -10,11 +9,10 @@ from bigbatch.policies.bound_notes import note_of
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Decision, TrainingState
+from bigbatch.training.loop_warning import warn_in_loop
 from bigbatch.training.measuring_interval import MeasuringInterval
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.step_statistics import StepStatistics
-
-NOT_FINITE = "skipped: the gradient is not finite"
 
 
 class StepPlanner:
@@ -68,12 +66,8 @@ class StepPlanner:
         return self._batches.is_complete(samples, self.plan)
 
     def unmeasured(self, *, awaits_next: bool) -> str:
-        """Why the present step does not decide if it is not measured.
-
-        Args:
-            awaits_next: whether the step after it is compared with it.
-        """
-        if awaits_next:
+        """Why the present step does not decide if it is not measured."""
+        if awaits_next:  # two steps are compared, and it is the first
             return "not measured yet; the next step is compared with this one"
         return f"not measured; one step in {self.interval.every} is"
 
@@ -92,13 +86,13 @@ class StepPlanner:
             step: what the host has read of it.
             past: the steps before.
             lr_decay: scheduled rate over its largest so far.
-            complete: whether the step was as large as planned.
-            unmeasured: the reason of a step that needed to be measured, and was not.
+            complete: `is_complete` of the step.
+            unmeasured: `unmeasured` of the step.
         """
         controller = self.controller
         present = controller.decision
         if not step.finite:
-            reason = NOT_FINITE
+            reason = "skipped: the gradient is not finite"
         elif not complete:
             reason = "the end of an epoch does not decide"
         elif step.statistics is None and controller.needs_measurement:
@@ -118,7 +112,7 @@ class StepPlanner:
             )
             decision = controller.next(step.statistics, now)
             if self._warns and (note := note_of(decision.reason)):
-                warnings.warn(note, stacklevel=7)  # the line of step.update
+                warn_in_loop(note)
             return decision
         return self._keep(present.batch_size, reason, present.lr_factor)
 

@@ -1,5 +1,6 @@
 """The parts of a training that its steps work with."""
 
+import operator
 from typing import Any
 
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
@@ -13,6 +14,7 @@ from bigbatch.training.loss_check import LossCheck
 from bigbatch.training.oom_hints import OomHints
 from bigbatch.training.optimizer_checks import ensure_step_hooks
 
+_FUSED = operator.methodcaller("get", "fused")
 _SKIPPING = {SGD, Adagrad, Adam, AdamW}  # their fused step reads `found_inf`
 
 
@@ -32,17 +34,13 @@ class TrainingParts:
         self.reduced = None if self.reader is None else self.reader.reduced_source()
         self.collectives = collectives = HostCollectives(meter.source)
         self.oom_hints = OomHints(collectives.rank, collectives.ranks, external=external)
+        self.warns = collectives.rank == 0  # whether this rank warns
         self.loss_check = LossCheck(warns=self.warns, has_scaler=self.scaler is not None)
         self.pairs: ConsecutiveSteps | None = None  # if steps of one backward are compared
         self.compares = False  # whether the present step is one of a pair
         self.optimizer_steps = 0  # calls of optimizer.step(), by anybody
         hook = weak_method(self._count_optimizer_step)
         ensure_step_hooks(optimizer).register_step_post_hook(hook)
-
-    @property
-    def warns(self) -> bool:
-        """Whether this rank warns."""
-        return self.collectives.rank == 0
 
     @property
     def kind(self) -> str:
@@ -61,7 +59,7 @@ class TrainingParts:
         if type(optimizer) not in _SKIPPING or self.scaler is not None:
             return False
         groups = optimizer.param_groups
-        if not all(group.get("fused") for group in groups):
+        if not all(map(_FUSED, groups)):
             return False
         if type(optimizer) is SGD and not any(group["momentum"] for group in groups):
             return True

@@ -9,7 +9,8 @@ from torch.optim import AdamW, Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.setting_types import Count, Share, checked
-from bigbatch.training.scaled_lr import restored
+
+_TRANSPORTED = "betas", "weight_decay"
 
 RANGE = 4  # the measured range: B / B_base from 1/4 to 4
 
@@ -87,8 +88,10 @@ def transported(optimizer: Optimizer, ratio: float, lr_factor: float) -> Iterato
     """
     ratio = min(max(ratio, 1 / RANGE), RANGE)
     groups = [group for group in optimizer.param_groups if "betas" in group]
-    with restored(groups, "betas", "weight_decay"):
-        for tensor in {b for group in groups for b in group["betas"] if isinstance(b, Tensor)}:
+    saved = [{name: group[name] for name in _TRANSPORTED if name in group} for group in groups]
+    betas = {b: b.detach().clone() for g in groups for b in g["betas"] if isinstance(b, Tensor)}
+    try:
+        for tensor in betas:
             tensor.detach().pow_(ratio)
         for group in groups:
             pair, decay = group["betas"], group.get("weight_decay", 0)
@@ -96,6 +99,11 @@ def transported(optimizer: Optimizer, ratio: float, lr_factor: float) -> Iterato
             if decay and lr_factor and _is_decoupled(optimizer, group):
                 group["weight_decay"] = decay * ratio / lr_factor
         yield
+    finally:
+        for group, values in zip(groups, saved, strict=True):
+            group.update(values)
+        for tensor, value in betas.items():
+            tensor.detach().copy_(value)
 
 
 def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
