@@ -26,7 +26,7 @@ class PastSteps:
         self.epoch = self.samples = self.steps = self.skipped = 0
         self.record: StepRecord | None = None  # of the last step
         self.last_measured: StepRecord | None = None  # of the last measured step
-        self.weight_per_sample: float | None = None  # in the last step
+        self.weight_per_sample: float | None = None  # in the last step that counted it
         self.step_seconds = 0.0  # of the last step, on this rank; 0 before the first
         self.step_times, self.loss_trend = StepTimes(ranks), LossTrend()
         self._noise = NoiseAverage(_NOISE_STEPS, "steps")  # of measured steps

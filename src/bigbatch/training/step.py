@@ -20,7 +20,7 @@ from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
 from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.loss_weights import label_weights, weighted_loss
+from bigbatch.training.loss_weights import label_weights, mean_over_labels, weighted_loss
 from bigbatch.training.measured_step import MeasuredStep, local_totals
 from bigbatch.training.optimizer_checks import trained_parameters
 from bigbatch.training.step_statistics import StepStatistics
@@ -72,7 +72,7 @@ class Step:
         is_read = parts.reader is not None or parts.meter.due or parts.compares
         replicates = self._source.reducer.replicas == self._source.ranks
         self._is_light = replicates and not is_read
-        self._labels: Tensor | None = None  # of its only backward
+        self._counts_labels = True  # unless its only backward is a mean over them
         self._summed: Callable[[], Tensor] | None = None  # what the ranks have sent, if light
         self._optimizer_steps = 0  # of the training, once complete
 
@@ -199,13 +199,13 @@ class Step:
             raise LoopError(f"the loss has shape {tuple(loss.shape)}; pass its mean, one number")
         samples, _ = self._pending
         number, sample_weights = self._weigh(loss, root, weight, samples)
-        if number and self._parts.meter.groups is not None and self._labels is None:
+        if number and self._parts.meter.groups is not None and self._counts_labels:
             self._prepare_groups(root, samples, sample_weights)
         self._backwards += 1
         self._samples += samples
         each = number / samples
         self._per_sample = each if self._per_sample in (None, each) else math.nan
-        if self._labels is not None:
+        if not self._counts_labels:
             self._expected_weight = number
         elif not self._expected_weight:
             self._expect_weight(number, samples)
@@ -231,8 +231,12 @@ class Step:
         """n_d of a micro-batch, and the weights of its samples if they differ."""
         labels, weighting = None, "given"
         if weight is None:
-            labels = label_weights(root, samples)
-            weighting = "samples" if labels is None else "labels"
+            is_only = self._source.ranks == 1 and self._micro_batches.last and not self._backwards
+            if self._is_light and is_only:  # the mean of one backward is the step's
+                self._counts_labels = mean_over_labels(root, samples) is None
+            else:
+                labels = label_weights(root, samples)
+            weighting = "samples" if labels is None and self._counts_labels else "labels"
         if weighting in self._parts.loss_check.examined:
             # micro-batches of the step on this rank, if all are as large as this one
             accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
@@ -246,9 +250,7 @@ class Step:
             if isinstance(weight, Tensor):
                 weight = weight.detach().cpu()  # one wait for the device
             return _as_number(weight, samples), weight
-        is_only = self._source.ranks == 1 and self._micro_batches.last and not self._backwards
-        if labels is None or (self._is_light and is_only):  # the mean of one backward is the step's
-            self._labels = labels
+        if labels is None:
             return samples, None
         labels = labels.detach().cpu()  # one wait for the device
         number = math.fsum(labels.tolist())
@@ -318,7 +320,7 @@ class Step:
             GradientError: a backward of your own changed `.grad` after the last micro-batch.
         """
         reading = self._require_complete("update")
-        is_weighed = self._labels is not None or self._weighting != "labels"
+        is_weighed = not self._counts_labels or self._weighting != "labels"
         found_inf = reading.found_inf if isinstance(reading, UnmeasuredStep) else None
         if found_inf is not None and is_weighed and self._update.can_wait:
             self._end_unread(reading, found_inf)
@@ -439,8 +441,8 @@ class Step:
                 self._source,
                 losses,
                 weights,
-                self._counts(weights) if self._summed is None else [],
-                self._labels,
+                [self._past.elapsed_seconds] if self._summed else self._counts(weights),
+                may_lack_labels=not self._counts_labels,
                 on_device=parts.skips_on_device and self._source.ranks == 1,
                 summed=self._summed,
             )
@@ -448,7 +450,7 @@ class Step:
             pair_sums = self._compare_steps()
             counts = self._counts(weights)
             self._reading = MeasuredStep(parts.meter, losses, weights, counts, pair_sums)
-        if self._labels is None:
+        if self._counts_labels:
             self._correct_weight(self._reading)
 
     def _counts(self, weights: list[float]) -> list[float]:
@@ -531,6 +533,9 @@ class Step:
         elif not finite and not self._is_light:  # a square may overflow by itself
             rows = self._parts.collectives.all_gather(self._source.guard.is_finite())
             finite = all(all(row) for row in rows)
+        elapsed_seconds = math.fsum(messages[::2]) / ranks
+        if self._summed is not None:  # since the totals were sent
+            elapsed_seconds += reading.counts[0] - messages[2 * self._source.rank]
         return StepStatistics(
             samples=samples,
             micro_batches=round(micro_batches),
@@ -538,8 +543,8 @@ class Step:
             loss=loss / weight if weight else math.nan,
             finite=finite,
             vanishes=vanishes,
-            weight_per_sample=weight / total,
-            elapsed_seconds=math.fsum(messages[::2]) / ranks,
+            weight_per_sample=weight / total if self._counts_labels else None,
+            elapsed_seconds=elapsed_seconds,
             previous_seconds=seconds / ranks,
             checksums=messages[1::2],
         )

@@ -20,4 +20,4 @@ class StepStatistics:
     loss: float = math.nan  # mean loss over the batch
     finite: bool = True  # whether every gradient is finite
     vanishes: bool = False  # whether every gradient is zero
-    weight_per_sample: float = 1.0  # mean weight of a sample
+    weight_per_sample: float | None = None  # mean weight of a sample; None if it is unknown

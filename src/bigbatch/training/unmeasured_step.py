@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients import GradientSource
-from bigbatch.gradients.dtypes import stacked, to_device, widest_float
+from bigbatch.gradients.dtypes import stacked
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
@@ -17,25 +17,25 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 # [Note: A step that measures nothing]
 # Its gradients are looked at once, for the skipping of a step that is not finite. Nothing is
 # planned or decided, and in one process nothing is weighed: the mean of one backward over its
-# labels needs no factor, whatever they are. So what the host reads, the loss and the labels, can
-# wait until the end of the step, for one wait in all. Where the optimizer skips a step on the
-# device (torch's fused ones read `found_inf`), it waits until the next step ends: by then the
-# device is past it. `Update.settle` does everything that depends on it, before anything else reads
-# what the step has changed.
+# labels needs no factor, so they are not counted. What the host reads, the loss, can wait until
+# the end of the step, for one wait in all. Where the optimizer skips a step on the device (torch's
+# fused ones read `found_inf`), it waits until the next step ends: by then the device is past it.
+# `Update.settle` does everything that depends on it, before anything else reads what the step has
+# changed.
 # Under DDP all ranks have the same mean gradient, so each sees by itself whether it is finite. What
 # else they sum is known before the last backward, and is sent while that runs.
 
 
 class UnmeasuredStep:
-    """Loss, labels and finiteness of one step, read by the host in one wait.
+    """Loss and finiteness of one step, read by the host in one wait.
 
     Args:
         source: the gradients, complete and equal on all ranks.
         losses: the mean loss of each micro-batch that counts.
-        weights: n_d of each; of one alone, its labels instead.
-        counts: what the host knows, as `MeasuredStep` has it.
-        labels: the weight of each sample of a backward alone, (B,), on the device; None where the
-            weights are known.
+        weights: n_d of each.
+        counts: what the host knows, as `MeasuredStep` has it; on several ranks, which have sent
+            that, the seconds spent training alone.
+        may_lack_labels: whether the loss is a mean over labels, which is nan without any.
         on_device: whether the optimizer skips a step that is not finite by `found_inf`.
         summed: waits for `local_totals` of all ranks; None in one process.
     """
@@ -46,8 +46,8 @@ class UnmeasuredStep:
         losses: list[Tensor],
         weights: list[float],
         counts: list[float],
-        labels: Tensor | None,
         *,
+        may_lack_labels: bool,
         on_device: bool,
         summed: Callable[[], Tensor] | None,
     ) -> None:
@@ -61,23 +61,20 @@ class UnmeasuredStep:
         if not on_device or len({(grad.dtype, grad.device) for grad in grads}) != 1:
             checks = torch._foreach_norm(grads) if grads else [torch.zeros((), device=device)]
         else:
-            checked = grads if labels is None else [*grads, _nan_as_inf(losses[0], grads[0])]
+            checked = [*grads, _nan_as_inf(losses[0], grads[0])] if may_lack_labels else grads
             self.found_inf = torch.zeros((), device=device)
             one = torch.ones((), device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(checked, self.found_inf, one)
             checks = [self.found_inf]
         self._checks = len(checks)
-        if summed is not None:
-            losses, labels = [], summed()
-        self._count = len(losses)
-        self._values, self._rest = stacked([*checks, *losses]), labels
+        if summed is None:
+            self._values = stacked([*checks, *losses])
+        else:
+            of_ranks = summed()
+            self._values = torch.cat([stacked(checks).to(of_ranks.dtype), of_ranks])
         self._copied: torch.Event | None = None
-        if device.type == "cpu":
-            return
-        if labels is not None:  # for one wait in all
-            values, self._rest = self._values.to(widest_float(device)), None
-            self._values = torch.cat([values, to_device(labels, device)])
-        if self.found_inf is not None:  # now, as the next step's work is queued
+        if self.found_inf is not None and device.type != "cpu":
+            # now, as the next step's work is queued
             self._values = self._values.to("cpu", non_blocking=True)
             self._copied = torch.Event(device.type)
             self._copied.record()
@@ -87,18 +84,15 @@ class UnmeasuredStep:
         if self._copied is not None:
             self._copied.synchronize()
         values: list[float] = self._values.tolist()
-        return values if self._rest is None else [*values, *self._rest.tolist()]
+        return values
 
     @cached_property
     def host_totals(self) -> list[float]:
-        """[weight * loss, weight, ...], as of `MeasuredStep`; samples where no label counts."""
+        """[weight * loss, weight, ...], as of `MeasuredStep`."""
         read = self._host_values[self._checks :]
         if self._of_ranks:
             return read
-        losses, labels = read[: self._count], read[self._count :]
-        total = (math.fsum(labels) if labels else 0) or math.fsum(self._weights)
-        weights = self._weights if self._count > 1 else [total]
-        return [math.fsum(map(operator.mul, weights, losses)), total, *self.counts[1:]]
+        return [math.fsum(map(operator.mul, self._weights, read)), *self.counts]
 
     @property
     def vanishes(self) -> bool:

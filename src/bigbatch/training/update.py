@@ -230,7 +230,7 @@ class Update:
     def _complete(self, record: StepRecord, step: StepStatistics, decision: Decision) -> None:
         """Counts a step that was read, and logs its record."""
         self.past.count(finite=step.finite)
-        self.past.weight_per_sample = step.weight_per_sample
+        self.past.weight_per_sample = step.weight_per_sample or self.past.weight_per_sample
         record.complete(loss=step.loss, skipped=not step.finite, decision=decision)
         if self.log is not None:
             self.log.record(record)
