@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients.grad_guard import EngineGuard
+from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.leaf_tap import LeafTap
 from bigbatch.gradients.rank_reducer import GradientShards, GroupReducer
 from bigbatch.gradients.tapped_source import TappedSource
@@ -70,7 +70,7 @@ class DDPReducer(GroupReducer):
         return next((state for state in states if isinstance(state, ReducedShards)), None)
 
 
-class DDPGuard(EngineGuard):
+class DDPGuard(GradGuard):
     """`.grad` under DDP, which until the last backward is this rank's own sum."""
 
     keeps_sums = True

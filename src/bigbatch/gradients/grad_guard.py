@@ -2,7 +2,6 @@
 
 import operator
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,43 +26,86 @@ _DTYPE = operator.attrgetter("dtype")
 # Another tensor, or another number of writes, is somebody else's doing. Values are read only then,
 # as the user may have called zero_grad(), which begins a new step; and before a step's first
 # micro-batch, where `.grad` is not None. Writes through `.data` are not counted.
-class GradGuard(ABC):
-    """What a source has of `.grad`; see [Note: Integrity of .grad]."""
+# An engine writes between and after backwards, so only what it holds at the end of a step is
+# checked.
+# The id of a tensor that is gone may be that of the next. Its weak reference is one object while
+# anybody holds it, so a stamp holds that, and has its id. A DTensor and its local shard are counted
+# apart, so both versions are added.
+class GradGuard:
+    """Notices who else than a source writes to `.grad`; see [Note: Integrity of .grad].
 
-    def __init__(self) -> None:
+    Args:
+        grad_may_wait: whether a backward may leave `.grad` as it was.
+        local_grad: returns this rank's part of the gradient of a parameter.
+    """
+
+    keeps_sums = False
+    """Whether it has S, the sum of what the complete micro-batches added."""
+
+    def __init__(
+        self, *, grad_may_wait: bool = False, local_grad: Callable[[Tensor], Tensor | None] = _GRAD
+    ) -> None:
         self.parameters: list[Tensor] = []  # the source's own list
         self.factor = 1.0  # by which `scale` multiplied .grad in the step
+        self.grad_may_wait = grad_may_wait
+        self.local_grad = local_grad
+        self.stamps_before: list[Stamp] = []  # before the current micro-batch
+        self._stamps: list[Stamp] = []  # after the last micro-batch
 
     def restart(self) -> None:
         """Forgets the step."""
         self.factor = 1.0
 
-    @abstractmethod
-    def accept(self) -> None:
-        """Takes `.grad` as it is now for the step's own."""
+    def grads(self) -> list[Tensor]:
+        """Every gradient on this rank."""
+        grads = map(self.local_grad, self.parameters)
+        return [grad for grad in grads if grad is not None]
 
-    @abstractmethod
-    def changed(self) -> bool:
-        """Whether `.grad` was written to since it was accepted."""
+    def begin(self, *, foreign_backward: bool) -> None:
+        """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
+        if self.grads() and not self.is_clean():
+            raise GradientError(
+                ".grad is not empty before the first backward of a step; call zero_grad() first"
+            )
 
-    @abstractmethod
-    def local_grad(self, parameter: Tensor) -> Tensor | None:
-        """This rank's part of the gradient of a parameter."""
+    def stamps(self) -> list[Stamp]:
+        """The version of every gradient now."""
+        return [
+            None
+            if (grad := p.grad) is None or (local_grad := self.local_grad(p)) is None
+            else (id(ref := weakref.ref(grad)), grad._version + local_grad._version, ref)
+            for p in self.parameters
+        ]
+
+    def open_micro_batch(self) -> bool:
+        """A micro-batch starts; returns whether `.grad` changed since the last one."""
+        self.stamps_before = self.stamps()
+        return self.stamps_before != self._stamps
+
+    def accept(self, stamps: list[Stamp] | None = None) -> None:
+        """Takes the gradients as they are now, or were at `stamps`, as the step's own."""
+        self._stamps = self.stamps() if stamps is None else stamps
 
     def accept_edit(self) -> None:
         """Takes `.grad` as it is now, after a change that belongs to the step."""
         self.accept()
 
-    def grads(self) -> list[Tensor]:
-        """Every gradient on this rank."""
-        return [grad for p in self.parameters if (grad := self.local_grad(p)) is not None]
+    def changed(self) -> bool:
+        """Whether `.grad` was written to since it was accepted."""
+        return self.stamps() != self._stamps
 
-    def begin(self, *, foreign_backward: bool) -> None:
-        """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
-        if not self.is_clean():
-            raise GradientError(
-                ".grad is not empty before the first backward of a step; call zero_grad() first"
-            )
+    def changed_by_foreign_backward(self) -> bool:
+        """Whether a backward that does not belong to the step, and ends now, wrote to `.grad`."""
+        return self.changed()
+
+    def all_set_to_none(self) -> bool:
+        """Whether all gradients were set to None between the last two micro-batches."""
+        return any(self._stamps) and not any(self.stamps_before)
+
+    def written_parameters(self, stamps: list[Stamp]) -> list[Tensor]:
+        """The parameters whose gradient the micro-batch has changed, up to these stamps."""
+        versions = zip(self.parameters, self.stamps_before, stamps, strict=True)
+        return [p for p, old, new in versions if old != new]
 
     def is_clean(self) -> bool:
         """Whether every `.grad` is None or zero; reads the values only if one is not None."""
@@ -88,71 +130,6 @@ class GradGuard(ABC):
             torch._foreach_mul_(grads, factor)
         self.factor *= factor
         self.accept()
-
-
-class EngineGuard(GradGuard):
-    """Notices who else than an engine writes to `.grad`.
-
-    The engine writes between and after backwards, so only what it holds at the end of a step is
-    checked. The id of a tensor that is gone may be that of the next. Its weak reference is one
-    object while anybody holds it, so a stamp holds that, and has its id. A DTensor and its local
-    shard are counted apart, so both versions are added.
-
-    Args:
-        grad_may_wait: whether a backward may leave `.grad` as it was.
-        local_grad: returns this rank's part of the gradient of a parameter.
-    """
-
-    keeps_sums = False
-    """Whether it has S, the sum of what the complete micro-batches added."""
-
-    def __init__(
-        self, *, grad_may_wait: bool = False, local_grad: Callable[[Tensor], Tensor | None] = _GRAD
-    ) -> None:
-        super().__init__()
-        self.grad_may_wait = grad_may_wait
-        self._local_grad = local_grad
-        self.stamps_before: list[Stamp] = []  # before the current micro-batch
-        self._stamps: list[Stamp] = []  # after the last micro-batch
-
-    def local_grad(self, parameter: Tensor) -> Tensor | None:
-        """This rank's part of the gradient of a parameter."""
-        return self._local_grad(parameter)
-
-    def stamps(self) -> list[Stamp]:
-        """The version of every gradient now."""
-        return [
-            None
-            if (grad := p.grad) is None or (local_grad := self.local_grad(p)) is None
-            else (id(ref := weakref.ref(grad)), grad._version + local_grad._version, ref)
-            for p in self.parameters
-        ]
-
-    def open_micro_batch(self) -> bool:
-        """A micro-batch starts; returns whether `.grad` changed since the last one."""
-        self.stamps_before = self.stamps()
-        return self.stamps_before != self._stamps
-
-    def accept(self, stamps: list[Stamp] | None = None) -> None:
-        """Takes the gradients as they are now, or were at `stamps`, as the step's own."""
-        self._stamps = self.stamps() if stamps is None else stamps
-
-    def changed(self) -> bool:
-        """Whether `.grad` was written to since the last micro-batch."""
-        return self.stamps() != self._stamps
-
-    def changed_by_foreign_backward(self) -> bool:
-        """Whether a backward that does not belong to the step, and ends now, wrote to `.grad`."""
-        return self.changed()
-
-    def all_set_to_none(self) -> bool:
-        """Whether all gradients were set to None between the last two micro-batches."""
-        return any(self._stamps) and not any(self.stamps_before)
-
-    def written_parameters(self, stamps: list[Stamp]) -> list[Tensor]:
-        """The parameters whose gradient the micro-batch has changed, up to these stamps."""
-        versions = zip(self.parameters, self.stamps_before, stamps, strict=True)
-        return [p for p, old, new in versions if old != new]
 
     def added_by(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """What the micro-batch adds to `.grad`, computed from the gradient that a hook reports."""

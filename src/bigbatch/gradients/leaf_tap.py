@@ -73,7 +73,7 @@ class LeafTap(GradientTap):
 
     def register(self, parameter: Tensor, report: OnGradient) -> RemovableHandle:
         """Hooks one parameter."""
-        hook = gradient_hook(_copying(report) if self._copies else report, weakref.ref(parameter))
+        hook = gradient_hook(_copying(report) if self._copies else report, parameter)
         return parameter.register_hook(hook)  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError, SettingError
-from bigbatch.gradients.grad_guard import EngineGuard, all_zero
+from bigbatch.gradients.grad_guard import GradGuard, all_zero
 from bigbatch.gradients.gradient_hooks import watching_hook
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import OnGradient
@@ -34,7 +34,7 @@ class ShardedSource(TappedSource):
         super().__init__(parameters, AccumulateTap(guard), guard, reducer)
 
 
-class ShardSumsGuard(EngineGuard):
+class ShardSumsGuard(GradGuard):
     """Keeps S_{j-1}, each shard's sum before the current micro-batch."""
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.gradient_hooks import weak_method
 from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.group_tap import GroupTap, refusal_message
+from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import MicroBatchGradients, Subscriber
 from bigbatch.gradients.rank_reducer import RankReducer
 
@@ -31,9 +32,13 @@ class _Scope:
         self._source._open()
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._source._close()
-        else:
+        try:
+            if kind is None:
+                self._source._close()
+        except BaseException:
+            self._source._fail()
+            raise
+        if kind is not None:
             self._source._fail()
 
 
@@ -43,11 +48,11 @@ class GradientSource(ABC):
     By default every `backward()` is one micro-batch. With `explicit=True` only a backward inside
     `with source.micro_batch(weight)` counts.
 
-    In one process it is a `SingleProcessSource`. An engine is supported by a `TappedSource`, which
-    has a tap, a guard and a reducer; `gradients/ddp.py` is an example.
+    What a micro-batch is, `TappedSource` knows.
 
     Args:
         parameters: the parameters to watch.
+        tap: hooks the gradients.
         guard: reads `.grad` on this rank, and notices who else writes to it.
         reducer: communicates, and knows which shard of the mean gradient each rank has.
         explicit: counts only what happens inside `micro_batch`.
@@ -56,13 +61,14 @@ class GradientSource(ABC):
     def __init__(
         self,
         parameters: Iterable[Tensor],
+        tap: GradientTap,
         guard: GradGuard,
         reducer: RankReducer,
         *,
         explicit: bool = False,
     ) -> None:
         self.explicit = explicit
-        self.guard, self.reducer = guard, reducer
+        self.guard, self.reducer, self._tap = guard, reducer, tap
         self.on_error: Callable[[Exception], None] | None = None  # see `hands_errors_over`
         self.failed = False
         self.rank, self.ranks = reducer.rank, reducer.ranks
@@ -76,6 +82,8 @@ class GradientSource(ABC):
         self._in_micro_batch = False
         self._implicit = False  # whether a backward opened the micro-batch, not micro_batch()
         self._several = False  # whether the micro-batch may have several backwards
+        self._announced = False  # whether the subscribers know of it
+        self._reached: set[Tensor] = set()  # parameters that it has reached
         self._closed = False
         self.group_tap: GroupTap | None = None  # if a backward is cut into groups
         # of the groups of each micro-batch of the step; None if it has none
@@ -83,26 +91,11 @@ class GradientSource(ABC):
         self._weight = 1.0  # of the current micro-batch
         self.add(parameters)
 
-    # hooks, by kind of source
-
-    def _require_supported(self, parameter: Tensor) -> None:
-        """Raises SettingError for a parameter whose gradient cannot be seen."""
-        if parameter.is_complex() and parameter.requires_grad:
-            raise SettingError(
-                "a complex parameter cannot be measured; hold torch.view_as_real of it"
-            )
+    # by kind of source
 
     @abstractmethod
     def _attach_hooks(self) -> None:
         """Hooks the parameters as far as the subscribers need it."""
-
-    @abstractmethod
-    def _remove_hooks(self) -> None:
-        """Removes every hook."""
-
-    @abstractmethod
-    def _unhook(self, parameter: Tensor) -> None:
-        """Removes the hooks of a parameter that is no longer watched."""
 
     @abstractmethod
     def _open(self) -> None:
@@ -120,12 +113,10 @@ class GradientSource(ABC):
     def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """S of each parameter; None where no micro-batch reached it, or S is not kept."""
 
-    @abstractmethod
     def _watched(self, leaf: Tensor) -> Tensor | None:
         """The watched parameter of a leaf of the graph; None if it is another's."""
-
-    watches_leaves = True
-    """Whether the leaves of a graph are the parameters themselves."""
+        parameter = self._tap.parameter_of(leaf)
+        return parameter if self._tap.is_hooked(parameter) else None
 
     # what is watched, and who reads it
 
@@ -133,7 +124,11 @@ class GradientSource(ABC):
         """Watches more parameters, between steps."""
         watched = set(self.parameters)
         for parameter in parameters:
-            self._require_supported(parameter)
+            if parameter.is_complex() and parameter.requires_grad:
+                raise SettingError(
+                    "a complex parameter cannot be measured; hold torch.view_as_real of it"
+                )
+            self._tap.require_supported(parameter)
             if parameter not in watched:
                 watched.add(parameter)
                 self.parameters.append(parameter)
@@ -152,8 +147,9 @@ class GradientSource(ABC):
         self.add(selected)
         for parameter in [p for p in self.parameters if p not in selected]:
             self._unwatched[parameter] = None
-            self._unhook(parameter)
+            self._tap.detach(parameter)
         self.parameters[:] = [p for p in self.parameters if p in selected]
+        self._attach_hooks()
 
     def cut_backwards(
         self, groups: int, layers: Mapping[Tensor, int], model: nn.Module | None = None
@@ -170,7 +166,7 @@ class GradientSource(ABC):
             )
         watched = weak_method(self._watched)
         self.group_tap = GroupTap(
-            groups, watched, layers, model, checks_samples=self.watches_leaves
+            groups, watched, layers, model, checks_samples=self._tap.on_leaves
         )
         self._attach_hooks()
 
@@ -203,6 +199,9 @@ class GradientSource(ABC):
         self._forget_groups()
         self._remove_hooks()
 
+    def _remove_hooks(self) -> None:
+        self._tap.close()
+
     # the step
 
     def restart(self) -> None:
@@ -222,7 +221,8 @@ class GradientSource(ABC):
         self._step_begun = self.foreign_backward = False
         self._in_micro_batch = self._implicit = self.failed = False
         self.guard.restart()
-        self._attach_hooks()
+        if self._subscribers:
+            self._attach_hooks()
 
     def zero_grad(self) -> None:
         """Sets every gradient to None and forgets the step."""
@@ -304,8 +304,11 @@ class GradientSource(ABC):
         for subscriber in self._subscribers:
             subscriber.begin()
 
-    def _begin_micro_batch(self) -> None:
-        """Announces a micro-batch to the subscribers."""
+    def _announce(self) -> None:
+        """Announces the micro-batch to the subscribers, once it is known to be one."""
+        if self._announced:
+            return
+        self._announced = True
         tap = self.group_tap
         groups = 1 if tap is None or tap.grouping is None else len(tap.weights)
         for subscriber in self._subscribers:
@@ -313,6 +316,8 @@ class GradientSource(ABC):
 
     def _report(self, batch: MicroBatchGradients) -> None:
         """Hands gradients of the micro-batch to the subscribers, and what its groups add."""
+        self._announce()
+        self._reached.update(batch.parameters)
         for subscriber in self._subscribers:
             subscriber.gradients(batch)
         if self.group_tap is None or self.group_tap.grouping is None:
@@ -323,12 +328,9 @@ class GradientSource(ABC):
                 for subscriber in self._subscribers:
                     subscriber.groups(parameter, gradient, groups)
 
-    @abstractmethod
-    def _reached_parameters(self) -> Iterable[Tensor]:
-        """The parameters that the micro-batch has reached."""
-
     def _end_micro_batch(self) -> None:
         """Counts a complete micro-batch."""
+        self._announce()
         self._in_micro_batch = self._implicit = False
         self.micro_batches += 1
         self.group_norms.append(None)
@@ -339,12 +341,10 @@ class GradientSource(ABC):
 
     def _end_groups(self, tap: GroupTap) -> None:
         """Every parameter that the backward reached must have had its groups."""
-        refusals = tap.refusals
-        parameters = set(self._reached_parameters()) if refusals else set()
-        unseen = {p: reason for p, reason in refusals.items() if p in parameters}
+        unseen = {p: reason for p, reason in tap.refusals.items() if p in self._reached}
         self.group_norms[-1] = tap.end()
         if unseen:
-            gradients = {p: self.guard.local_grad(p) for p in parameters}
+            gradients = {p: self.guard.local_grad(p) for p in self._reached}
             self.refuse_groups(refusal_message(unseen, gradients, tap.model))
 
     def refuse_groups(self, reason: str) -> None:

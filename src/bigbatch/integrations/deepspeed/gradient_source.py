@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import TappedSource
-from bigbatch.gradients.grad_guard import EngineGuard, Stamp
+from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.leaf_tap import LeafTap
 from bigbatch.gradients.rank_reducer import GroupReducer, ShardIndices, indices_in_runs
 from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shards, shape_of
@@ -87,7 +87,7 @@ class ZeroReducer(GroupReducer):
         self._layout.scale_norms(factor)
 
 
-class ZeroGuard(EngineGuard):
+class ZeroGuard(GradGuard):
     """Watches this rank's shards of the mean, which ZeRO holds outside `.grad`."""
 
     def __init__(self, layout: Layout) -> None:
