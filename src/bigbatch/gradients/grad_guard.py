@@ -1,8 +1,9 @@
 """What a source has of `.grad`, and who else writes to it."""
 
+import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ Stamp = tuple[Any, ...] | None
 
 _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 _DTYPE = operator.attrgetter("dtype")
+is_tensor = functools.partial(operator.is_not, None)  # in C, for `map` and `filter`
 
 
 # [Note: Integrity of .grad]
@@ -58,8 +60,8 @@ class GradGuard:
 
     def grads(self) -> list[Tensor]:
         """Every gradient on this rank."""
-        grads = map(self.local_grad, self.parameters)
-        return [grad for grad in grads if grad is not None]
+        grads: Any = filter(is_tensor, map(self.local_grad, self.parameters))
+        return list(grads)
 
     def begin(self, *, foreign_backward: bool) -> None:
         """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
@@ -117,7 +119,7 @@ class GradGuard:
 
     def was_zeroed(self) -> bool:
         """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
-        return self.changed() and self.is_clean_within_step()
+        return self.stamps() != self._stamps and self.is_clean_within_step()
 
     def is_finite(self) -> bool:
         """Whether every gradient is finite; waits for the device."""
@@ -141,6 +143,10 @@ class GradGuard:
     def sum_of(self, parameter: Tensor) -> Tensor | None:
         """S, also in a backward, before its gradient is added; None before the first."""
         return None
+
+    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """S of each parameter."""
+        return list(map(self.sum_of, parameters))
 
 
 def require_dense(gradients: Iterable[Tensor]) -> None:

@@ -1,6 +1,5 @@
 """The sums of a step's micro-batch gradients, which a backward does not see in `.grad`."""
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.grad_guard import GradGuard, require_dense
+from bigbatch.gradients.grad_guard import GradGuard, is_tensor, require_dense
 
 _GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 _CHECK_INTERVAL = 16  # steps; on a GPU a check waits for the device
-is_tensor = functools.partial(operator.is_not, None)  # in C, for `map` and `filter`
 
 
 class GradSums(GradGuard):

@@ -25,10 +25,7 @@ OnGradient = Callable[[Tensor, Tensor], None]
 
 @dataclass(slots=True)
 class MicroBatchGradients:
-    """Gradients of one micro-batch: of all parameters that it reached, or of some of them.
-
-    A source whose micro-batches all reach the same parameters passes the same list of them again.
-    """
+    """Gradients of one micro-batch: of all parameters that it reached, or of some of them."""
 
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]  # h of each; dense, real, without a graph

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.grad_guard import require_dense
-from bigbatch.gradients.grad_sums import GradSums, is_tensor
+from bigbatch.gradients.grad_guard import is_tensor, require_dense
+from bigbatch.gradients.grad_sums import GradSums
 from bigbatch.gradients.gradient_hooks import (
     first_hook,
     gradient_hook,
@@ -61,7 +61,6 @@ class SingleProcessSource(TappedSource):
         self._hides = False  # whether a backward starts with an empty `.grad`
         self._trained: set[Tensor] = set()  # the watched parameters that need a gradient
         self._at_once: set[Tensor] = set()  # those whose gradient is added as soon as it is known
-        self._lists: dict[tuple[int, ...], list[Tensor]] = {}  # parameters by their numbers
         self._first_hook = first_hook(self._begin_hooked_backward)
         weakref.finalize(self, remove_hooks, self._handles)
         reducer = RankReducer(unshared)
@@ -87,13 +86,13 @@ class SingleProcessSource(TappedSource):
             return
         self._remove_hooks()
         self._attached, self._trained, self._hides = needed, set(trained), reads and not others
-        self._lists.clear()
         self._at_once = {p for p in trained if at_once or p.numel() * p.element_size() > _LARGE}
+        report = weak_method(self._on_gradient)
         for number, parameter in enumerate(self.parameters):
             if parameter not in self._trained:
                 continue
             if others:  # after which the taps come
-                self._keep(parameter.register_hook, gradient_hook(self._report_one, parameter))
+                self._keep(parameter.register_hook, gradient_hook(report, parameter))
                 continue
             self._keep(parameter.register_hook, self._first_hook)
             if reads and parameter in self._at_once:
@@ -120,10 +119,6 @@ class SingleProcessSource(TappedSource):
     def local_grads(self) -> list[Tensor]:
         """Every gradient."""
         return self.guard.grads()
-
-    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """S of each parameter in the step; None where no micro-batch reached it."""
-        return self.guard.sums_of(parameters)
 
     def _watched(self, leaf: Tensor) -> Tensor | None:
         return leaf if leaf in self._trained else None
@@ -190,11 +185,10 @@ class SingleProcessSource(TappedSource):
                 self._add(some, gradients, first=is_first)
 
     def _add(self, numbers: tuple[int, ...], gradients: list[Tensor], *, first: bool) -> None:
-        if numbers not in self._lists:  # the same list each time
-            self._lists[numbers] = [self.parameters[number] for number in numbers]
+        parameters = list(map(self.parameters.__getitem__, numbers))
         sums = None if first else self.guard.sums_before(numbers)
         may_sum = not first and not self.guard.has_graphs
-        batch = MicroBatchGradients(self._lists[numbers], gradients, sums, first, may_sum)
+        batch = MicroBatchGradients(parameters, gradients, sums, first, may_sum)
         self._report(batch)
         self.guard.add(numbers, gradients, summed=batch.summed, first=first)
 
@@ -236,7 +230,6 @@ class SingleProcessSource(TappedSource):
 
     def _end_autograd_grad(self) -> None:
         """Forgets a backward that has accumulated nothing."""
-        self._require_possible()
         self.guard.show()
         self._gathered.clear()
         self._in_micro_batch = self._implicit = False

@@ -1,9 +1,10 @@
 """A model's micro-batch gradients, reported to subscribers; `.grad` is checked meanwhile."""
 
-import operator
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -76,7 +77,6 @@ class GradientSource(ABC):
         self.micro_batches = 0  # complete micro-batches of the step on this rank
         self.foreign_backward = False  # an uncounted backward wrote to .grad since the last one
         self._unwatched: dict[Tensor, None] = {}  # parameters that are only zeroed
-        self._selection: list[Tensor] = []  # the argument of the last `select`
         self._subscribers: list[Subscriber] = []
         self._step_begun = False
         self._in_micro_batch = False
@@ -84,6 +84,10 @@ class GradientSource(ABC):
         self._several = False  # whether the micro-batch may have several backwards
         self._announced = False  # whether the subscribers know of it
         self._reached: set[Tensor] = set()  # parameters that it has reached
+        self._gathered: dict[Tensor, Tensor] = {}  # gradients that are not reported yet
+        self._elements = 0  # of small ones among these
+        self._reads_at_once = False  # whether a subscriber wants each as it comes
+        self._backward: weakref.ref[Any] | None = None  # to an object that lives as long as it
         self._closed = False
         self.group_tap: GroupTap | None = None  # if a backward is cut into groups
         # of the groups of each micro-batch of the step; None if it has none
@@ -105,13 +109,9 @@ class GradientSource(ABC):
     def _close(self) -> None:
         """The micro-batch is complete."""
 
-    @abstractmethod
     def _fail(self) -> None:
         """A micro-batch ends by an error."""
-
-    @abstractmethod
-    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """S of each parameter; None where no micro-batch reached it, or S is not kept."""
+        self.restart()
 
     def _watched(self, leaf: Tensor) -> Tensor | None:
         """The watched parameter of a leaf of the graph; None if it is another's."""
@@ -137,12 +137,7 @@ class GradientSource(ABC):
 
     def select(self, parameters: Iterable[Tensor]) -> None:
         """Watches these parameters alone, between steps; `zero_grad` still zeroes the others."""
-        selection, previous = list(parameters), self._selection
-        unchanged = len(selection) == len(previous) and all(map(operator.is_, selection, previous))
-        if unchanged and len(selection) == len(self.parameters):
-            self._attach_hooks()  # one may have been unfrozen
-            return
-        self._selection, selected = selection, dict.fromkeys(selection)
+        selected = dict.fromkeys(parameters)
         self.add([p for p in self._unwatched if p in selected])  # in the order of the model
         self.add(selected)
         for parameter in [p for p in self.parameters if p not in selected]:
@@ -216,8 +211,8 @@ class GradientSource(ABC):
 
     def _restart(self) -> None:
         """The same in a backward, which keeps what it prepared."""
-        self.micro_batches = 0
-        self.group_norms = []
+        self.micro_batches, self._backward = 0, None
+        self.group_norms, self._gathered = [], {}
         self._step_begun = self.foreign_backward = False
         self._in_micro_batch = self._implicit = self.failed = False
         self.guard.restart()
@@ -268,6 +263,10 @@ class GradientSource(ABC):
         """`local_grad` of every parameter that has one."""
         grads = map(self.local_grad, self.parameters)
         return [grad for grad in grads if grad is not None]
+
+    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """S of each parameter; None where no micro-batch reached it, or S is not kept."""
+        return self.guard.sums_of(parameters)
 
     def require_finished(self) -> None:
         """Raises GradientError where the last backward has failed, and nothing was zeroed since."""

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -10,11 +10,9 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.grad_guard import GradGuard, require_dense
+from bigbatch.gradients.grad_guard import require_dense
 from bigbatch.gradients.gradient_hooks import hands_errors_over, weak_method
-from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import MicroBatchGradients
-from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.gradients.source import TWICE, GradientSource
 
 MADE_LATE = (
@@ -33,22 +31,6 @@ class TappedSource(GradientSource):
     An engine is supported by a tap, a guard and a reducer; `gradients/ddp.py` is an example.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        tap: GradientTap,
-        guard: GradGuard,
-        reducer: RankReducer,
-        *,
-        explicit: bool = False,
-    ) -> None:
-        self._gathered: dict[Tensor, Tensor] = {}  # gradients that are not reported yet
-        self._elements = 0  # of small ones among these
-        self._reads_at_once = False  # whether a subscriber wants each as it comes
-        self._backward: weakref.ref[Any] | None = None  # to an object that lives as long as it
-        self._report_one = weak_method(self._on_gradient)
-        super().__init__(parameters, tap, guard, reducer, explicit=explicit)
-
     # hooks
 
     def _attach_hooks(self) -> None:
@@ -59,21 +41,12 @@ class TappedSource(GradientSource):
         if self._closed:
             return
         if self._subscribers:
-            self._tap.attach(self.parameters, self._report_one)
+            self._tap.attach(self.parameters, weak_method(self._on_gradient))
         elif self.explicit and self._tap.on_leaves:
             trained = [p for p in self.parameters if p.requires_grad]
-            self._tap.attach(trained[-1:], self._report_one)
-
-    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """S of each parameter; None where no micro-batch reached it, or S is not kept."""
-        return list(map(self.guard.sum_of, parameters))
+            self._tap.attach(trained[-1:], weak_method(self._on_gradient))
 
     # a micro-batch
-
-    def _restart(self) -> None:
-        self._backward = None
-        self._gathered.clear()
-        super()._restart()
 
     def _open(self) -> None:
         changed = self.guard.open_micro_batch() or self._in_micro_batch
@@ -96,9 +69,6 @@ class TappedSource(GradientSource):
                 "a backward of your own changed .grad between two micro-batches, or the gradients "
                 "were zeroed there; run it outside the step, and zero them at its end"
             )
-
-    def _fail(self) -> None:
-        self.restart()
 
     def _close(self) -> None:
         stamps = self.guard.stamps()
@@ -215,6 +185,9 @@ class TappedSource(GradientSource):
         elif self._has_accumulated():
             self._close()
         else:
+            if are_freed(self.parameters):
+                raise GradientError(f"the parameters were freed in the backward: {MADE_LATE}")
+            self.require_no_step_in_backward()
             self._end_autograd_grad()
 
     def _has_accumulated(self) -> bool:
@@ -232,19 +205,11 @@ class TappedSource(GradientSource):
 
     def _end_autograd_grad(self) -> None:
         """Refuses what its hooks, if not its gradients, have shown to the subscribers."""
-        self._fail()
-        self._require_possible()
         raise GradientError(
             "torch.autograd.grad over the parameters was seen as a micro-batch; mark the "
             "micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch; "
             "zero the gradients and repeat the step"
         )
-
-    def _require_possible(self) -> None:
-        """Raises GradientError where no backward can accumulate."""
-        if are_freed(self.parameters):
-            raise GradientError(f"the parameters were freed in the backward: {MADE_LATE}")
-        self.require_no_step_in_backward()
 
 
 def are_freed(parameters: Iterable[Tensor]) -> bool:
