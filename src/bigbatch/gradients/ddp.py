@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients.grad_guard import GradGuard
-from bigbatch.gradients.leaf_tap import LeafTap
+from bigbatch.gradients.leaf_tap import leaf_tap
 from bigbatch.gradients.rank_reducer import GradientShards, GroupReducer
 from bigbatch.gradients.tapped_source import TappedSource
 
@@ -87,7 +87,7 @@ class DDPSource(TappedSource):
     def __init__(self, ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
         require_wrapped(ddp, parameters)
-        super().__init__(parameters, LeafTap(), DDPGuard(), DDPReducer(ddp))
+        super().__init__(parameters, leaf_tap(), DDPGuard(), DDPReducer(ddp))
 
 
 def require_wrapped(ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:

@@ -21,7 +21,7 @@ from bigbatch.gradients.gradient_hooks import (
     watching_hook,
     weak_method,
 )
-from bigbatch.gradients.leaf_tap import LeafTap
+from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import MicroBatchGradients
 from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.gradients.source import TWICE
@@ -64,7 +64,9 @@ class SingleProcessSource(TappedSource):
         self._first_hook = first_hook(self._begin_hooked_backward)
         weakref.finalize(self, remove_hooks, self._handles)
         reducer = RankReducer(unshared)
-        super().__init__(parameters, LeafTap(), GradSums(), reducer, explicit=explicit)
+        super().__init__(
+            parameters, GradientTap(on_leaves=True), GradSums(), reducer, explicit=explicit
+        )
 
     # hooks
 
