@@ -70,7 +70,7 @@ def watching_hook(function: _Hook) -> _Hook:
     return hook  # type: ignore[no-any-return]
 
 
-def first_hook(begins: Callable[[], "weakref.ref[Any]"]) -> Callable[[Tensor], None]:
+def first_hook(begins: Callable[[], "weakref.ref[Any] | None"]) -> Callable[[Tensor], None]:
     """A hook for many tensors, of which a backward enters Python once, at its first gradient.
 
     It is `next` of an iterator, which gives None, in C. A hook on a tensor runs before its gradient
@@ -78,12 +78,13 @@ def first_hook(begins: Callable[[], "weakref.ref[Any]"]) -> Callable[[Tensor], N
 
     Args:
         begins: called in the first hook of a backward; returns a reference to an object that lives
-            as long as the backward. It must not raise, as an iterator that has raised is over.
+            as long as the backward, or None to be called in the next hook too. It must not raise,
+            as an iterator that has raised is over.
     """
     begins = weak_method(begins)
 
     def nones_of_backward() -> Any:
-        backward = begins()  # None where its object is gone, whose hooks are removed then
+        backward = begins()
         return [None] if backward is None else map(set().discard, iter(backward, None))
 
     nones = itertools.chain.from_iterable(iter(nones_of_backward, None))

@@ -120,7 +120,7 @@ class SingleProcessSource(TappedSource):
 
     def local_grads(self) -> list[Tensor]:
         """Every gradient."""
-        return self.guard.grads()
+        return [grad for p in self.parameters if (grad := p.grad) is not None]
 
     def _watched(self, leaf: Tensor) -> Tensor | None:
         return leaf if leaf in self._trained else None
@@ -212,13 +212,14 @@ class SingleProcessSource(TappedSource):
 
     # a backward
 
-    def _begin_hooked_backward(self) -> "weakref.ref[Any]":
+    def _begin_hooked_backward(self) -> "weakref.ref[Any] | None":
         """The first hook of a backward runs."""
+        if self._in_micro_batch and not self._subscribers:
+            return None
         try:
             self._begin_backward()
         except BaseException as error:
             raise_after_backward(error)
-        assert self._backward is not None
         return self._backward
 
     def _require_known_end(self) -> None:

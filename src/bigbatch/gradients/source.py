@@ -191,7 +191,8 @@ class GradientSource(ABC):
     def close(self) -> None:
         """Removes every hook for good."""
         self._closed = True
-        self._forget_groups()
+        if self.group_tap is not None:
+            self.group_tap.forget()
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
@@ -201,13 +202,9 @@ class GradientSource(ABC):
 
     def restart(self) -> None:
         """Forgets the step: the next micro-batch is the first of a new one."""
-        self._forget_groups()
-        self._restart()
-
-    def _forget_groups(self) -> None:
-        """Forgets the backward that is prepared, whose graph it holds."""
         if self.group_tap is not None:
             self.group_tap.forget()
+        self._restart()
 
     def _restart(self) -> None:
         """The same in a backward, which keeps what it prepared."""

@@ -201,7 +201,8 @@ class TappedSource(GradientSource):
 
     def _abandon(self) -> None:
         """A backward has failed in the micro-batch that it opened."""
-        self._forget_groups()
+        if self.group_tap is not None:
+            self.group_tap.forget()
 
     def _end_autograd_grad(self) -> None:
         """Refuses what its hooks, if not its gradients, have shown to the subscribers."""
