@@ -16,7 +16,7 @@ Stamp = tuple[Any, ...] | None
 """Which tensor `.grad` is, and how often it was written to; None without a gradient."""
 
 _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
-_DTYPE = operator.attrgetter("dtype")
+_DTYPE, _VERSION = operator.attrgetter("dtype"), operator.attrgetter("_version")
 is_tensor = functools.partial(operator.is_not, None)  # in C, for `map` and `filter`
 
 
@@ -72,11 +72,20 @@ class GradGuard:
 
     def stamps(self) -> list[Stamp]:
         """The version of every gradient now."""
+        grads: list[Any] = list(map(_GRAD, self.parameters))
+        if self.local_grad is _GRAD and all(map(is_tensor, grads)):  # in C
+            refs = list(map(weakref.ref, grads))
+            return list(zip(map(id, refs), map(_VERSION, grads), refs, strict=True))
+        local_grads: list[Any] = list(map(self.local_grad, self.parameters))
         return [
             None
-            if (grad := p.grad) is None or (local_grad := self.local_grad(p)) is None
-            else (id(ref := weakref.ref(grad)), grad._version + local_grad._version, ref)
-            for p in self.parameters
+            if grad is None or local_grad is None
+            else (
+                id(ref := weakref.ref(grad)),
+                grad._version + (0 if local_grad is grad else local_grad._version),
+                ref,
+            )
+            for grad, local_grad in zip(grads, local_grads, strict=True)
         ]
 
     def open_micro_batch(self) -> bool:

@@ -163,10 +163,10 @@ class SingleProcessSource(TappedSource):
 
     def _require_seen(self, written_parameters: list[Tensor]) -> None:
         """Takes the gradient of a parameter whose tap was put on in this backward."""
-        if any(p.grad is None for p in itertools.chain(self._reached, self._gathered)):
+        if any(p.grad is None for p in (*self._reached.values(), *self._gathered)):
             self.require_no_step_in_backward()
         for parameter in written_parameters:
-            if parameter in self._reached or parameter in self._gathered:
+            if id(parameter) in self._reached or parameter in self._gathered:
                 continue
             if self.micro_batches or parameter.grad is None:
                 raise GradientError(_HOOKED)
@@ -201,7 +201,7 @@ class SingleProcessSource(TappedSource):
             return
         if gradient.requires_grad:  # of create_graph=True, which `.grad` keeps
             return
-        if parameter in self._reached:
+        if id(parameter) in self._reached:
             raise GradientError(TWICE)
         require_dense([gradient])
         self._add((number,), [gradient], first=self.guard.sums[number] is None)

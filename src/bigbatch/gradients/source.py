@@ -83,7 +83,7 @@ class GradientSource(ABC):
         self._implicit = False  # whether a backward opened the micro-batch, not micro_batch()
         self._several = False  # whether the micro-batch may have several backwards
         self._announced = False  # whether the subscribers know of it
-        self._reached: set[Tensor] = set()  # parameters that it has reached
+        self._reached: dict[int, Tensor] = {}  # parameters that it has reached, by their ids
         self._gathered: dict[Tensor, Tensor] = {}  # gradients that are not reported yet
         self._elements = 0  # of small ones among these
         self._reads_at_once = False  # whether a subscriber wants each as it comes
@@ -179,11 +179,13 @@ class GradientSource(ABC):
     def subscribe(self, subscriber: Subscriber) -> None:
         """Reports every later step to `subscriber`; call it between steps."""
         self._subscribers.append(subscriber)
+        self._reads_at_once |= subscriber.reads_at_once
         self._attach_hooks()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Stops reporting to `subscriber`; without subscribers no hook stays on."""
         self._subscribers.remove(subscriber)
+        self._reads_at_once = any(other.reads_at_once for other in self._subscribers)
         if not self._subscribers:
             self._remove_hooks()
             self._attach_hooks()
@@ -313,7 +315,7 @@ class GradientSource(ABC):
     def _report(self, batch: MicroBatchGradients) -> None:
         """Hands gradients of the micro-batch to the subscribers, and what its groups add."""
         self._announce()
-        self._reached.update(batch.parameters)
+        self._reached.update(zip(map(id, batch.parameters), batch.parameters, strict=True))
         for subscriber in self._subscribers:
             subscriber.gradients(batch)
         if self.group_tap is None or self.group_tap.grouping is None:
@@ -337,10 +339,10 @@ class GradientSource(ABC):
 
     def _end_groups(self, tap: GroupTap) -> None:
         """Every parameter that the backward reached must have had its groups."""
-        unseen = {p: reason for p, reason in tap.refusals.items() if p in self._reached}
+        unseen = {p: reason for p, reason in tap.refusals.items() if id(p) in self._reached}
         self.group_norms[-1] = tap.end()
         if unseen:
-            gradients = {p: self.guard.local_grad(p) for p in self._reached}
+            gradients = {p: self.guard.local_grad(p) for p in self._reached.values()}
             self.refuse_groups(refusal_message(unseen, gradients, tap.model))
 
     def refuse_groups(self, reason: str) -> None:

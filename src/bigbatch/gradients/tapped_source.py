@@ -59,7 +59,6 @@ class TappedSource(GradientSource):
         self._announced, self._elements = False, 0
         self._reached.clear()
         self._gathered.clear()
-        self._reads_at_once = any(subscriber.reads_at_once for subscriber in self._subscribers)
         self._in_micro_batch, self.foreign_backward = True, False
 
     def _require_undisturbed(self, *, changed: bool) -> None:
@@ -91,7 +90,7 @@ class TappedSource(GradientSource):
 
     def _emit(self, parameter: Tensor, gradient: Tensor) -> None:
         """Reports a gradient, at once or with others that are small."""
-        if parameter in self._reached or parameter in self._gathered:
+        if id(parameter) in self._reached or parameter in self._gathered:
             raise GradientError(TWICE)
         is_large = gradient.numel() > _SMALL or not gradient.is_cpu
         if is_large or self._reads_at_once:
