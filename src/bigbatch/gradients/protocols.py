@@ -25,7 +25,10 @@ OnGradient = Callable[[Tensor, Tensor], None]
 
 @dataclass(slots=True)
 class MicroBatchGradients:
-    """Gradients of one micro-batch: of all parameters that it reached, or of some of them."""
+    """Gradients of one micro-batch: of all parameters that it reached, or of some of them.
+
+    A source whose micro-batches all reach the same parameters passes the same list of them again.
+    """
 
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]  # h of each; dense, real, without a graph

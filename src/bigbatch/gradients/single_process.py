@@ -61,6 +61,7 @@ class SingleProcessSource(TappedSource):
         self._hides = False  # whether a backward starts with an empty `.grad`
         self._trained: set[Tensor] = set()  # the watched parameters that need a gradient
         self._at_once: set[Tensor] = set()  # those whose gradient is added as soon as it is known
+        self._lists: dict[tuple[int, ...], list[Tensor]] = {}  # parameters by their numbers
         self._first_hook = first_hook(self._begin_hooked_backward)
         weakref.finalize(self, remove_hooks, self._handles)
         reducer = RankReducer(unshared)
@@ -89,6 +90,7 @@ class SingleProcessSource(TappedSource):
         self._remove_hooks()
         self._attached, self._trained, self._hides = needed, set(trained), reads and not others
         self._at_once = {p for p in trained if at_once or p.numel() * p.element_size() > _LARGE}
+        self._lists.clear()
         report = weak_method(self._on_gradient)
         for number, parameter in enumerate(self.parameters):
             if parameter not in self._trained:
@@ -187,10 +189,11 @@ class SingleProcessSource(TappedSource):
                 self._add(some, gradients, first=is_first)
 
     def _add(self, numbers: tuple[int, ...], gradients: list[Tensor], *, first: bool) -> None:
-        parameters = list(map(self.parameters.__getitem__, numbers))
+        if numbers not in self._lists:  # the same list each time
+            self._lists[numbers] = [self.parameters[number] for number in numbers]
         sums = None if first else self.guard.sums_before(numbers)
         may_sum = not first and not self.guard.has_graphs
-        batch = MicroBatchGradients(parameters, gradients, sums, first, may_sum)
+        batch = MicroBatchGradients(self._lists[numbers], gradients, sums, first, may_sum)
         self._report(batch)
         self.guard.add(numbers, gradients, summed=batch.summed, first=first)
 
