@@ -33,7 +33,8 @@ class GradSums(GradGuard):
         self._steps = 0  # that `settle` has seen
         self._hidden: list[Tensor] = []  # the parameters whose `.grad` is not visible now
         self._visible: list[Tensor | None] = []  # what it is after the backward
-        self._graphs: list[Tensor | None] = []  # gradients that have a graph, as they were found
+        # gradients that have a graph, as they were found; their sums are new tensors
+        self.graphs: list[Tensor | None] = []
         self._edited = False  # whether a change of `.grad` was accepted in the step
 
     def restart(self) -> None:
@@ -100,7 +101,7 @@ class GradSums(GradGuard):
         """The backward is over: `.grad` is what it was before, and what was added to it since."""
         for parameter, grad in zip(self._hidden, self._visible, strict=True):
             parameter.grad = grad
-        self._hidden, self._visible, self._graphs = [], [], []
+        self._hidden, self._visible, self.graphs = [], [], []
         if not self.keeps_apart:
             self.sums = []
 
@@ -112,11 +113,6 @@ class GradSums(GradGuard):
                 self._visible[number] = gradient if before is None else before.add_(gradient)
         self.show()
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether the gradients of this backward have a graph, so that sums are new tensors."""
-        return bool(self._graphs)
-
     def found(self) -> bool:
         """Whether the backward has left any gradient so far."""
         return any(map(is_tensor, map(_GRAD, self._hidden)))
@@ -126,24 +122,24 @@ class GradSums(GradGuard):
         found: list[Tensor | None] = list(map(_GRAD, self._hidden))
         present: list[Any] = list(filter(is_tensor, found))
         require_dense(present)
-        self._graphs = []
+        self.graphs = []
         if any(map(_REQUIRES_GRAD, present)):
-            self._graphs = found
+            self.graphs = found
             found = [None if grad is None else grad.detach() for grad in found]
         return found
 
     def sums_before(self, numbers: Sequence[int]) -> list[Tensor]:
         """S of these parameters, which have one."""
         sums: list[Any] = list(map(self.sums.__getitem__, numbers))
-        return [total.detach() for total in sums] if self._graphs else sums
+        return [total.detach() for total in sums] if self.graphs else sums
 
     def add(
         self, numbers: Sequence[int], gradients: Sequence[Tensor], *, summed: bool, first: bool
     ) -> None:
         """S <- S + h, unless a reader has done so; the first h becomes S."""
-        if self._graphs:  # of create_graph=True, which `.grad` keeps as in any loop
+        if self.graphs:  # of create_graph=True, which `.grad` keeps as in any loop
             for number in numbers:
-                before, gradient = self.sums[number], self._graphs[number]
+                before, gradient = self.sums[number], self.graphs[number]
                 assert gradient is not None
                 self.sums[number] = gradient if before is None else before + gradient
         elif first:

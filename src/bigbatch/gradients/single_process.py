@@ -159,10 +159,6 @@ class SingleProcessSource(TappedSource):
             self.micro_batches += 1
             self.guard.accept()
 
-    def _fail(self) -> None:
-        self.guard.give_back()
-        super()._fail()
-
     def _require_seen(self, written_parameters: list[Tensor]) -> None:
         """Takes the gradient of a parameter whose tap was put on in this backward."""
         if any(p.grad is None for p in (*self._reached.values(), *self._gathered)):
@@ -192,7 +188,7 @@ class SingleProcessSource(TappedSource):
         if numbers not in self._lists:  # the same list each time
             self._lists[numbers] = [self.parameters[number] for number in numbers]
         sums = None if first else self.guard.sums_before(numbers)
-        may_sum = not first and not self.guard.has_graphs
+        may_sum = not first and not self.guard.graphs
         batch = MicroBatchGradients(self._lists[numbers], gradients, sums, first, may_sum)
         self._report(batch)
         self.guard.add(numbers, gradients, summed=batch.summed, first=first)

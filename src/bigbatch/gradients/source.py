@@ -33,14 +33,15 @@ class _Scope:
         self._source._open()
 
     def __exit__(self, kind: object, *_: object) -> None:
+        is_complete = False
         try:
             if kind is None:
                 self._source._close()
-        except BaseException:
-            self._source._fail()
-            raise
-        if kind is not None:
-            self._source._fail()
+                is_complete = True
+        finally:
+            if not is_complete:
+                self._source._abandon()
+                self._source._restart()
 
 
 class GradientSource(ABC):
@@ -109,9 +110,10 @@ class GradientSource(ABC):
     def _close(self) -> None:
         """The micro-batch is complete."""
 
-    def _fail(self) -> None:
-        """A micro-batch ends by an error."""
-        self.restart()
+    def _abandon(self) -> None:
+        """A micro-batch ends by an error; the groups of its backward are forgotten."""
+        if self.group_tap is not None:
+            self.group_tap.forget()
 
     def _watched(self, leaf: Tensor) -> Tensor | None:
         """The watched parameter of a leaf of the graph; None if it is another's."""

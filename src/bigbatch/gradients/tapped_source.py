@@ -1,4 +1,4 @@
-"""Gradients of an engine, which reduces in or after a backward: taps see each rank's own."""
+"""Micro-batches that are backwards; taps see a rank's own gradients, before an engine's sums."""
 
 import functools
 import weakref
@@ -197,11 +197,6 @@ class TappedSource(GradientSource):
         """A backward has ended, or failed in the micro-batch that it opened."""
         if self._implicit and backward is self._backward:
             self._abandon()
-
-    def _abandon(self) -> None:
-        """A backward has failed in the micro-batch that it opened."""
-        if self.group_tap is not None:
-            self.group_tap.forget()
 
     def _end_autograd_grad(self) -> None:
         """Refuses what its hooks, if not its gradients, have shown to the subscribers."""
