@@ -58,7 +58,6 @@ class SingleProcessSource(TappedSource):
     ) -> None:
         self._handles: dict[int, RemovableHandle] = {}  # of this source's hooks, by their ids
         self._attached: tuple[object, ...] | None = None  # what the hooks were put on for
-        self._hides = False  # whether a backward starts with an empty `.grad`
         self._trained: set[Tensor] = set()  # the watched parameters that need a gradient
         self._at_once: set[Tensor] = set()  # those whose gradient is added as soon as it is known
         self._lists: dict[tuple[int, ...], list[Tensor]] = {}  # parameters by their numbers

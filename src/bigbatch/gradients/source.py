@@ -87,6 +87,7 @@ class GradientSource(ABC):
         self._reached: dict[int, Tensor] = {}  # parameters that it has reached, by their ids
         self._gathered: dict[Tensor, Tensor] = {}  # gradients that are not reported yet
         self._elements = 0  # of small ones among these
+        self._hides = False  # whether it reads gradients from `.grad`, which starts empty
         self._reads_at_once = False  # whether a subscriber wants each as it comes
         self._backward: weakref.ref[Any] | None = None  # to an object that lives as long as it
         self._closed = False

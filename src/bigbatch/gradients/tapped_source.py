@@ -117,9 +117,8 @@ class TappedSource(GradientSource):
         """A hook reports the gradient of one parameter."""
         if self._in_micro_batch and not self._subscribers:
             return
-        if self._backward is None or self._backward() is None:
-            self._begin_backward()
-        if not self._in_micro_batch or self.failed:
+        self._begin_backward()
+        if not self._in_micro_batch or self._hides or self.failed:
             return
         require_dense([gradient])
         if gradient.requires_grad:
@@ -137,6 +136,8 @@ class TappedSource(GradientSource):
 
     def _begin_backward(self) -> None:
         """Opens a micro-batch at the first gradient of a backward, and has its end called."""
+        if self._backward is not None and self._backward() is not None:
+            return
         if self._implicit:
             self._restart()  # the previous backward failed
         self._watch_backward()
