@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients.grad_guard import EngineGuard
-from bigbatch.gradients.leaf_tap import LeafTap
+from bigbatch.gradients.grad_guard import GradGuard
+from bigbatch.gradients.leaf_tap import leaf_tap
 from bigbatch.gradients.rank_reducer import GradientShards, GroupReducer, note_waiting
 from bigbatch.gradients.tapped_source import TappedSource
 
@@ -86,7 +86,7 @@ class DDPReducer(GroupReducer):
         return None
 
 
-class DDPGuard(EngineGuard):
+class DDPGuard(GradGuard):
     """`.grad` under DDP, which until the last backward is this rank's own sum."""
 
     keeps_sums = True
@@ -103,7 +103,7 @@ class DDPSource(TappedSource):
     def __init__(self, ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
         require_wrapped(ddp, parameters)
-        super().__init__(parameters, LeafTap(), DDPGuard(), DDPReducer(ddp))
+        super().__init__(parameters, leaf_tap(), DDPGuard(), DDPReducer(ddp))
 
 
 def require_wrapped(ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:

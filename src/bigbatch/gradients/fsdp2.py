@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients.grad_guard import EngineGuard
+from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.gradient_hooks import gradient_hook, weak_method
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import OnGradient
@@ -45,7 +45,7 @@ class FSDP2Source(TappedSource):
         reshard(model.modules())
         self._units = units = _units(model)
         parameters = [parameter for owned in units.values() for _, _, parameter in owned]
-        guard = EngineGuard(grad_may_wait=True, local_grad=local_shard)
+        guard = GradGuard(grad_may_wait=True, local_grad=local_shard)
         reducer = FSDP2Reducer(require_one_mesh(parameters))
         super().__init__(parameters, UnshardedTap(units), guard, reducer)
 
@@ -110,7 +110,7 @@ class UnshardedTap(GradientTap):
                 continue
             hooked = self._unsharded.get(parameter)
             if parameter in self._watched and (hooked is None or hooked() is not leaf):
-                hook = gradient_hook(self._report, weakref.ref(parameter))
+                hook = gradient_hook(self._report, parameter)
                 self._handles[parameter] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
                 self._unsharded[parameter] = weakref.ref(leaf)
 

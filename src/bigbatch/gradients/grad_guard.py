@@ -1,9 +1,9 @@
 """What a source has of `.grad`, and who else writes to it."""
 
+import functools
 import operator
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ Stamp = tuple[Any, ...] | None
 """Which tensor `.grad` is, and how often it was written to; None without a gradient."""
 
 _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
-_DTYPE = operator.attrgetter("dtype")
+_DTYPE, _VERSION = operator.attrgetter("dtype"), operator.attrgetter("_version")
+is_tensor = functools.partial(operator.is_not, None)  # in C, for `map` and `filter`
 
 
 # [Note: Integrity of .grad]
@@ -27,76 +28,13 @@ _DTYPE = operator.attrgetter("dtype")
 # Another tensor, or another number of writes, is somebody else's doing. Values are read only then,
 # as the user may have called zero_grad(), which begins a new step; and before a step's first
 # micro-batch, where `.grad` is not None. Writes through `.data` are not counted.
-class GradGuard(ABC):
-    """What a source has of `.grad`; see [Note: Integrity of .grad]."""
-
-    def __init__(self) -> None:
-        self.parameters: list[Tensor] = []  # the source's own list
-        self.factor = 1.0  # by which `scale` multiplied .grad in the step
-
-    def restart(self) -> None:
-        """Forgets the step."""
-        self.factor = 1.0
-
-    @abstractmethod
-    def accept(self) -> None:
-        """Takes `.grad` as it is now for the step's own."""
-
-    @abstractmethod
-    def changed(self) -> bool:
-        """Whether `.grad` was written to since it was accepted."""
-
-    @abstractmethod
-    def local_grad(self, parameter: Tensor) -> Tensor | None:
-        """This rank's part of the gradient of a parameter."""
-
-    def accept_edit(self) -> None:
-        """Takes `.grad` as it is now, after a change that belongs to the step."""
-        self.accept()
-
-    def grads(self) -> list[Tensor]:
-        """Every gradient on this rank."""
-        return [grad for p in self.parameters if (grad := self.local_grad(p)) is not None]
-
-    def begin(self, *, foreign_backward: bool) -> None:
-        """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
-        if not self.is_clean():
-            raise GradientError(
-                ".grad is not empty before the first backward of a step; call zero_grad() first"
-            )
-
-    def is_clean(self) -> bool:
-        """Whether every `.grad` is None or zero; reads the values only if one is not None."""
-        return all_zero(self.grads())
-
-    def is_clean_within_step(self) -> bool:
-        """Whether the gradients were zeroed between two micro-batches."""
-        return self.is_clean()
-
-    def was_zeroed(self) -> bool:
-        """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
-        return self.changed() and self.is_clean_within_step()
-
-    def is_finite(self) -> bool:
-        """Whether every gradient is finite; waits for the device."""
-        return all(bool(grad.isfinite().all()) for grad in self.grads())
-
-    def scale(self, factor: float) -> None:
-        """Multiplies every gradient, as part of the step."""
-        grads = self.grads()
-        if grads:  # a rank may have no shard of any
-            torch._foreach_mul_(grads, factor)
-        self.factor *= factor
-        self.accept()
-
-
-class EngineGuard(GradGuard):
-    """Notices who else than an engine writes to `.grad`.
-
-    The engine writes between and after backwards, so only what it holds at the end of a step is
-    checked. The id of a tensor that is gone may be that of the next. Its weak reference is one
-    object while anybody holds it, so a stamp holds that, and has its id. A DTensor and its local
-    shard are counted apart, so both versions are added.
+# An engine writes between and after backwards, so only what it holds at the end of a step is
+# checked.
+# The id of a tensor that is gone may be that of the next. Its weak reference is one object while
+# anybody holds it, so a stamp holds that, and has its id. A DTensor and its local shard are counted
+# apart, so both versions are added.
+class GradGuard:
+    """Notices who else than a source writes to `.grad`; see [Note: Integrity of .grad].
 
     Args:
         grad_may_wait: whether a backward may leave `.grad` as it was.
@@ -109,23 +47,45 @@ class EngineGuard(GradGuard):
     def __init__(
         self, *, grad_may_wait: bool = False, local_grad: Callable[[Tensor], Tensor | None] = _GRAD
     ) -> None:
-        super().__init__()
+        self.parameters: list[Tensor] = []  # the source's own list
+        self.factor = 1.0  # by which `scale` multiplied .grad in the step
         self.grad_may_wait = grad_may_wait
-        self._local_grad = local_grad
+        self.local_grad = local_grad
         self.stamps_before: list[Stamp] = []  # before the current micro-batch
         self._stamps: list[Stamp] = []  # after the last micro-batch
 
-    def local_grad(self, parameter: Tensor) -> Tensor | None:
-        """This rank's part of the gradient of a parameter."""
-        return self._local_grad(parameter)
+    def restart(self) -> None:
+        """Forgets the step."""
+        self.factor = 1.0
+
+    def grads(self) -> list[Tensor]:
+        """Every gradient on this rank."""
+        grads: Any = filter(is_tensor, map(self.local_grad, self.parameters))
+        return list(grads)
+
+    def begin(self, *, foreign_backward: bool) -> None:
+        """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
+        if self.grads() and not self.is_clean():
+            raise GradientError(
+                ".grad is not empty before the first backward of a step; call zero_grad() first"
+            )
 
     def stamps(self) -> list[Stamp]:
         """The version of every gradient now."""
+        grads: list[Any] = list(map(_GRAD, self.parameters))
+        if self.local_grad is _GRAD and all(map(is_tensor, grads)):  # in C
+            refs = list(map(weakref.ref, grads))
+            return list(zip(map(id, refs), map(_VERSION, grads), refs, strict=True))
+        local_grads: list[Any] = list(map(self.local_grad, self.parameters))
         return [
             None
-            if (grad := p.grad) is None or (local_grad := self.local_grad(p)) is None
-            else (id(ref := weakref.ref(grad)), grad._version + local_grad._version, ref)
-            for p in self.parameters
+            if grad is None or local_grad is None
+            else (
+                id(ref := weakref.ref(grad)),
+                grad._version + (0 if local_grad is grad else local_grad._version),
+                ref,
+            )
+            for grad, local_grad in zip(grads, local_grads, strict=True)
         ]
 
     def open_micro_batch(self) -> bool:
@@ -137,8 +97,12 @@ class EngineGuard(GradGuard):
         """Takes the gradients as they are now, or were at `stamps`, as the step's own."""
         self._stamps = self.stamps() if stamps is None else stamps
 
+    def accept_edit(self) -> None:
+        """Takes `.grad` as it is now, after a change that belongs to the step."""
+        self.accept()
+
     def changed(self) -> bool:
-        """Whether `.grad` was written to since the last micro-batch."""
+        """Whether `.grad` was written to since it was accepted."""
         return self.stamps() != self._stamps
 
     def changed_by_foreign_backward(self) -> bool:
@@ -154,6 +118,30 @@ class EngineGuard(GradGuard):
         versions = zip(self.parameters, self.stamps_before, stamps, strict=True)
         return [p for p, old, new in versions if old != new]
 
+    def is_clean(self) -> bool:
+        """Whether every `.grad` is None or zero; reads the values only if one is not None."""
+        return all_zero(self.grads())
+
+    def is_clean_within_step(self) -> bool:
+        """Whether the gradients were zeroed between two micro-batches."""
+        return self.is_clean()
+
+    def was_zeroed(self) -> bool:
+        """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
+        return self.stamps() != self._stamps and self.is_clean_within_step()
+
+    def is_finite(self) -> bool:
+        """Whether every gradient is finite; waits for the device."""
+        return all(bool(grad.isfinite().all()) for grad in self.grads())
+
+    def scale(self, factor: float) -> None:
+        """Multiplies every gradient, as part of the step."""
+        grads = self.grads()
+        if grads:  # a rank may have no shard of any
+            torch._foreach_mul_(grads, factor)
+        self.factor *= factor
+        self.accept()
+
     def added_by(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """What the micro-batch adds to `.grad`, computed from the gradient that a hook reports."""
         return gradient
@@ -164,6 +152,10 @@ class EngineGuard(GradGuard):
     def sum_of(self, parameter: Tensor) -> Tensor | None:
         """S, also in a backward, before its gradient is added; None before the first."""
         return None
+
+    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """S of each parameter."""
+        return list(map(self.sum_of, parameters))
 
 
 def require_dense(gradients: Iterable[Tensor]) -> None:

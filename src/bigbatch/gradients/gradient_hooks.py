@@ -1,12 +1,16 @@
 """Hooks on parameters, which keep neither a source nor a parameter alive."""
 
 import functools
+import itertools
+import sys
 import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any, TypeVar
 
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
@@ -14,11 +18,11 @@ _Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 def weak_method(method: Any) -> Callable[..., Any]:
     """Calls a bound method while its object lives: hooks live as long as models."""
-    reference = weakref.WeakMethod(method)
+    reference, function = weakref.ref(method.__self__), method.__func__
 
     def call(*arguments: Any) -> Any:
-        bound = reference()
-        return None if bound is None else bound(*arguments)
+        owner = reference()
+        return None if owner is None else function(owner, *arguments)
 
     return call
 
@@ -45,12 +49,13 @@ def hands_errors_over(method: Any) -> Any:
 
 
 def gradient_hook(
-    report: Callable[[Tensor, Tensor], None], parameter: "weakref.ref[Tensor]"
+    report: Callable[[Tensor, Tensor], None], parameter: Tensor
 ) -> Callable[[Tensor], None]:
     """For `register_hook` of a leaf: reports the gradient that the parameter is about to get."""
+    reference = weakref.ref(parameter)
 
     def hook(gradient: Tensor) -> None:
-        alive = parameter()
+        alive = reference()
         if alive is not None:
             report(alive, gradient)
 
@@ -63,6 +68,49 @@ def watching_hook(function: _Hook) -> _Hook:
     hook.__torch_unserializable__ = True  # torch.save(model) stays silent
     hook.only_watches = True
     return hook  # type: ignore[no-any-return]
+
+
+def first_hook(begins: Callable[[], "weakref.ref[Any] | None"]) -> Callable[[Tensor], None]:
+    """A hook for many tensors, of which a backward enters Python once, at its first gradient.
+
+    It is `next` of an iterator, which gives None, in C. A hook on a tensor runs before its gradient
+    is accumulated, so the first one of a backward runs before any is.
+
+    Args:
+        begins: called in the first hook of a backward; returns a reference to an object that lives
+            as long as the backward, or None to be called in the next hook too. It must not raise,
+            as an iterator that has raised is over.
+    """
+    begins = weak_method(begins)
+
+    def nones_of_backward() -> Any:
+        backward = begins()
+        return [None] if backward is None else map(set().discard, iter(backward, None))
+
+    nones = itertools.chain.from_iterable(iter(nones_of_backward, None))
+    hook: Any = functools.partial(next, nones)
+    hook.__torch_unserializable__ = True  # torch.save(model) stays silent
+    hook.only_watches = True
+    return hook  # type: ignore[no-any-return]
+
+
+def raise_after_backward(error: BaseException) -> None:
+    """Lets the backward in which a hook runs end by an error, after its last gradient."""
+
+    def fail() -> None:
+        raise error
+
+    Variable._execution_engine.queue_callback(fail)
+
+
+def is_nested() -> bool:
+    """Whether this hook runs in a backward that the backward of another function has called."""
+    frame = sys._getframe()
+    while (below := frame.f_back) is not None:
+        frame = below
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+    return False
 
 
 def changed_later(parameter: Tensor) -> bool:

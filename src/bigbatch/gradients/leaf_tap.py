@@ -1,7 +1,7 @@
 """Gradients of leaf parameters as autograd computes them: one process, DDP, ZeRO."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -14,13 +14,19 @@ from bigbatch.gradients.protocols import OnGradient
 class GradientTap:
     """Puts one hook for each parameter where an engine computes gradients.
 
-    This class puts none, for a source that reads its gradients after each backward.
+    Args:
+        register: hooks one parameter; None for a source that reads gradients after each backward.
+        on_leaves: whether the hooks are on the parameters themselves, so that one shows any
+            backward.
     """
 
-    on_leaves = False
-    """Whether the hooks are on the parameters themselves, so that one shows any backward."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        register: Callable[[Tensor, OnGradient], RemovableHandle] | None = None,
+        *,
+        on_leaves: bool = False,
+    ) -> None:
+        self._register, self.on_leaves = register, on_leaves
         self._handles: dict[Any, RemovableHandle] = {}  # by parameter
         weakref.finalize(self, remove_hooks, self._handles)
 
@@ -29,15 +35,11 @@ class GradientTap:
 
     def attach(self, parameters: Iterable[Tensor], report: OnGradient) -> None:
         """Hooks the parameters that require a gradient and have no hook yet."""
+        if self._register is None:
+            return
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._handles:
-                handle = self.register(parameter, report)
-                if handle is not None:
-                    self._handles[parameter] = handle
-
-    def register(self, parameter: Tensor, report: OnGradient) -> RemovableHandle | None:
-        """Hooks one parameter; None where the source has no use for a hook."""
-        return None
+                self._handles[parameter] = self._register(parameter, report)
 
     def detach(self, parameter: Tensor) -> None:
         """Removes the hook of one parameter."""
@@ -57,28 +59,18 @@ class GradientTap:
         return parameter in self._handles
 
 
-class LeafTap(GradientTap):
-    """Puts `Tensor.register_hook` on each leaf parameter; copies no gradient.
+def leaf_tap(*, copies: bool = False) -> GradientTap:
+    """A tap by `Tensor.register_hook` on each leaf parameter, which copies no gradient.
 
-    Args:
-        copies: reports copies of gradients on the CPU, for an engine that reduces in their memory
-            before a subscriber has read those that it keeps.
+    With `copies` it reports copies of gradients on the CPU, for an engine that reduces in their
+    memory before a subscriber has read those that it keeps.
     """
 
-    on_leaves = True
+    def register(parameter: Tensor, report: OnGradient) -> RemovableHandle:
+        def report_copy(parameter: Tensor, gradient: Tensor) -> None:
+            report(parameter, gradient.clone() if gradient.is_cpu else gradient)
 
-    def __init__(self, *, copies: bool = False) -> None:
-        super().__init__()
-        self._copies = copies
-
-    def register(self, parameter: Tensor, report: OnGradient) -> RemovableHandle:
-        """Hooks one parameter."""
-        hook = gradient_hook(_copying(report) if self._copies else report, weakref.ref(parameter))
+        hook = gradient_hook(report_copy if copies else report, parameter)
         return parameter.register_hook(hook)  # type: ignore[no-untyped-call,no-any-return]
 
-
-def _copying(report: OnGradient) -> OnGradient:
-    def report_copy(parameter: Tensor, gradient: Tensor) -> None:
-        report(parameter, gradient.clone() if gradient.is_cpu else gradient)
-
-    return report_copy
+    return GradientTap(register, on_leaves=True)

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError, SettingError
-from bigbatch.gradients.grad_guard import EngineGuard, all_zero
+from bigbatch.gradients.grad_guard import GradGuard, all_zero
 from bigbatch.gradients.gradient_hooks import watching_hook
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import OnGradient
@@ -31,10 +31,10 @@ class ShardedSource(TappedSource):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         guard = ShardSumsGuard()
         reducer = RankReducer(reduces_each_backward=True)
-        super().__init__(parameters, AccumulateTap(guard), guard, reducer)
+        super().__init__(parameters, _accumulate_tap(guard), guard, reducer)
 
 
-class ShardSumsGuard(EngineGuard):
+class ShardSumsGuard(GradGuard):
     """Keeps S_{j-1}, each shard's sum before the current micro-batch."""
 
     def __init__(self) -> None:
@@ -88,17 +88,10 @@ class ShardSumsGuard(EngineGuard):
         return False
 
 
-class AccumulateTap(GradientTap):
+def _accumulate_tap(guard: ShardSumsGuard) -> GradientTap:
     """Post-accumulate hooks on sharded parameters, which report S_j."""
 
-    def __init__(self, guard: ShardSumsGuard) -> None:
-        super().__init__()
-        self._guard = guard
-
-    def register(self, parameter: Tensor, report: OnGradient) -> RemovableHandle:
-        """Hooks one parameter."""
-        guard = self._guard
-
+    def register(parameter: Tensor, report: OnGradient) -> RemovableHandle:
         def on_accumulation(parameter: Tensor) -> None:
             shard = local_shard(parameter)
             assert shard is not None
@@ -108,6 +101,8 @@ class AccumulateTap(GradientTap):
 
         hook = watching_hook(on_accumulation)
         return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call,no-any-return]
+
+    return GradientTap(register)
 
 
 def local_shard(parameter: Tensor) -> Tensor | None:

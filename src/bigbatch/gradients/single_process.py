@@ -7,27 +7,29 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.first_hook import HOOKS, FirstHook, is_nested
-from bigbatch.gradients.grad_guard import require_dense
-from bigbatch.gradients.grad_sums import GradSums, is_tensor
+from bigbatch.gradients.grad_guard import is_tensor, require_dense
+from bigbatch.gradients.grad_sums import GradSums
 from bigbatch.gradients.gradient_hooks import (
-    hands_errors_over,
+    first_hook,
+    gradient_hook,
+    is_nested,
+    raise_after_backward,
     remove_hooks,
     watching_hook,
     weak_method,
 )
+from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import MicroBatchGradients
 from bigbatch.gradients.rank_reducer import RankReducer
-from bigbatch.gradients.source import TWICE, GradientSource
-from bigbatch.gradients.tapped_source import MADE_LATE, are_freed
+from bigbatch.gradients.source import TWICE
+from bigbatch.gradients.tapped_source import TappedSource
 
+_HOOKS = operator.attrgetter("_backward_hooks")
 _POST_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 _NEEDS_EXACT = operator.attrgetter("needs_exact_groups")
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _NESTED = (
     "a backward inside another one reached the parameters first (reentrant checkpointing of the "
     "whole model, which use_reentrant=False avoids?), so the end of the micro-batch is unknown; "
@@ -37,10 +39,11 @@ _HOOKED = "a hook was put on a parameter, or a meter made, within a step; do tha
 _LARGE = 1 << 20  # bytes of a gradient that is added at once, to free its memory
 
 
-class SingleProcessSource(GradientSource):
+class SingleProcessSource(TappedSource):
     """One process: a backward inside a step writes into an empty `.grad`; on several ranks refused.
 
-    See `GradSums` and docs/decisions/0028.
+    See `GradSums` and docs/decisions/0028. Where anybody else has a hook on a parameter, autograd
+    accumulates by itself, and a tap on each parameter sees its gradient.
 
     Args:
         parameters: the parameters to watch.
@@ -53,29 +56,19 @@ class SingleProcessSource(GradientSource):
     def __init__(
         self, parameters: Iterable[Tensor], *, explicit: bool = False, unshared: str = ""
     ) -> None:
-        begins, ends, gone = self._backward_begins, self._backward_ends, self._backward_gone
-        self._first_hook = FirstHook(begins, ends, gone)
-        self._large: dict[int, RemovableHandle] = {}  # of the gradients that are added at once
-        self._numbers: dict[Tensor, int] = {}  # of the watched parameters that need a gradient
-        self._lists: dict[tuple[int, ...], list[Tensor]] = {}  # parameters by their numbers
-        self._added: set[int] = set()  # parameters whose gradient is in the sums already
+        self._handles: dict[int, RemovableHandle] = {}  # of this source's hooks, by their ids
         self._attached: tuple[object, ...] | None = None  # what the hooks were put on for
-        # Where anybody else has a hook on a parameter, autograd accumulates by itself, and a tap on
-        # each sees its gradient: numbers of the parameters, and what the taps have caught
-        self._taps: dict[int, RemovableHandle] = {}
-        self._caught: dict[int, Tensor] = {}
-        self._announced = False  # whether the subscribers know of it
-        weakref.finalize(self, remove_hooks, self._large)
-        weakref.finalize(self, remove_hooks, self._taps)
+        self._trained: set[Tensor] = set()  # the watched parameters that need a gradient
+        self._at_once: set[Tensor] = set()  # those whose gradient is added as soon as it is known
+        self._lists: dict[tuple[int, ...], list[Tensor]] = {}  # parameters by their numbers
+        self._first_hook = first_hook(self._begin_hooked_backward)
+        weakref.finalize(self, remove_hooks, self._handles)
         reducer = RankReducer(unshared)
-        super().__init__(parameters, GradSums(), reducer, explicit=explicit)
+        super().__init__(
+            parameters, GradientTap(on_leaves=True), GradSums(), reducer, explicit=explicit
+        )
 
     # hooks
-
-    def add(self, parameters: Iterable[Tensor]) -> None:
-        """Watches more parameters, between steps."""
-        self._attached = None
-        super().add(parameters)
 
     def _attach_hooks(self) -> None:
         """Hooks where a backward begins, and the gradients that are added at once.
@@ -84,189 +77,120 @@ class SingleProcessSource(GradientSource):
         """
         if self._closed:
             return
-        reads = bool(self._subscribers)
-        is_exact = reads and any(map(_NEEDS_EXACT, self._subscribers))
-        has_groups = self.group_tap is not None
-        at_once = has_groups and is_exact  # k gradients of each are in memory
-        trains = list(map(_REQUIRES_GRAD, self.parameters))
+        reads, trained = bool(self._subscribers), [p for p in self.parameters if p.requires_grad]
+        if not reads:
+            trained = trained[-1:] if self.explicit else []
         others = self._hooks_of_others() if reads else []
-        needed = trains, reads, has_groups, at_once, self.explicit, others
+        # of exact groups k gradients of each parameter are in memory
+        at_once = self.group_tap is not None and any(map(_NEEDS_EXACT, self._subscribers))
+        needed = reads, at_once, others, list(map(id, self.parameters)), list(map(id, trained))
         if needed == self._attached:
             return
-        self._attached = needed
+        self._remove_hooks()
+        self._attached, self._trained, self._hides = needed, set(trained), reads and not others
+        self._at_once = {p for p in trained if at_once or p.numel() * p.element_size() > _LARGE}
         self._lists.clear()
-        trained = [(i, p) for i, p in enumerate(self.parameters) if p.requires_grad]
-        self._numbers = {p: i for i, p in trained} if has_groups else {}
-        watched = trained if reads else trained[-1:] if self.explicit else []
-        self._first_hook.attach(p for _, p in watched)
-        remove_hooks(self._large)
-        remove_hooks(self._taps)  # to come after the others again
-        for number, parameter in trained if reads else ():
-            is_large = at_once or parameter.numel() * parameter.element_size() > _LARGE
-            if others:
-                tap = _hook(weak_method(self._catch), number, is_large)
-                self._taps[number] = parameter.register_hook(tap)  # type: ignore[no-untyped-call]
-            elif is_large:
-                hook = _hook(weak_method(self._add_at_once), number)
-                register = parameter.register_post_accumulate_grad_hook
-                self._large[number] = register(hook)  # type: ignore[no-untyped-call]
+        report = weak_method(self._on_gradient)
+        for number, parameter in enumerate(self.parameters):
+            if parameter not in self._trained:
+                continue
+            if others:  # after which the taps come
+                self._keep(parameter.register_hook, gradient_hook(report, parameter))
+                continue
+            self._keep(parameter.register_hook, self._first_hook)
+            if reads and parameter in self._at_once:
+                self._keep(parameter.register_post_accumulate_grad_hook, self._adding_hook(number))
+
+    def _keep(self, register: Any, hook: Callable[[Tensor], None]) -> None:
+        handle: RemovableHandle = register(hook)
+        self._handles[handle.id] = handle
+
+    def _adding_hook(self, number: int) -> Callable[[Tensor], None]:
+        add = weak_method(self._add_at_once)
+        return watching_hook(lambda parameter: add(number, parameter))
 
     def _hooks_of_others(self) -> list[int]:
         """Ids of all hooks on gradients and sums of the parameters that are not this source's."""
-        kinds = list(map(HOOKS, self.parameters)), list(map(_POST_HOOKS, self.parameters))
-        own = len(self._first_hook) + len(self._taps), len(self._large)
-        if [sum(map(len, filter(None, hooks))) for hooks in kinds] == [*own]:
-            return []
-        handles = (*self._first_hook.handles(), *self._taps.values(), *self._large.values())
-        ours = {handle.id for handle in handles}
-        present = itertools.chain.from_iterable(filter(None, itertools.chain(*kinds)))
-        return [number for number in present if number not in ours]
+        kinds = itertools.chain(map(_HOOKS, self.parameters), map(_POST_HOOKS, self.parameters))
+        present = itertools.chain.from_iterable(filter(None, kinds))
+        return list(itertools.filterfalse(self._handles.__contains__, present))
 
     def _remove_hooks(self) -> None:
         self._attached = None
-        self._first_hook.close()
-        remove_hooks(self._large)
-        remove_hooks(self._taps)
-
-    def _unhook(self, parameter: Tensor) -> None:
-        self._attached = None
-
-    def select(self, parameters: Iterable[Tensor]) -> None:
-        """Watches these parameters alone, between steps; `zero_grad` still zeroes the others."""
-        super().select(parameters)
-        self._attach_hooks()
+        remove_hooks(self._handles)
 
     def local_grads(self) -> list[Tensor]:
         """Every gradient."""
-        return self.guard.grads()
-
-    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """S of each parameter in the step; None where no micro-batch reached it."""
-        places = dict(zip(map(id, self.parameters), itertools.count()))
-        return self.guard.sums_of(list(map(places.__getitem__, map(id, parameters))))
+        return [grad for p in self.parameters if (grad := p.grad) is not None]
 
     def _watched(self, leaf: Tensor) -> Tensor | None:
-        return leaf if leaf in self._numbers else None
+        return leaf if leaf in self._trained else None
 
     # a micro-batch
 
     def _open(self) -> None:
-        guard = self.guard
-        changed = self._in_micro_batch or (self.micro_batches > 0 and guard.changed())
-        if self.micro_batches and changed and not self.explicit and guard.is_clean():
-            self._restart()  # the user called zero_grad(), and starts a new step
-        elif self.micro_batches and changed:
+        if self._subscribers or self.micro_batches:
+            super()._open()
+        else:
+            self._begin_step()
+            self._in_micro_batch, self.foreign_backward = True, False
+        if self._hides:
+            self.guard.hide()
+        else:
+            self.guard.keeps_apart = False
+
+    def _require_undisturbed(self, *, changed: bool) -> None:
+        if changed:
             self.require_unchanged("this one")
-        is_tapped = not self._subscribers or self._taps
-        if self.micro_batches and not is_tapped and self._hooks_of_others():
+        if self._hides and self._hooks_of_others():
             raise GradientError(_HOOKED)
-        self._begin_step()
-        self._in_micro_batch, self.foreign_backward = True, False
-        self._announced = False
-        self._added.clear()
-        self._caught.clear()
-        if self._subscribers and not self._taps:
-            guard.hide()
 
     def _close(self) -> None:
-        if not self._subscribers:
-            self._in_micro_batch = self._implicit = False
+        if self._hides:
+            self._add_all(self.guard.take())
+            self.guard.show()
+            self.guard.accept()
+            self._end_micro_batch()
+        elif self._subscribers:
+            super()._close()
+        else:
+            self._in_micro_batch = False
             self.micro_batches += 1
             self.guard.accept()
-            return
-        try:
-            if self._taps:
-                self._report_caught()
-            else:
-                self._add_all(self.guard.take())
-        except BaseException:
-            self._fail()
-            raise
-        if self._taps:
-            self.guard.end_accumulated()
-        else:
-            self.guard.end()
-        self._end_micro_batch()
 
-    def _reached_parameters(self) -> Iterable[Tensor]:
-        return [self.parameters[number] for number in self._added]
-
-    def _fail(self) -> None:
-        self.guard.give_back(self._added)
-        self._caught.clear()
-        self.restart()
-
-    def _announce(self) -> None:
-        """Tells the subscribers of the micro-batch, once it is known to have a gradient."""
-        if not self._announced:
-            self._announced = True
-            self._begin_micro_batch()
+    def _require_seen(self, written_parameters: list[Tensor]) -> None:
+        """Takes the gradient of a parameter whose tap was put on in this backward."""
+        if any(p.grad is None for p in (*self._reached.values(), *self._gathered)):
+            self.require_no_step_in_backward()
+        for parameter in written_parameters:
+            if id(parameter) in self._reached or parameter in self._gathered:
+                continue
+            if self.micro_batches or parameter.grad is None:
+                raise GradientError(_HOOKED)
+            self._gathered[parameter] = parameter.grad.detach().clone()
 
     def _add_all(self, found: Sequence[Tensor | None]) -> None:
         """Reports what the backward has left, and adds it to the sums."""
         sums = self.guard.sums
         numbers = tuple(itertools.compress(range(len(found)), map(is_tensor, found)))
-        if not numbers and not self._added:
+        if not numbers and not self._reached:
             self.require_no_step_in_backward()
-        self._announce()
         have_sums = list(map(is_tensor, map(sums.__getitem__, numbers)))
         later = tuple(itertools.compress(numbers, have_sums))
         without = tuple(itertools.compress(numbers, map(operator.not_, have_sums)))
         for some, is_first in ((without, True), (later, False)):
             if some:
-                self._add(some, found, first=is_first)
+                gradients: list[Any] = list(map(found.__getitem__, some))
+                self._add(some, gradients, first=is_first)
 
-    def _report_caught(self) -> None:
-        """Reports what the taps have caught, of a backward that accumulates by itself."""
-        grads, written = self.guard.all_grads(), set(self.guard.added_to())
-        caught, self._caught = self._caught, {}
-        if any(grads[number] is None for number in (*caught, *self._added)):
-            self.require_no_step_in_backward()
-        for number in written - caught.keys() - self._added:
-            # the tap was put on in this backward, the step's first
-            grad = grads[number]
-            if self.micro_batches or grad is None:
-                raise GradientError(_HOOKED)
-            caught[number] = grad.detach().clone()
-        self._announce()
-        if caught:
-            require_dense(caught.values())
-            numbers = tuple(sorted(caught))
-            gradients = [caught[number] for number in numbers]
-            self._report(MicroBatchGradients(self._listed(numbers), gradients))
-            self._added.update(numbers)
-
-    def _catch(self, number: int, at_once: bool, gradient: Tensor) -> None:
-        """A tap has seen a gradient, which autograd adds to `.grad`."""
-        if not self._in_micro_batch:
-            return
-        gradient = gradient.detach() if gradient.requires_grad else gradient
-        if at_once and not self._several:
-            if number in self._added:
-                raise GradientError(TWICE)
-            require_dense([gradient])
-            self._announce()
-            self._report(MicroBatchGradients(self._listed((number,)), [gradient]))
-            self._added.add(number)
-        elif number in self._caught:
-            self._caught[number] = self._caught[number] + gradient
-        else:
-            self._caught[number] = gradient  # held, so autograd does not write to its memory
-
-    def _add(self, numbers: tuple[int, ...], found: Sequence[Any], *, first: bool) -> None:
-        gradients: list[Tensor] = list(map(found.__getitem__, numbers))
+    def _add(self, numbers: tuple[int, ...], gradients: list[Tensor], *, first: bool) -> None:
+        if numbers not in self._lists:  # the same list each time
+            self._lists[numbers] = [self.parameters[number] for number in numbers]
         sums = None if first else self.guard.sums_before(numbers)
-        may_sum = not first and not self.guard.has_graphs
-        batch = MicroBatchGradients(self._listed(numbers), gradients, sums, first, may_sum)
+        may_sum = not first and not self.guard.graphs
+        batch = MicroBatchGradients(self._lists[numbers], gradients, sums, first, may_sum)
         self._report(batch)
         self.guard.add(numbers, gradients, summed=batch.summed, first=first)
-        self._added.update(numbers)
-
-    def _listed(self, numbers: tuple[int, ...]) -> list[Tensor]:
-        """The parameters with these numbers, as the same list each time."""
-        if numbers not in self._lists:
-            self._lists[numbers] = [self.parameters[number] for number in numbers]
-        return self._lists[numbers]
 
     def _add_at_once(self, number: int, parameter: Tensor) -> None:
         """Adds a gradient as soon as it is there; a backward that two reach is refused."""
@@ -275,65 +199,42 @@ class SingleProcessSource(GradientSource):
             return
         if gradient.requires_grad:  # of create_graph=True, which `.grad` keeps
             return
-        if number in self._added:
+        if id(parameter) in self._reached:
             raise GradientError(TWICE)
         require_dense([gradient])
-        self._announce()
-        found: list[Tensor | None] = [None] * (number + 1)
-        found[number] = gradient
-        self._add((number,), found, first=self.guard.sums[number] is None)
-        parameter.grad = None
+        self._add((number,), [gradient], first=self.guard.sums[number] is None)
+
+    def _is_summed(self, parameter: Tensor) -> bool:
+        """Whether a tap may see several gradients of a parameter in a micro-batch."""
+        return self._several or parameter not in self._at_once
 
     # a backward
 
-    def _backward_begins(self) -> bool:
-        """The first gradient of a backward is about to come; whether its end matters."""
-        if self._implicit:
-            self._restart()  # the previous backward failed
-        if self._in_micro_batch or self.failed:
-            return False
-        if not self.explicit:
-            self._begin_implicit()
-        return True
-
-    @hands_errors_over
-    def _begin_implicit(self) -> None:
-        self._weight, self._several = 1.0, False
+    def _begin_hooked_backward(self) -> "weakref.ref[Any] | None":
+        """The first hook of a backward runs."""
+        if self._in_micro_batch and not self._subscribers:
+            return None
         try:
-            if is_nested():
-                raise GradientError(_NESTED)
-            self._open()
-        except GradientError:
-            self._in_micro_batch = True  # what the backward leaves belongs to no step
-            raise
-        finally:
-            self._implicit = True
+            self._begin_backward()
+        except BaseException as error:
+            raise_after_backward(error)
+        return self._backward
 
-    @_disable_dynamo
-    @hands_errors_over
-    def _backward_ends(self) -> None:
-        if not self._implicit:
-            self.foreign_backward |= self.guard.changed()
-        elif self._added or (self.guard.added_to() if self._taps else self.guard.found()):
-            self._close()
-        else:  # autograd.grad, which accumulates nothing
-            self.require_no_step_in_backward()
-            if are_freed(self.parameters):
-                self._fail()
-                raise GradientError(f"the parameters were freed in the backward: {MADE_LATE}")
-            self.guard.show()
-            self._caught.clear()
-            self._in_micro_batch = self._implicit = False
+    def _require_known_end(self) -> None:
+        if is_nested():
+            raise GradientError(_NESTED)
 
-    def _backward_gone(self) -> None:
-        """A backward has ended, or failed in the micro-batch that it opened."""
-        if self._implicit:
-            self._forget_groups()
-            self.guard.give_back(self._added)
+    def _has_accumulated(self) -> bool:
+        if self._reached:
+            return True
+        return self.guard.found() if self._hides else super()._has_accumulated()
 
+    def _end_autograd_grad(self) -> None:
+        """Forgets a backward that has accumulated nothing."""
+        self.guard.show()
+        self._gathered.clear()
+        self._in_micro_batch = self._implicit = False
 
-def _hook(function: Callable[..., None], *leading: Any) -> Callable[..., None]:
-    def hook(argument: Tensor) -> None:
-        function(*leading, argument)
-
-    return watching_hook(hook)
+    def _abandon(self) -> None:
+        super()._abandon()
+        self.guard.give_back()

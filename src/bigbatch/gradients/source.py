@@ -1,9 +1,10 @@
 """A model's micro-batch gradients, reported to subscribers; `.grad` is checked meanwhile."""
 
-import operator
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.gradient_hooks import weak_method
 from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.group_tap import GroupTap, refusal_message
+from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import MicroBatchGradients, Subscriber
 from bigbatch.gradients.rank_reducer import RankReducer
 
@@ -31,10 +33,15 @@ class _Scope:
         self._source._open()
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._source._close()
-        else:
-            self._source._fail()
+        is_complete = False
+        try:
+            if kind is None:
+                self._source._close()
+                is_complete = True
+        finally:
+            if not is_complete:
+                self._source._abandon()
+                self._source._restart()
 
 
 class GradientSource(ABC):
@@ -43,11 +50,11 @@ class GradientSource(ABC):
     By default every `backward()` is one micro-batch. With `explicit=True` only a backward inside
     `with source.micro_batch(weight)` counts.
 
-    In one process it is a `SingleProcessSource`. An engine is supported by a `TappedSource`, which
-    has a tap, a guard and a reducer; `gradients/ddp.py` is an example.
+    What a micro-batch is, `TappedSource` knows.
 
     Args:
         parameters: the parameters to watch.
+        tap: hooks the gradients.
         guard: reads `.grad` on this rank, and notices who else writes to it.
         reducer: communicates, and knows which shard of the mean gradient each rank has.
         explicit: counts only what happens inside `micro_batch`.
@@ -56,13 +63,14 @@ class GradientSource(ABC):
     def __init__(
         self,
         parameters: Iterable[Tensor],
+        tap: GradientTap,
         guard: GradGuard,
         reducer: RankReducer,
         *,
         explicit: bool = False,
     ) -> None:
         self.explicit = explicit
-        self.guard, self.reducer = guard, reducer
+        self.guard, self.reducer, self._tap = guard, reducer, tap
         self.on_error: Callable[[Exception], None] | None = None  # see `hands_errors_over`
         self.failed = False
         self.rank, self.ranks = reducer.rank, reducer.ranks
@@ -70,12 +78,18 @@ class GradientSource(ABC):
         self.micro_batches = 0  # complete micro-batches of the step on this rank
         self.foreign_backward = False  # an uncounted backward wrote to .grad since the last one
         self._unwatched: dict[Tensor, None] = {}  # parameters that are only zeroed
-        self._selection: list[Tensor] = []  # the argument of the last `select`
         self._subscribers: list[Subscriber] = []
         self._step_begun = False
         self._in_micro_batch = False
         self._implicit = False  # whether a backward opened the micro-batch, not micro_batch()
         self._several = False  # whether the micro-batch may have several backwards
+        self._announced = False  # whether the subscribers know of it
+        self._reached: dict[int, Tensor] = {}  # parameters that it has reached, by their ids
+        self._gathered: dict[Tensor, Tensor] = {}  # gradients that are not reported yet
+        self._elements = 0  # of small ones among these
+        self._hides = False  # whether it reads gradients from `.grad`, which starts empty
+        self._reads_at_once = False  # whether a subscriber wants each as it comes
+        self._backward: weakref.ref[Any] | None = None  # to an object that lives as long as it
         self._closed = False
         self.group_tap: GroupTap | None = None  # if a backward is cut into groups
         # of the groups of each micro-batch of the step; None if it has none
@@ -83,26 +97,11 @@ class GradientSource(ABC):
         self._weight = 1.0  # of the current micro-batch
         self.add(parameters)
 
-    # hooks, by kind of source
-
-    def _require_supported(self, parameter: Tensor) -> None:
-        """Raises SettingError for a parameter whose gradient cannot be seen."""
-        if parameter.is_complex() and parameter.requires_grad:
-            raise SettingError(
-                "a complex parameter cannot be measured; hold torch.view_as_real of it"
-            )
+    # by kind of source
 
     @abstractmethod
     def _attach_hooks(self) -> None:
         """Hooks the parameters as far as the subscribers need it."""
-
-    @abstractmethod
-    def _remove_hooks(self) -> None:
-        """Removes every hook."""
-
-    @abstractmethod
-    def _unhook(self, parameter: Tensor) -> None:
-        """Removes the hooks of a parameter that is no longer watched."""
 
     @abstractmethod
     def _open(self) -> None:
@@ -112,20 +111,15 @@ class GradientSource(ABC):
     def _close(self) -> None:
         """The micro-batch is complete."""
 
-    @abstractmethod
-    def _fail(self) -> None:
-        """A micro-batch ends by an error."""
+    def _abandon(self) -> None:
+        """A micro-batch ends by an error; the groups of its backward are forgotten."""
+        if self.group_tap is not None:
+            self.group_tap.forget()
 
-    @abstractmethod
-    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """S of each parameter; None where no micro-batch reached it, or S is not kept."""
-
-    @abstractmethod
     def _watched(self, leaf: Tensor) -> Tensor | None:
         """The watched parameter of a leaf of the graph; None if it is another's."""
-
-    watches_leaves = True
-    """Whether the leaves of a graph are the parameters themselves."""
+        parameter = self._tap.parameter_of(leaf)
+        return parameter if self._tap.is_hooked(parameter) else None
 
     # what is watched, and who reads it
 
@@ -133,7 +127,11 @@ class GradientSource(ABC):
         """Watches more parameters, between steps."""
         watched = set(self.parameters)
         for parameter in parameters:
-            self._require_supported(parameter)
+            if parameter.is_complex() and parameter.requires_grad:
+                raise SettingError(
+                    "a complex parameter cannot be measured; hold torch.view_as_real of it"
+                )
+            self._tap.require_supported(parameter)
             if parameter not in watched:
                 watched.add(parameter)
                 self.parameters.append(parameter)
@@ -142,18 +140,14 @@ class GradientSource(ABC):
 
     def select(self, parameters: Iterable[Tensor]) -> None:
         """Watches these parameters alone, between steps; `zero_grad` still zeroes the others."""
-        selection, previous = list(parameters), self._selection
-        unchanged = len(selection) == len(previous) and all(map(operator.is_, selection, previous))
-        if unchanged and len(selection) == len(self.parameters):
-            self._attach_hooks()  # one may have been unfrozen
-            return
-        self._selection, selected = selection, dict.fromkeys(selection)
+        selected = dict.fromkeys(parameters)
         self.add([p for p in self._unwatched if p in selected])  # in the order of the model
         self.add(selected)
         for parameter in [p for p in self.parameters if p not in selected]:
             self._unwatched[parameter] = None
-            self._unhook(parameter)
+            self._tap.detach(parameter)
         self.parameters[:] = [p for p in self.parameters if p in selected]
+        self._attach_hooks()
 
     def cut_backwards(
         self, groups: int, layers: Mapping[Tensor, int], model: nn.Module | None = None
@@ -170,7 +164,7 @@ class GradientSource(ABC):
             )
         watched = weak_method(self._watched)
         self.group_tap = GroupTap(
-            groups, watched, layers, model, checks_samples=self.watches_leaves
+            groups, watched, layers, model, checks_samples=self._tap.on_leaves
         )
         self._attach_hooks()
 
@@ -188,11 +182,13 @@ class GradientSource(ABC):
     def subscribe(self, subscriber: Subscriber) -> None:
         """Reports every later step to `subscriber`; call it between steps."""
         self._subscribers.append(subscriber)
+        self._reads_at_once |= subscriber.reads_at_once
         self._attach_hooks()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Stops reporting to `subscriber`; without subscribers no hook stays on."""
         self._subscribers.remove(subscriber)
+        self._reads_at_once = any(other.reads_at_once for other in self._subscribers)
         if not self._subscribers:
             self._remove_hooks()
             self._attach_hooks()
@@ -200,29 +196,30 @@ class GradientSource(ABC):
     def close(self) -> None:
         """Removes every hook for good."""
         self._closed = True
-        self._forget_groups()
+        if self.group_tap is not None:
+            self.group_tap.forget()
         self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        self._tap.close()
 
     # the step
 
     def restart(self) -> None:
         """Forgets the step: the next micro-batch is the first of a new one."""
-        self._forget_groups()
-        self._restart()
-
-    def _forget_groups(self) -> None:
-        """Forgets the backward that is prepared, whose graph it holds."""
         if self.group_tap is not None:
             self.group_tap.forget()
+        self._restart()
 
     def _restart(self) -> None:
         """The same in a backward, which keeps what it prepared."""
-        self.micro_batches = 0
-        self.group_norms = []
+        self.micro_batches, self._backward = 0, None
+        self.group_norms, self._gathered = [], {}
         self._step_begun = self.foreign_backward = False
         self._in_micro_batch = self._implicit = self.failed = False
         self.guard.restart()
-        self._attach_hooks()
+        if self._subscribers:
+            self._attach_hooks()
 
     def zero_grad(self) -> None:
         """Sets every gradient to None and forgets the step."""
@@ -269,6 +266,10 @@ class GradientSource(ABC):
         grads = map(self.local_grad, self.parameters)
         return [grad for grad in grads if grad is not None]
 
+    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """S of each parameter; None where no micro-batch reached it, or S is not kept."""
+        return self.guard.sums_of(parameters)
+
     def require_finished(self) -> None:
         """Raises GradientError where the last backward has failed, and nothing was zeroed since."""
         if self._in_micro_batch:
@@ -304,8 +305,11 @@ class GradientSource(ABC):
         for subscriber in self._subscribers:
             subscriber.begin()
 
-    def _begin_micro_batch(self) -> None:
-        """Announces a micro-batch to the subscribers."""
+    def _announce(self) -> None:
+        """Announces the micro-batch to the subscribers, once it is known to be one."""
+        if self._announced:
+            return
+        self._announced = True
         tap = self.group_tap
         groups = 1 if tap is None or tap.grouping is None else len(tap.weights)
         for subscriber in self._subscribers:
@@ -313,6 +317,8 @@ class GradientSource(ABC):
 
     def _report(self, batch: MicroBatchGradients) -> None:
         """Hands gradients of the micro-batch to the subscribers, and what its groups add."""
+        self._announce()
+        self._reached.update(zip(map(id, batch.parameters), batch.parameters, strict=True))
         for subscriber in self._subscribers:
             subscriber.gradients(batch)
         if self.group_tap is None or self.group_tap.grouping is None:
@@ -323,12 +329,9 @@ class GradientSource(ABC):
                 for subscriber in self._subscribers:
                     subscriber.groups(parameter, gradient, groups)
 
-    @abstractmethod
-    def _reached_parameters(self) -> Iterable[Tensor]:
-        """The parameters that the micro-batch has reached."""
-
     def _end_micro_batch(self) -> None:
         """Counts a complete micro-batch."""
+        self._announce()
         self._in_micro_batch = self._implicit = False
         self.micro_batches += 1
         self.group_norms.append(None)
@@ -339,12 +342,10 @@ class GradientSource(ABC):
 
     def _end_groups(self, tap: GroupTap) -> None:
         """Every parameter that the backward reached must have had its groups."""
-        refusals = tap.refusals
-        parameters = set(self._reached_parameters()) if refusals else set()
-        unseen = {p: reason for p, reason in refusals.items() if p in parameters}
+        unseen = {p: reason for p, reason in tap.refusals.items() if id(p) in self._reached}
         self.group_norms[-1] = tap.end()
         if unseen:
-            gradients = {p: self.guard.local_grad(p) for p in parameters}
+            gradients = {p: self.guard.local_grad(p) for p in self._reached.values()}
             self.refuse_groups(refusal_message(unseen, gradients, tap.model))
 
     def refuse_groups(self, reason: str) -> None:

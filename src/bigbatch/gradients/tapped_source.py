@@ -1,20 +1,18 @@
-"""Gradients of an engine, which reduces in or after a backward: taps see each rank's own."""
+"""Micro-batches that are backwards; taps see a rank's own gradients, before an engine's sums."""
 
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.grad_guard import EngineGuard, require_dense
+from bigbatch.gradients.grad_guard import require_dense
 from bigbatch.gradients.gradient_hooks import hands_errors_over, weak_method
-from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import MicroBatchGradients
-from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.gradients.source import TWICE, GradientSource
 
 MADE_LATE = (
@@ -28,43 +26,12 @@ _GATHERED = 1 << 17  # elements of small gradients that are reported together
 
 
 class TappedSource(GradientSource):
-    """Watches gradients by hooks, since the engine writes to `.grad` itself.
+    """Watches gradients by hooks, as where an engine writes to `.grad` itself.
 
-    Args:
-        parameters: the parameters to watch.
-        tap: hooks the gradients.
-        guard: reads `.grad` on this rank, and notices who else writes to it.
-        reducer: communicates, and knows which shard of the mean gradient each rank has.
-        explicit: counts only what happens inside `micro_batch`.
+    An engine is supported by a tap, a guard and a reducer; `gradients/ddp.py` is an example.
     """
 
-    guard: EngineGuard
-
-    def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        tap: GradientTap,
-        guard: EngineGuard,
-        reducer: RankReducer,
-        *,
-        explicit: bool = False,
-    ) -> None:
-        self._tap = tap
-        self.watches_leaves = tap.on_leaves
-        self._reached: set[Tensor] = set()  # parameters that the current micro-batch reached
-        self._gathered: dict[Tensor, Tensor] = {}  # small gradients that are not reported yet
-        self._elements = 0  # of these
-        self._reads_at_once = False  # whether a subscriber wants each as it comes
-        self._totals: dict[Tensor, Tensor] | None = None  # of several backwards
-        self._end_callback: weakref.ref[Callable[[], None]] | None = None  # alive in a backward
-        self._report_one = weak_method(self._on_gradient)
-        super().__init__(parameters, guard, reducer, explicit=explicit)
-
     # hooks
-
-    def _require_supported(self, parameter: Tensor) -> None:
-        super()._require_supported(parameter)
-        self._tap.require_supported(parameter)
 
     def _attach_hooks(self) -> None:
         """Hooks every parameter that requires a gradient.
@@ -74,76 +41,43 @@ class TappedSource(GradientSource):
         if self._closed:
             return
         if self._subscribers:
-            self._tap.attach(self.parameters, self._report_one)
+            self._tap.attach(self.parameters, weak_method(self._on_gradient))
         elif self.explicit and self._tap.on_leaves:
-            trained = (p for p in reversed(self.parameters) if p.requires_grad)
-            self._tap.attach(itertools.islice(trained, 1), self._report_one)
-
-    def _remove_hooks(self) -> None:
-        self._tap.close()
-
-    def _unhook(self, parameter: Tensor) -> None:
-        self._tap.detach(parameter)
-
-    def _watched(self, leaf: Tensor) -> Tensor | None:
-        parameter = self._tap.parameter_of(leaf)
-        return parameter if self._tap.is_hooked(parameter) else None
-
-    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """S of each parameter; None where no micro-batch reached it, or S is not kept."""
-        return list(map(self.guard.sum_of, parameters))
+            trained = [p for p in self.parameters if p.requires_grad]
+            self._tap.attach(trained[-1:], weak_method(self._on_gradient))
 
     # a micro-batch
-
-    def _restart(self) -> None:
-        self._end_callback = None
-        self._totals = None
-        self._gathered.clear()
-        super()._restart()
 
     def _open(self) -> None:
         changed = self.guard.open_micro_batch() or self._in_micro_batch
         may_be_zeroed = self.micro_batches and changed and not self.explicit
         if may_be_zeroed and self.guard.is_clean_within_step():
             self._restart()  # the user called zero_grad(), and starts a new step
-        if self.micro_batches and self.explicit:
-            self._require_undisturbed()
+        if self.micro_batches:
+            self._require_undisturbed(changed=changed)
         self._begin_step()
+        self._announced, self._elements = False, 0
         self._reached.clear()
         self._gathered.clear()
-        self._elements = 0
-        self._reads_at_once = any(subscriber.reads_at_once for subscriber in self._subscribers)
-        self._totals = {} if self._several else None
         self._in_micro_batch, self.foreign_backward = True, False
-        self._begin_micro_batch()
 
-    def _require_undisturbed(self) -> None:
+    def _require_undisturbed(self, *, changed: bool) -> None:
         """Checks gradients that an engine writes to, without waiting for the device."""
-        if self.foreign_backward or self.guard.all_set_to_none():
+        if self.explicit and (self.foreign_backward or self.guard.all_set_to_none()):
             raise GradientError(
                 "a backward of your own changed .grad between two micro-batches, or the gradients "
                 "were zeroed there; run it outside the step, and zero them at its end"
             )
 
-    def _fail(self) -> None:
-        self.restart()
-
     def _close(self) -> None:
         stamps = self.guard.stamps()
         if not any(stamps) and not self.guard.grad_may_wait:
             self.require_no_step_in_backward()
-        for parameter, total in (self._totals or {}).items():
-            self._emit(parameter, total)
-        self._totals = None
-        self._report_gathered()
-        self._in_micro_batch = False
-        self.guard.accept(stamps)
         if self._subscribers:
             self._require_seen(self.guard.written_parameters(stamps))
+        self._report_gathered()
+        self.guard.accept(stamps)
         self._end_micro_batch()
-
-    def _reached_parameters(self) -> Iterable[Tensor]:
-        return self._reached
 
     def _require_seen(self, written_parameters: list[Tensor]) -> None:
         """An engine may write to the gradient of a parameter that this rank did not reach."""
@@ -156,9 +90,8 @@ class TappedSource(GradientSource):
 
     def _emit(self, parameter: Tensor, gradient: Tensor) -> None:
         """Reports a gradient, at once or with others that are small."""
-        if parameter in self._reached:
+        if id(parameter) in self._reached or parameter in self._gathered:
             raise GradientError(TWICE)
-        self._reached.add(parameter)
         is_large = gradient.numel() > _SMALL or not gradient.is_cpu
         if is_large or self._reads_at_once:
             total = self.guard.sum_of(parameter)
@@ -184,60 +117,89 @@ class TappedSource(GradientSource):
         """A hook reports the gradient of one parameter."""
         if self._in_micro_batch and not self._subscribers:
             return
-        backward_begins = self._end_callback is None or self._end_callback() is None
-        if backward_begins and self._implicit:
-            self._restart()  # the previous backward failed
-        if backward_begins and not self._in_micro_batch:
-            if not self.explicit:
-                self._weight, self._several = 1.0, False
-                self._open()
-                self._implicit = True
-            self._call_when_backward_ends()
-        if not self._in_micro_batch:
+        self._begin_backward()
+        if not self._in_micro_batch or self._hides or self.failed:
             return
         require_dense([gradient])
         if gradient.requires_grad:
             gradient = gradient.detach()
-        if self._totals is not None:
-            total = self._totals.get(parameter)
-            self._totals[parameter] = gradient.clone() if total is None else total.add_(gradient)
+        if self._is_summed(parameter):
+            total = self._gathered.get(parameter)
+            self._gathered[parameter] = gradient.clone() if total is None else total.add_(gradient)
             return
         self._emit(parameter, self.guard.added_by(parameter, gradient))
         self.guard.after_report(parameter, gradient)
 
-    def _call_when_backward_ends(self) -> None:
-        """Queues a callback that the autograd engine keeps alive until the backward ends or fails.
+    def _is_summed(self, parameter: Tensor) -> bool:
+        """Whether a parameter may get several gradients, reported at the end of the micro-batch."""
+        return self._several
 
-        It queues another, which runs after those that DDP and FSDP2 queued to finish `.grad`.
+    def _begin_backward(self) -> None:
+        """Opens a micro-batch at the first gradient of a backward, and has its end called."""
+        if self._backward is not None and self._backward() is not None:
+            return
+        if self._implicit:
+            self._restart()  # the previous backward failed
+        self._watch_backward()
+        if not (self._in_micro_batch or self.explicit):
+            self._open_implicitly()
+
+    def _watch_backward(self) -> None:
+        """Queues what the autograd engine keeps alive until the backward ends or fails.
+
+        It is queued by another callback, to run after those that DDP and FSDP2 queue to finish
+        `.grad`. No frame of an error may keep it.
         """
-        ended = self._backward_ended if self._implicit else self._foreign_backward_ended
-        last = functools.partial(ended)  # an object of this backward alone
-        self._end_callback = weakref.ref(last, weak_method(self._backward_gone))
         queue = Variable._execution_engine.queue_callback
-        queue(functools.partial(queue, last))
+        if self._in_micro_batch:
+            last: Any = functools.partial(bool)  # does nothing
+            self._backward = weakref.ref(last)
+        else:
+            last = functools.partial(self._backward_ended)
+            self._backward = weakref.ref(last, weak_method(self._backward_gone))
+            last = functools.partial(queue, last)
+        queue(last)
+
+    @hands_errors_over
+    def _open_implicitly(self) -> None:
+        self._weight, self._several = 1.0, False
+        backward = self._backward
+        try:
+            self._require_known_end()
+            self._open()
+        except GradientError:
+            self._in_micro_batch = True  # what the backward leaves belongs to no step
+            raise
+        finally:
+            self._implicit, self._backward = True, backward
+
+    def _require_known_end(self) -> None:
+        """Raises GradientError where the end of a backward is not that of its micro-batch."""
 
     @_disable_dynamo
     @hands_errors_over
     def _backward_ended(self) -> None:
-        if self.guard.stamps_before == self.guard.stamps() and not self.guard.grad_may_wait:
-            self._refuse_autograd_grad()
-        self._close()
+        if not self._implicit:
+            self.foreign_backward |= self.guard.changed_by_foreign_backward()
+        elif self._has_accumulated():
+            self._close()
+        else:
+            if are_freed(self.parameters):
+                raise GradientError(f"the parameters were freed in the backward: {MADE_LATE}")
+            self.require_no_step_in_backward()
+            self._end_autograd_grad()
 
-    def _backward_gone(self, _: object) -> None:
+    def _has_accumulated(self) -> bool:
+        """Whether the backward has written to `.grad`, as autograd.grad does not."""
+        return self.guard.grad_may_wait or self.guard.stamps_before != self.guard.stamps()
+
+    def _backward_gone(self, backward: object) -> None:
         """A backward has ended, or failed in the micro-batch that it opened."""
-        if self._implicit:
-            self._forget_groups()
+        if self._implicit and backward is self._backward:
+            self._abandon()
 
-    @_disable_dynamo
-    @hands_errors_over
-    def _foreign_backward_ended(self) -> None:
-        self.foreign_backward |= self.guard.changed_by_foreign_backward()
-
-    def _refuse_autograd_grad(self) -> None:
-        self.restart()
-        if are_freed(self.parameters):
-            raise GradientError(f"the parameters were freed in the backward: {MADE_LATE}")
-        self.require_no_step_in_backward()
+    def _end_autograd_grad(self) -> None:
+        """Refuses what its hooks, if not its gradients, have shown to the subscribers."""
         raise GradientError(
             "torch.autograd.grad over the parameters was seen as a micro-batch; mark the "
             "micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch; "

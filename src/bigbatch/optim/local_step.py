@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
-from bigbatch.gradients.grad_sums import GradSums, is_tensor
+from bigbatch.gradients.grad_guard import is_tensor
+from bigbatch.gradients.grad_sums import GradSums
 from bigbatch.optim.apply_gsnr import (
     AppliedGsnr,
     Layers,

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from bigbatch.gradients.grad_sums import is_tensor
+from bigbatch.gradients.grad_guard import is_tensor
 from bigbatch.kernels import native
 from bigbatch.kernels.native import Rule
 from bigbatch.optim.apply_gsnr import GsnrOptions, Layers

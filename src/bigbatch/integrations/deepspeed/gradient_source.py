@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import TappedSource
-from bigbatch.gradients.grad_guard import EngineGuard, Stamp
-from bigbatch.gradients.leaf_tap import LeafTap
+from bigbatch.gradients.grad_guard import GradGuard, Stamp
+from bigbatch.gradients.leaf_tap import leaf_tap
 from bigbatch.gradients.rank_reducer import GroupReducer, ShardIndices, indices_in_runs
 from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shards, shape_of
 
@@ -21,7 +21,7 @@ class ZeroSource(TappedSource):
     def __init__(self, engine: Any, layout: Layout) -> None:
         self._layout = layout
         self.zero_reducer = ZeroReducer(engine, layout)
-        tap = LeafTap(copies=True)  # DeepSpeed reduces gradients in place
+        tap = leaf_tap(copies=True)  # DeepSpeed reduces gradients in place
         guard = ZeroGuard(layout)
         super().__init__(layout.parameters, tap, guard, self.zero_reducer)
 
@@ -87,7 +87,7 @@ class ZeroReducer(GroupReducer):
         self._layout.scale_norms(factor)
 
 
-class ZeroGuard(EngineGuard):
+class ZeroGuard(GradGuard):
     """Watches this rank's shards of the mean, which ZeRO holds outside `.grad`."""
 
     def __init__(self, layout: Layout) -> None:

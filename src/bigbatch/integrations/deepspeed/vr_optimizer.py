@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber, TappedSource
 from bigbatch.gradients.dtypes import sum_dtype
-from bigbatch.gradients.grad_guard import EngineGuard, Stamp
+from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.integrations.deepspeed.gradient_source import ZeroSource
@@ -83,7 +83,7 @@ class ZeroShards(TappedSource):
         self._leaf_source.guard.accept_edit()
 
 
-class SumsGuard(EngineGuard):
+class SumsGuard(GradGuard):
     """Sums of this rank's shards; the leaf source checks that nobody else writes to them."""
 
     def __init__(self) -> None:
