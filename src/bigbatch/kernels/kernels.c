@@ -229,9 +229,9 @@ INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats,
 #pragma omp simd reduction(+ : r_sum, low, high, before, after)
         for (int64_t i = from; i < to; i++) {
             float q = ratio(s[i], m2[i], k.share);
-            float r = q < k.limit ? k.scale * q : q >= k.limit ? k.r_max : k.gamma;
+            float r = k.scale * q;
             r = r > k.gamma ? r : k.gamma; /* nan: a dead element */
-            r = r < k.r_max ? r : k.r_max;
+            r = r < k.r_max && !(q >= k.limit) ? r : k.r_max;
             if (stats) {
                 r_sum += r;
                 low += r <= k.gamma ? 1 : 0;
