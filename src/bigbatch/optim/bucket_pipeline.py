@@ -179,7 +179,7 @@ class BucketPipeline:
     def _scale(self, bucket: Bucket) -> None:
         """Computes r g on this rank's shard, and begins to gather it."""
         shard, ranks = bucket.shard, len(self.weights)
-        m2 = bucket.receive(self.weights, fused=self.state.fused is not False)
+        m2 = bucket.receive(self.weights, fused=self.state.uses_kernels)
         shard.mean.div_(ranks)
         scaled = shard.mean.clone()
         shard.begin(self._groups, self.state.momentum)
@@ -209,9 +209,10 @@ class BucketPipeline:
         if self.state.warnings.checks_range:
             self.checked += [span.parameter for span in spans]
             self.out_of_range.append(shares_out_of_range(totals, m2s, weight))
-        rows = apply_gsnr(self.state.options(group, weight), layers, all_reduce)
+        fused, watch = self.state.uses_kernels, self.state.watch
+        rows = apply_gsnr(layers, group, weight, all_reduce, fused=fused, watch=watch)
         self.live = self.live + (1 if all_reduce.sums is None else all_reduce.sums[:, 1].sum())
-        if self.state.watch:
+        if watch:
             all_reduce(rows)
             assert all_reduce.sums is not None
             self.layers.update(zip(parameters, all_reduce.sums, strict=True))

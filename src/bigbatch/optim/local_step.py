@@ -127,8 +127,7 @@ class LocalStep:
                     "a parameter has a gradient that no counted backward gave it; let every "
                     "gradient come from backward() after zero_grad()"
                 )
-            options = state.options(group, state.moments.weight)
-            shares.append(GroupShare(group, parameters, grads, options, all_reduce))
+            shares.append(GroupShare(group, parameters, grads, all_reduce))
         return shares
 
     def _layers(self, share: GroupShare) -> Layers:
@@ -139,9 +138,11 @@ class LocalStep:
 
     def _scale(self, share: GroupShare, layers: Layers) -> dict[Tensor, Tensor]:
         """Scales the gradients of a group; returns the row of each parameter, if watched."""
-        rows = apply_gsnr(share.options, layers, share.all_reduce)
-        if not self._state.watch:
+        state, all_reduce = self._state, share.all_reduce
+        fused, watch, weight = state.uses_kernels, state.watch, state.moments.weight
+        rows = apply_gsnr(layers, share.group, weight, all_reduce, fused=fused, watch=watch)
+        if not watch:
             return {}
-        if share.all_reduce is not None:
-            share.all_reduce(rows)
+        if all_reduce is not None:
+            all_reduce(rows)
         return dict(zip(share.parameters, rows, strict=True))

@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from bigbatch.gradients.grad_sums import is_tensor
 from bigbatch.kernels import native
 from bigbatch.kernels.native import Rule
-from bigbatch.optim.apply_gsnr import GsnrOptions, Layers
+from bigbatch.optim.apply_gsnr import Layers, kernel_values
 from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.optim.sharding import AllReduce
 
@@ -33,7 +33,6 @@ class GroupShare:
     group: dict[str, Any]
     parameters: list[Tensor]
     gradients: list[Tensor]  # on this rank
-    options: GsnrOptions
     all_reduce: AllReduce | None
 
 
@@ -96,7 +95,7 @@ class OnePass:
         return (
             type(base) in _RULES
             and not self._state.watch
-            and self._state.fused is not False
+            and self._state.uses_kernels
             and "step" not in vars(base)
             and not (base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks)
             and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
@@ -138,7 +137,8 @@ class OnePass:
         if steps:
             columns.append(native.addresses(steps))
         layer_values = itertools.chain.from_iterable(layers.layer_values)
-        values = [*share.options.values, *_step_values(rule, group)]
+        weight = self._state.moments.weight
+        values = [*kernel_values(group, weight), *_step_values(rule, group)]
 
         def call() -> None:
             native.run_at(rule, columns, lengths, values, layer_values)
