@@ -200,9 +200,9 @@ class BucketPipeline:
         totals = [shard.mean[s.shard_slice] for s in spans]
         m2s = [m2[s.shard_slice] for s in spans]
         gradients = [scaled[s.shard_slice] for s in spans]
-        averages = [(p, c) for s in spans for p, c in [shard.average_of(s, group)] if p is not None]
-        columns = zip(*averages, strict=True) if averages else ()
-        layers = Layers(totals, m2s, gradients, *columns)
+        beta3 = group["beta3"]
+        momentum = () if beta3 is None else shard.averages_of(spans, beta3)
+        layers = Layers(totals, m2s, gradients, *momentum)
         layer_numbers = [numbers[span.parameter] for span in spans]
         all_reduce = _SpanAllReduce(layer_numbers, len(parameters), self.group, scaled.device)
         weight = sum(self.weights) / len(self.weights) ** 2  # the means are S / ranks

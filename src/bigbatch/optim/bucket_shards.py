@@ -153,13 +153,11 @@ class Shard:
             self._steps.setdefault(parameter, steps)
         self._next_average = self._average.clone()
 
-    def average_of(self, span: Span, group: dict[str, Any]) -> tuple[Tensor | None, float]:
-        """(p, 1 / (1 - beta3^t)) of the next step, of the elements in a span."""
-        beta3 = group["beta3"]
-        if beta3 is None or self._next_average is None:
-            return None, 1.0
-        t = self._steps[span.parameter] + 1
-        return self._next_average[span.shard_slice], 1 / (1 - beta3**t)
+    def averages_of(self, spans: list[Span], beta3: float) -> tuple[list[Tensor], list[float]]:
+        """p and 1 / (1 - beta3^t) of the next step, of the elements in each span."""
+        assert self._next_average is not None
+        averages = [self._next_average[span.shard_slice] for span in spans]
+        return averages, [1 / (1 - beta3 ** (self._steps[s.parameter] + 1)) for s in spans]
 
     def commit(self, momentum: GsnrMomentum) -> None:
         """Makes the next p the present one, for the parameters that have a gradient."""

@@ -56,13 +56,14 @@ class LocalStep:
         bad_layers = self._out_of_range() if checks.checks_range else []
         with torch.no_grad():
             shares = self._shares()
-            layers = list(map(self._layers, shares))  # no error after this
-            calls = self._one_pass.find(shares, layers) if may_step else None
+            for share in shares:  # no error from here on
+                share.layers = self._layers(share)
+            calls = self._one_pass.find(shares) if may_step else None
             rows: dict[Tensor, Tensor] = {}
             for call in calls or ():
                 call()
-            for share, own in zip(shares, layers, strict=True) if calls is None else ():
-                rows.update(self._scale(share, own))
+            for share in shares if calls is None else ():
+                rows.update(self._scale(share))
         return AppliedGsnr(moments.micro_batches, rows, agree, bad_layers, calls is not None)
 
     def _prepare(self, source: GradientSource) -> None:
@@ -136,11 +137,11 @@ class LocalStep:
         momentum = () if beta3 is None else state.momentum.next(share.parameters, beta3)
         return Layers(*moments, share.gradients, *momentum)
 
-    def _scale(self, share: GroupShare, layers: Layers) -> dict[Tensor, Tensor]:
+    def _scale(self, share: GroupShare) -> dict[Tensor, Tensor]:
         """Scales the gradients of a group; returns the row of each parameter, if watched."""
         state, all_reduce = self._state, share.all_reduce
         fused, watch, weight = state.uses_kernels, state.watch, state.moments.weight
-        rows = apply_gsnr(layers, share.group, weight, all_reduce, fused=fused, watch=watch)
+        rows = apply_gsnr(share.layers, share.group, weight, all_reduce, fused=fused, watch=watch)
         if not watch:
             return {}
         if all_reduce is not None:

@@ -6,7 +6,7 @@ import weakref
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ _RULES = {SGD: Rule.GSNR_SGD, Adam: Rule.GSNR_ADAM, AdamW: Rule.GSNR_ADAM}
 _OTHER_STEPS = ("differentiable", "amsgrad", "capturable")  # that torch does itself
 
 
-@dataclass(frozen=True)
+@dataclass
 class GroupShare:
     """The parameters of a group that have a gradient in the step."""
 
@@ -34,6 +34,7 @@ class GroupShare:
     parameters: list[Tensor]
     gradients: list[Tensor]  # on this rank
     all_reduce: AllReduce | None
+    layers: Layers = field(init=False)  # with their moments
 
 
 class _Column:
@@ -75,15 +76,13 @@ class OnePass:
         self._state = state
         self._columns: dict[tuple[int, int], _Column] = defaultdict(_Column)
 
-    def find(
-        self, shares: Sequence[GroupShare], layers: Sequence[Layers]
-    ) -> list[Callable[[], None]] | None:
+    def find(self, shares: Sequence[GroupShare]) -> list[Callable[[], None]] | None:
         """Calls that replace each gradient by r g and step the parameters; None if torch has to."""
         if not self._is_possible():
             return None
         calls = []
-        for number, (share, own) in enumerate(zip(shares, layers, strict=True)):
-            call = self._find(number, share, own)
+        for number, share in enumerate(shares):
+            call = self._find(number, share)
             if call is None:
                 return None
             calls.append(call)
@@ -103,10 +102,11 @@ class OnePass:
             and all(map(_may_replace, base.param_groups))
         )
 
-    def _find(self, number: int, share: GroupShare, layers: Layers) -> Callable[[], None] | None:
+    def _find(self, number: int, share: GroupShare) -> Callable[[], None] | None:
         """The call for a group; None if the kernels cannot read its arrays."""
         base: Any = self._state.base
         rule, group, parameters = _RULES[type(base)], share.group, share.parameters
+        layers, weight = share.layers, self._state.moments.weight
         names = _state_names(rule, group)
         states = list(map(base.state.get, parameters)) if names else []
         try:
@@ -137,7 +137,6 @@ class OnePass:
         if steps:
             columns.append(native.addresses(steps))
         layer_values = itertools.chain.from_iterable(layers.layer_values)
-        weight = self._state.moments.weight
         values = [*kernel_values(group, weight), *_step_values(rule, group)]
 
         def call() -> None:
