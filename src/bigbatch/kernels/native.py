@@ -211,7 +211,8 @@ def run_at(
 
 def _threads_for(elements: "array[int]") -> int:
     """The number of threads for layers of so many elements, at most torch's."""
-    return max(1, min(torch.get_num_threads(), sum(elements) // _ELEMENTS_PER_THREAD))
+    most = torch.get_num_threads()
+    return most if most == 1 else max(1, min(most, sum(elements) // _ELEMENTS_PER_THREAD))
 
 
 def squared_norms(gradients: Sequence[Tensor]) -> Tensor:

@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bigbatch.errors import GradientError, SettingError
+from bigbatch.gradients.auto import is_sharded
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.gsnr_options import Betas, load_into, require_kinds, require_unique
+from bigbatch.optim.gsnr_options import Betas, load_into, require_kinds
 from bigbatch.optim.learning_rates import Rate, rates_of
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import Chunk, TwoPass, require_kernels
@@ -123,13 +124,14 @@ class TrustRatioOptimizer(Optimizer):
     def _shards(self, parameter: Tensor) -> list[LayerShard]:
         """The shard of a parameter, or of each layer in an engine's; initializes the state."""
         state = self.state[parameter]
-        if any(name not in state for name in self._state_names):
+        if not all(map(state.__contains__, self._state_names)):
             state.update(self._init_state(parameter))
         steps = float(state["step"].add_(1)) if "step" in state else 0.0
         assert parameter.grad is not None
-        tensors = [parameter, parameter.grad, *(state[name] for name in self._state_names)]
+        tensors = [parameter, parameter.grad, *map(state.__getitem__, self._state_names)]
         if self.partition is None:
-            return [LayerShard(parameter.ndim, steps, list(map(local, tensors)))]
+            arrays = list(map(local, tensors)) if is_sharded(parameter) else tensors
+            return [LayerShard(parameter.ndim, steps, arrays)]
         layers = zip(*(self.partition.cut(parameter, tensor) for tensor in tensors), strict=True)
         return [LayerShard(cut[0][0], steps, [shard for _, shard in cut]) for cut in layers]
 
@@ -145,7 +147,6 @@ class TrustRatioOptimizer(Optimizer):
 
     def _require_valid(self, group: dict[str, Any]) -> None:
         require_kinds(group, type(self))
-        require_unique(group["params"])
         for parameter in group["params"]:
             if not parameter.is_floating_point() or parameter.layout != torch.strided:
                 raise SettingError(
