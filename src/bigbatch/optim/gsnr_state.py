@@ -104,7 +104,7 @@ class GsnrWarnings:
         self._steps += 1
 
     def _warn(self, message: str) -> None:
-        warnings.warn(message, stacklevel=7)  # the caller of step()
+        warnings.warn(message, stacklevel=8)  # the caller of step()
 
 
 def _out_of_range(layers: Sequence[Tensor], named_parameters: list[tuple[str, Tensor]]) -> str:

@@ -82,7 +82,7 @@ class LocalStep:
                 "gradients were changed between backward() and step(), which they were not at the "
                 "last check; r of this step, and of earlier steps if they were changed through "
                 ".data, may be that of the changed gradients",
-                stacklevel=6,
+                stacklevel=8,
             )
 
     def _all_agree(self) -> bool:

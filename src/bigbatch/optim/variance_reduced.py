@@ -335,7 +335,7 @@ class VarianceReduced(Optimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         momentum = GsnrMomentum()
         base_state = momentum.load_from(state_dict, self.gsnr_state.parameters())
-        before = self.param_groups
+        before = [dict(group) for group in self.param_groups]
         load_into(self.base, self.base.load_state_dict, base_state)
         for group, own in zip(self.param_groups, before, strict=True):
             for name in self._group_defaults:
