@@ -151,3 +151,17 @@ def test_a_parameter_that_grows_in_place_is_refused_as_by_torch() -> None:
             optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="must match the size"):
         optimizer.step()
+
+
+def test_a_step_warns_at_the_line_of_the_user() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = VarianceReduced(SGD([weight], lr=0.1))
+    for edits, match in ((False, "k = 2 micro-batches"), (True, "gradients were changed between")):
+        for row in ([1.0, 2.0, 3.0], [1.5, 2.0, 5.0]):
+            torch.autograd.backward([weight], [torch.tensor(row)])
+        if edits:
+            weight.grad *= 2  # type: ignore[operator]
+        with pytest.warns(UserWarning, match=match) as caught:
+            optimizer.step()
+        assert __file__ == caught[0].filename
+        optimizer.zero_grad()

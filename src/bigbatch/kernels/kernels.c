@@ -132,26 +132,15 @@ static void run_layers(void *argument, int id, int threads) {
     }
 }
 
-/* ---- sums of a micro-batch: columns gradient, sum (may be NULL) ------------------------------ */
+/* ---- squared norms: column gradient ---------------------------------------------------------- */
 
-/* sums: |gradient|^2 in double, in which the square of 1e-23 is not 0;  sum += gradient */
+/* |gradient|^2 in double, in which the square of 1e-23 is not 0 */
 WIDE static void squares(const Job *job, int64_t layer, int id, Slice part) {
-    Layer l = layer_of(job, layer);
-    const float *gradient = l.a;
-    float *sum = l.b;
-    double total_squares = 0;
-    if (sum) {
-#pragma omp simd reduction(+ : total_squares)
-        for (int64_t i = part.from; i < part.to; i++) {
-            total_squares += (double)gradient[i] * gradient[i];
-            sum[i] += gradient[i];
-        }
-    } else {
-#pragma omp simd reduction(+ : total_squares)
-        for (int64_t i = part.from; i < part.to; i++)
-            total_squares += (double)gradient[i] * gradient[i];
-    }
-    sums_of(job, layer, id)[0] += total_squares;
+    const float *gradient = layer_of(job, layer).a;
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = part.from; i < part.to; i++) sum += (double)gradient[i] * gradient[i];
+    sums_of(job, layer, id)[0] += sum;
 }
 
 /* ---- second moment of the micro-batch gradients: columns gradient, sum, m2 ------------------- */
@@ -240,9 +229,9 @@ INLINE void gsnr_part(const Layer *l, Slice part, const Gsnr *f, double *stats,
 #pragma omp simd reduction(+ : r_sum, low, high, before, after)
         for (int64_t i = from; i < to; i++) {
             float q = ratio(s[i], m2[i], k.share);
-            float r = q < k.limit ? k.scale * q : q >= k.limit ? k.r_max : k.gamma;
+            float r = k.scale * q;
             r = r > k.gamma ? r : k.gamma; /* nan: a dead element */
-            r = r < k.r_max ? r : k.r_max;
+            r = r < k.r_max && !(q >= k.limit) ? r : k.r_max;
             if (stats) {
                 r_sum += r;
                 low += r <= k.gamma ? 1 : 0;
@@ -424,19 +413,17 @@ WIDE static void lamb_step(const Job *job, int64_t layer, int id, Slice part) {
 
 static const struct {
     Pass *first, *second;
-    int columns;
 } rules[] = {
-    {squares, 0, 2},           {welford, 0, 3},         {ratio_sums, gsnr_pass, 4},
-    {ratio_sums, sgd_pass, 6}, {ratio_sums, adam_pass, 8}, {lars_norms, lars_step, 3},
-    {lamb_moments, lamb_step, 4},
+    {squares, 0},           {welford, 0},           {ratio_sums, gsnr_pass},    {ratio_sums, sgd_pass},
+    {ratio_sums, adam_pass}, {lars_norms, lars_step}, {lamb_moments, lamb_step},
 };
 
 /* Applies one rule to a list of layers. passes: 1, the first, which writes the sums; 2, the second,
  * which reads them as those of thread 0; 3, both. table: the addresses of each column, then the
- * lengths. numbers: group_values, layer_values, sums, and, if watched, stats. */
-void run_rule(int rule, int passes, int64_t *table, int64_t count, double *numbers, int threads,
-              int watch) {
-    const int columns = rules[rule].columns;
+ * lengths; columns that it leaves out are NULL. numbers: group_values, layer_values, sums, and, if
+ * watched, stats. */
+void apply_rule(int rule, int passes, int columns, const int64_t *table, int64_t count,
+                double *numbers, int threads, int watch) {
     double *layer_values = numbers + GROUP_VALUES, *sums = layer_values + 2 * count;
     Job job = {.arrays = (float *const *)table, .columns = columns,
                .lengths = table + columns * count, .count = count, .group_values = numbers,

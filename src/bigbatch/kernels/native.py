@@ -38,16 +38,8 @@ class Rule(IntEnum):
     LAMB = 6
 
 
-# by number of the rule: its columns, and those that it writes to
-_COLUMNS = (
-    (2, (1,)),
-    (3, (1, 2)),
-    (4, (2, 3)),
-    (6, (2, 3, 4, 5)),
-    (8, (2, 3, 4, 5, 6)),
-    (3, (0, 2)),
-    (4, (0, 2, 3)),
-)
+# by number of the rule: the columns that it writes to
+_WRITTEN = ((), (1, 2), (2, 3), (2, 3, 4, 5), (2, 3, 4, 5, 6), (0, 2), (0, 2, 3))
 
 
 class Passes(IntEnum):
@@ -66,13 +58,12 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = ctypes.CDLL(spec.origin)
-        run_rule = loaded.run_rule
+        apply_rule = loaded.apply_rule
     except (OSError, AttributeError):
         return None
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    number = ctypes.c_int
-    run_rule.argtypes = [number, number, pointer, size, pointer, number, number]
-    run_rule.restype = None
+    number, pointer, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_int64
+    apply_rule.argtypes = [number, number, number, pointer, size, pointer, number, number]
+    apply_rule.restype = None
     return loaded
 
 
@@ -167,9 +158,8 @@ def run(
     numbers = run_at(
         rule, places, elements, group_values, layer_values, passes=passes, sums=sums, watch=watch
     )
-    for number in _COLUMNS[rule][1]:
-        column = columns[number] if number < len(columns) else None
-        if column:
+    for number in _WRITTEN[rule]:
+        if column := columns[number]:
             increment_version(column)  # as torch's own operations would
     if not count:
         return torch.zeros(0, _SUMS, dtype=torch.float64), torch.zeros(0, _STATS)
@@ -201,12 +191,11 @@ def run_at(
         The numbers that the kernel reads and writes, as kernels.c describes them.
     """
     kernels: Any = library()
-    count, (width, _), threads = len(elements), _COLUMNS[rule], _threads_for(elements)
-    none = array("q", bytes(8 * count))
+    count, threads = len(elements), _threads_for(elements)
     table = array("q")
     for column in columns:
-        table += none if column is None else column
-    table += none * (width - len(columns)) + elements
+        table += array("q", bytes(8 * count)) if column is None else column
+    table += elements
     numbers = array("d", group_values)
     numbers += array("d", bytes(8 * (_GROUP_VALUES - len(numbers))))
     numbers += array("d", bytes(16 * count) if layer_values is None else layer_values)
@@ -215,15 +204,17 @@ def run_at(
     per_thread = (_SUMS + _STATS) if watch else _SUMS
     numbers += array("d", bytes(8 * (threads * count * per_thread - len(shared))))
     (table_at, _), (numbers_at, _) = table.buffer_info(), numbers.buffer_info()
-    kernels.run_rule(rule, passes, table_at, count, numbers_at, threads, watch)
+    width = len(columns)
+    kernels.apply_rule(rule, passes, width, table_at, count, numbers_at, threads, watch)
     return numbers
 
 
 def _threads_for(elements: "array[int]") -> int:
     """The number of threads for layers of so many elements, at most torch's."""
-    return max(1, min(torch.get_num_threads(), sum(elements) // _ELEMENTS_PER_THREAD))
+    most = torch.get_num_threads()
+    return most if most == 1 else max(1, min(most, sum(elements) // _ELEMENTS_PER_THREAD))
 
 
-def squared_norms(gradients: Sequence[Tensor], totals: Column = None) -> Tensor:
-    """|gradient|^2 of each, in double (layers,); totals += gradients. All must fit."""
-    return run(Rule.SQUARES, [gradients, totals], ())[0][:, 0]
+def squared_norms(gradients: Sequence[Tensor]) -> Tensor:
+    """|gradient|^2 of each, in double (layers,). All must fit."""
+    return run(Rule.SQUARES, [gradients], ())[0][:, 0]

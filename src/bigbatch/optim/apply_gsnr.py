@@ -1,8 +1,8 @@
 """Multiplies gradients by r in place, with kernels if they fit, else with torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,25 +31,6 @@ class Layers:
     def layer_values(self) -> list[tuple[float, float]]:
         """The numbers of each layer that a kernel reads."""
         return [(c, 0.0) for c in self.corrections or [1.0] * len(self.totals)]
-
-
-@dataclass(frozen=True)
-class GsnrOptions:
-    """The options of all layers of a parameter group in one step."""
-
-    # gamma, r_max, beta3, watch: see `VarianceReduced`
-    gamma: float
-    r_max: float
-    beta3: float
-    weight: float  # N, the sum of the micro-batches' weights
-    watch: bool = False
-    fused: bool = True  # whether kernels may be used; torch does the layers that do not fit them
-
-    @property
-    def values(self) -> list[float]:
-        """The numbers that a kernel reads."""
-        limit = functional.agreement(torch.float32)
-        return [self.weight, limit, self.gamma, self.r_max, self.beta3]
 
 
 @dataclass(frozen=True)
@@ -135,51 +116,63 @@ def out_of_range(parameters: Sequence[Tensor], shares: Sequence[Tensor]) -> list
     return [p for p, share in zip(parameters, values, strict=True) if share > _MAX_SHARE]
 
 
-def apply_gsnr(options: GsnrOptions, layers: Layers, all_reduce: AllReduce | None = None) -> Tensor:
+def kernel_values(group: Mapping[str, Any], weight: float) -> list[float]:
+    """The numbers of a parameter group that a kernel reads; weight is N."""
+    limit = functional.agreement(torch.float32)
+    return [weight, limit, group["gamma"], group["r_max"], group["beta3"] or 0.0]
+
+
+def apply_gsnr(
+    layers: Layers,
+    group: Mapping[str, Any],
+    weight: float,
+    all_reduce: AllReduce | None = None,
+    *,
+    fused: bool = True,
+    watch: bool = False,
+) -> Tensor:
     """Multiplies every gradient by r, or by p_hat.
 
         r = gsnr(S, M2, N);   with an average:  p <- beta3 p + (1 - beta3) r,   r <- p correction
 
     Args:
-        options: the options of the layers.
         layers: this process's elements of the layers.
+        group: their parameter group, with gamma, r_max and beta3.
+        weight: N, the sum of the micro-batches' weights.
         all_reduce: sums values of layers over the ranks that have the rest of them, in place; None
             where this rank has them whole.
+        fused: whether kernels may be used; torch does the layers that do not fit them.
+        watch: whether to return what scaling did.
     Returns:
-        With `options.watch`, for this rank's elements: the sum of r, elements at gamma, elements at
-        r_max, |g|^2 and |p_hat g|^2; (layers, 5). Zeros without.
+        With `watch`, for this rank's elements: the sum of r, elements at gamma, elements at r_max,
+        |g|^2 and |p_hat g|^2; (layers, 5). Zeros without.
     """
-    o = options
+
+    def ratio(chunk: Chunk) -> Tensor:
+        return functional.ratio(chunk.flat(0), chunk.flat(1), weight)
+
+    def scale(chunk: Chunk, sums: Tensor) -> Tensor | None:
+        gamma, r_max = group["gamma"], group["r_max"]
+        q = ratio(chunk)
+        means = (sums[:, 0] / sums[:, 1].clamp_min(1)).to(q)
+        r = hat = functional.normalized(q, chunk.spread(means), gamma, r_max)
+        if chunk.columns[3] is not None:
+            average, correction = chunk.flat(3), chunk.spread_value(0, q)
+            hat = functional.update_average(average, r, group["beta3"], correction)
+            chunk.write(3, average)
+        before = chunk.squares(chunk.flat(2)) if watch else None
+        torch._foreach_mul_(chunk.columns[2], chunk.views(hat, 2))  # type: ignore[call-overload]
+        if before is None:
+            return None
+        bounds = [(r <= gamma).to(r), (r >= r_max).to(r)]
+        return torch.cat([chunk.sums(r, *bounds), before, chunk.squares(chunk.flat(2))], dim=1)
+
     return TwoPass(
         native.Rule.GSNR,
         columns=(layers.totals, layers.m2s, layers.gradients, layers.averages),
         layer_values=layers.layer_values,
-        group_values=o.values,
-        first_pass=lambda chunk: chunk.sums(*functional.live(_ratio(o, chunk))),
-        second_pass=lambda chunk, sums: _scale(o, chunk, sums),
-        watch=o.watch,
-    ).run(fused=o.fused, all_reduce=all_reduce)
-
-
-# torch operations
-
-
-def _ratio(options: GsnrOptions, chunk: Chunk) -> Tensor:
-    return functional.ratio(chunk.flat(0), chunk.flat(1), options.weight)
-
-
-def _scale(options: GsnrOptions, chunk: Chunk, sums: Tensor) -> Tensor | None:
-    o, gradients = options, cast("list[Tensor]", chunk.columns[2])
-    q = _ratio(o, chunk)
-    means = (sums[:, 0] / sums[:, 1].clamp_min(1)).to(q)
-    r = hat = functional.normalized(q, chunk.spread(means), o.gamma, o.r_max)
-    if chunk.columns[3] is not None:
-        average, correction = chunk.flat(3), chunk.spread_value(0, q)
-        hat = functional.update_average(average, r, o.beta3, correction)
-        chunk.write(3, average)
-    before = chunk.squares(chunk.flat(2)) if o.watch else None
-    torch._foreach_mul_(gradients, chunk.views(hat, 2))
-    if before is None:
-        return None
-    bounds = [(r <= o.gamma).to(r), (r >= o.r_max).to(r)]
-    return torch.cat([chunk.sums(r, *bounds), before, chunk.squares(chunk.flat(2))], dim=1)
+        group_values=kernel_values(group, weight),
+        first_pass=lambda chunk: chunk.sums(*functional.live(ratio(chunk))),
+        second_pass=scale,
+        watch=watch,
+    ).run(fused=fused, all_reduce=all_reduce)

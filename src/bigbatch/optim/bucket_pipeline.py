@@ -107,7 +107,7 @@ class BucketPipeline:
         squares: |g|^2 of each parameter of the model, when done.
         checked, out_of_range: the parameters on this rank whose M2 was checked, one for each span,
             and the shares of these that are out of range.
-        live: elements whose groups do not agree to rounding; at least 1 if that is unknown.
+        live: elements whose groups do not agree to rounding.
     """
 
     state: GsnrState  # the optimizer's moments, momentum and options
@@ -179,7 +179,7 @@ class BucketPipeline:
     def _scale(self, bucket: Bucket) -> None:
         """Computes r g on this rank's shard, and begins to gather it."""
         shard, ranks = bucket.shard, len(self.weights)
-        m2 = bucket.receive(self.weights, fused=self.state.fused is not False)
+        m2 = bucket.receive(self.weights, fused=self.state.uses_kernels)
         shard.mean.div_(ranks)
         scaled = shard.mean.clone()
         shard.begin(self._groups, self.state.momentum)
@@ -200,39 +200,30 @@ class BucketPipeline:
         totals = [shard.mean[s.shard_slice] for s in spans]
         m2s = [m2[s.shard_slice] for s in spans]
         gradients = [scaled[s.shard_slice] for s in spans]
-        averages = [(p, c) for s in spans for p, c in [shard.average_of(s, group)] if p is not None]
-        columns = zip(*averages, strict=True) if averages else ()
-        layers = Layers(totals, m2s, gradients, *columns)
+        beta3 = group["beta3"]
+        momentum = () if beta3 is None else shard.averages_of(spans, beta3)
+        layers = Layers(totals, m2s, gradients, *momentum)
         layer_numbers = [numbers[span.parameter] for span in spans]
-        all_reduce = _SpanAllReduce(layer_numbers, len(parameters), self.group, scaled.device)
+        of_spans = torch.tensor(layer_numbers, dtype=torch.int64, device=scaled.device)
+        reduced: list[Tensor] = []  # the sums of the bucket's layers, (layers, columns), by call
+
+        def all_reduce(values: Tensor) -> None:
+            sums = values.new_zeros(len(parameters), values.shape[1], device=scaled.device)
+            sums.index_add_(0, of_spans, values.to(scaled.device))
+            dist.all_reduce(sums, group=self.group)
+            values.copy_(sums[of_spans])
+            reduced.append(sums)
+
         weight = sum(self.weights) / len(self.weights) ** 2  # the means are S / ranks
         if self.state.warnings.checks_range:
             self.checked += [span.parameter for span in spans]
             self.out_of_range.append(shares_out_of_range(totals, m2s, weight))
-        rows = apply_gsnr(self.state.options(group, weight), layers, all_reduce)
-        self.live = self.live + (1 if all_reduce.sums is None else all_reduce.sums[:, 1].sum())
-        if self.state.watch:
+        fused, watch = self.state.uses_kernels, self.state.watch
+        rows = apply_gsnr(layers, group, weight, all_reduce, fused=fused, watch=watch)
+        self.live = self.live + reduced[0][:, 1].sum()
+        if watch:
             all_reduce(rows)
-            assert all_reduce.sums is not None
-            self.layers.update(zip(parameters, all_reduce.sums, strict=True))
-
-
-class _SpanAllReduce:
-    """Sums values of layers that have several spans on each of several ranks."""
-
-    def __init__(
-        self, layer_numbers: list[int], layers: int, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self.sums: Tensor | None = None  # of the last call, (layers, columns)
-        self._layer_numbers = torch.tensor(layer_numbers, dtype=torch.int64, device=device)
-        self._layers, self._group, self._device = layers, group, device
-
-    def __call__(self, values: Tensor) -> None:
-        sums = values.new_zeros(self._layers, values.shape[1], device=self._device)
-        sums.index_add_(0, self._layer_numbers, values.to(self._device))
-        dist.all_reduce(sums, group=self._group)
-        values.copy_(sums[self._layer_numbers])
-        self.sums = sums
+            self.layers.update(zip(parameters, reduced[1], strict=True))
 
 
 def future_on(device: torch.device) -> Future[Tensor]:

@@ -109,7 +109,7 @@ class Shard:
         self.mean = torch.zeros(offset, dtype=sum_dtype(buffer.dtype), device=buffer.device)
         self._average: Tensor | None = None  # p
         self._next_average: Tensor | None = None  # p after the step, if it is taken
-        self._steps: dict[Tensor, int] = {}  # steps of p
+        self.steps: dict[Tensor, int] = {}  # of p, for the parameters whose p is scattered
 
     def is_of(self, parameters: Collection[Tensor], buffer: Tensor) -> bool:
         """Whether the bucket has these parameters in this order, and this buffer."""
@@ -128,14 +128,6 @@ class Shard:
 
     # p
 
-    def has_p_of(self, parameter: Tensor) -> bool:
-        """Whether p of a parameter is scattered over the ranks."""
-        return parameter in self._steps
-
-    def is_gathered(self, momentum: GsnrMomentum) -> bool:
-        """Whether every rank has the present p of the whole bucket."""
-        return self._steps.keys() <= momentum.keys()
-
     def begin(self, groups: dict[Tensor, dict[str, Any]], momentum: GsnrMomentum) -> None:
         """Prepares the next p, if any parameter of the bucket has beta3."""
         self._next_average = None
@@ -150,16 +142,14 @@ class Shard:
                     self._average[span.shard_slice] = flat[span.parameter_slice]
         for parameter in averaged:
             _, steps = momentum.get(parameter, (None, 0))
-            self._steps.setdefault(parameter, steps)
+            self.steps.setdefault(parameter, steps)
         self._next_average = self._average.clone()
 
-    def average_of(self, span: Span, group: dict[str, Any]) -> tuple[Tensor | None, float]:
-        """(p, 1 / (1 - beta3^t)) of the next step, of the elements in a span."""
-        beta3 = group["beta3"]
-        if beta3 is None or self._next_average is None:
-            return None, 1.0
-        t = self._steps[span.parameter] + 1
-        return self._next_average[span.shard_slice], 1 / (1 - beta3**t)
+    def averages_of(self, spans: list[Span], beta3: float) -> tuple[list[Tensor], list[float]]:
+        """p and 1 / (1 - beta3^t) of the next step, of the elements in each span."""
+        assert self._next_average is not None
+        averages = [self._next_average[span.shard_slice] for span in spans]
+        return averages, [1 / (1 - beta3 ** (self.steps[s.parameter] + 1)) for s in spans]
 
     def commit(self, momentum: GsnrMomentum) -> None:
         """Makes the next p the present one, for the parameters that have a gradient."""
@@ -169,9 +159,9 @@ class Shard:
             if span.parameter.grad is None:
                 self._next_average[span.shard_slice] = self._average[span.shard_slice]
         self._average, self._next_average = self._next_average, None
-        for parameter in self._steps:
+        for parameter in self.steps:
             if parameter.grad is not None:
-                self._steps[parameter] += 1
+                self.steps[parameter] += 1
             momentum.pop(parameter, None)
 
     def gather(self, momentum: GsnrMomentum) -> None:
@@ -183,8 +173,8 @@ class Shard:
         for chunk in self.chunks:
             chunk.gather(self._average[chunk.among_shards], flat[chunk.whole])()
         for parameter, start in self._offsets:
-            if parameter in self._steps:
+            if parameter in self.steps:
                 average = torch.zeros_like(parameter, dtype=flat.dtype, requires_grad=False)
                 values = flat[start : start + average.numel()]
                 flattened(average, parameter.stride()).copy_(values)
-                momentum[parameter] = average, self._steps[parameter]
+                momentum[parameter] = average, self.steps[parameter]

@@ -148,7 +148,7 @@ class DDPCommHook(ReducedShards, Subscriber):
 
     def has_p_of(self, parameter: Tensor) -> bool:
         """Whether p of a parameter is scattered over the ranks."""
-        return any(shard.has_p_of(parameter) for shard in self._shards.values())
+        return any(parameter in shard.steps for shard in self._shards.values())
 
     def is_of(self, ddp: DistributedDataParallel) -> bool:
         """Whether this is the hook of the model."""
@@ -180,8 +180,8 @@ class DDPCommHook(ReducedShards, Subscriber):
 
     def require_consolidated(self) -> None:
         """Raises StateError if p is scattered over the ranks."""
-        momentum = self._state.momentum
-        if not all(shard.is_gathered(momentum) for shard in self._shards.values()):
+        gathered = self._state.momentum.keys()
+        if not all(shard.steps.keys() <= gathered for shard in self._shards.values()):
             raise StateError(
                 "p, the average of r, is spread over the ranks: call optimizer.attached."
                 "consolidate() on every rank before state_dict(), which sends nothing"

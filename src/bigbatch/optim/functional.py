@@ -11,8 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-from bigbatch.gradients.dtypes import widest_float
-
 _ROUNDINGS = 4  # of the mean; a standard deviation below that counts as none
 
 
@@ -62,12 +60,7 @@ def normalized(q: Tensor, mean: Tensor, gamma: float, r_max: float) -> Tensor:
     Source:
         VRGD, equations 8 and 9; for undefined values see docs/theory.md (6).
     """
-    return clipped(q / mean, gamma, r_max)
-
-
-def clipped(r: Tensor, low: float, high: float) -> Tensor:
-    """r between two bounds; nan becomes the lower one."""
-    return r.nan_to_num(nan=0.0, posinf=torch.inf).clamp(low, high)
+    return (q / mean).nan_to_num(nan=0.0, posinf=torch.inf).clamp(gamma, r_max)
 
 
 def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max: float) -> Tensor:
@@ -97,12 +90,6 @@ def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max:
     q = ratio(total, m2, weight)
     values, ones = live(q)
     return normalized(q, values.sum() / ones.sum().clamp_min(1), gamma, r_max)
-
-
-def squares(x: Tensor) -> Tensor:
-    """|x|^2, in the widest type of the device, since float32 sums of large layers drift."""
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=widest_float(x.device))
-    return norm.square()
 
 
 def update_average(average: Tensor, r: Tensor, beta3: float, correction: Tensor | float) -> Tensor:

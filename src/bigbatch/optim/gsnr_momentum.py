@@ -1,7 +1,7 @@
 """p, the momentum of r: kept apart from the base optimizer's state, and saved with it."""
 
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,23 +19,19 @@ _STEPS = "gsnr_steps"
 class GsnrMomentum(dict[Tensor, tuple[Tensor, int]]):
     """(p, number of its steps) by parameter; of a sharded parameter, this rank's shard of p."""
 
-    def next(self, parameters: Iterable[Tensor], beta3: float) -> tuple[list[Tensor], list[float]]:
+    def next(self, parameters: Sequence[Tensor], beta3: float) -> tuple[list[Tensor], list[float]]:
         """Counts a step of each parameter, and returns its p and 1 / (1 - beta3^t)."""
-        averages, corrections = [], []
-        for parameter in parameters:
-            self.make(parameter)
-            average, t = self[parameter]
-            self[parameter] = average, t + 1
-            averages.append(average)
-            corrections.append(1 / (1 - beta3 ** (t + 1)))
-        return averages, corrections
+        entries = [self.get(parameter) or self.make(parameter) for parameter in parameters]
+        steps = [t + 1 for _, t in entries]
+        averages = [average for average, _ in entries]
+        self.update(zip(parameters, zip(averages, steps, strict=True), strict=True))
+        return averages, [1 / (1 - beta3**t) for t in steps]
 
-    def make(self, parameter: Tensor) -> None:
+    def make(self, parameter: Tensor) -> tuple[Tensor, int]:
         """Makes p as it is before the first step: zeros, float32 at least."""
-        if parameter not in self:
-            shard = local(parameter)
-            zeros = torch.zeros_like(shard, dtype=sum_dtype(shard.dtype), requires_grad=False)
-            self[parameter] = zeros, 0
+        shard = local(parameter)
+        zeros = torch.zeros_like(shard, dtype=sum_dtype(shard.dtype), requires_grad=False)
+        return self.setdefault(parameter, (zeros, 0))
 
     def entries(self, parameter: Tensor) -> dict[str, Tensor | None]:
         """The entries of a state dict: p, sharded like its parameter, and its steps, or None."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import SettingError, StateError
@@ -52,24 +51,22 @@ def require_base(base: Optimizer, names: Iterable[str]) -> None:
         )
 
 
-def require_unique(parameters: list[Tensor]) -> None:
-    """Raises SettingError if a parameter is in a list twice, of which torch only warns."""
-    if len(set(parameters)) < len(parameters):
-        raise SettingError("a parameter stands twice in a group; give each once")
-
-
 def require_kinds(group: dict[str, Any], optimizer: type) -> None:
-    """Raises SettingError if a group has a value that the optimizer's constructor refuses."""
+    """Raises SettingError if the optimizer's constructor refuses a value of a group.
+
+    So it does for a parameter that is in a group twice, of which torch only warns.
+    """
     kinds = argument_kinds(optimizer)
     for name in kinds.keys() & group.keys():
         group[name] = kinds[name].check(name, group[name])
+    if len(set(group["params"])) < len(group["params"]):
+        raise SettingError("a parameter stands twice in a group; give each once")
 
 
 def require_valid(group: dict[str, Any], optimizer: type) -> None:
     """Raises SettingError if a variance-reduced optimizer refuses a group."""
     require_kinds(group, optimizer)
     check_setting("vr", group["vr"], bool)
-    require_unique(group["params"])
     for parameter in group["params"] if group["vr"] else ():
         if parameter.is_complex() or parameter.layout != torch.strided:
             raise SettingError(

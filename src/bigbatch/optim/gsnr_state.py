@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_dtype
-from bigbatch.optim.apply_gsnr import AppliedGsnr, GsnrOptions
+from bigbatch.optim.apply_gsnr import AppliedGsnr
 from bigbatch.optim.gsnr_momentum import GsnrMomentum
 from bigbatch.statistics.second_moment import GradientMoments, SumsOf
 
@@ -33,8 +33,9 @@ class GsnrState:
     vr_parameters: dict[Tensor, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.uses_kernels = self.fused is not False  # where they fit
         self.momentum = GsnrMomentum()
-        self.moments = GradientMoments(self.vr_parameters.keys(), fused=self.fused is not False)
+        self.moments = GradientMoments(self.vr_parameters.keys(), fused=self.uses_kernels)
         self.warnings = GsnrWarnings()
         # S of parameters, of the source that the moments are of
         self.sums_of: SumsOf = lambda parameters: [None] * len(parameters)
@@ -51,17 +52,6 @@ class GsnrState:
             names = group.get("param_names", [""] * len(parameters))
             named += zip(names, parameters, strict=True)
         return [(name or str(number), p) for number, (name, p) in enumerate(named)]
-
-    def options(self, group: dict[str, Any], weight: float) -> GsnrOptions:
-        """The options of a group, in a step whose micro-batches have this total weight."""
-        return GsnrOptions(
-            group["gamma"],
-            group["r_max"],
-            group["beta3"] or 0.0,
-            weight,
-            self.watch,
-            fused=self.fused is not False,
-        )
 
 
 class GradientScaling(Protocol):

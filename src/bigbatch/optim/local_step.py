@@ -3,8 +3,6 @@
 import itertools
 import operator
 import warnings
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +21,8 @@ from bigbatch.optim.apply_gsnr import (
 )
 from bigbatch.optim.functional import ratio
 from bigbatch.optim.gsnr_state import GsnrState
-from bigbatch.optim.one_pass import Call, OnePass
-from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
+from bigbatch.optim.one_pass import GroupShare, OnePass
+from bigbatch.optim.sharding import all_reduce_of, local
 from bigbatch.optim.two_pass import chunks
 
 _GRAD = operator.attrgetter("grad")
@@ -35,7 +33,7 @@ class LocalStep:
 
     def __init__(self, state: GsnrState) -> None:
         self._state = state
-        self._one_pass = OnePass(state.base, state.moments)
+        self._one_pass = OnePass(state)
 
     def bind(self, source: GradientSource) -> list[Subscriber]:
         """The moments subscribe; in the next step the source keeps its sums apart from `.grad`."""
@@ -58,13 +56,15 @@ class LocalStep:
         agree = checks.checks_agreement and self._all_agree()
         bad_layers = self._out_of_range() if checks.checks_range else []
         with torch.no_grad():
-            parts = [(part, self._layers(part)) for part in self._parts()]  # no error after this
-            calls = self._calls(parts) if may_step else None
+            shares = self._shares()
+            for share in shares:  # no error from here on
+                share.layers = self._layers(share)
+            calls = self._one_pass.find(shares) if may_step else None
             rows: dict[Tensor, Tensor] = {}
             for call in calls or ():
                 call()
-            for part, layers in parts if calls is None else ():
-                rows.update(self._scale(part, layers))
+            for share in shares if calls is None else ():
+                rows.update(self._scale(share))
         return AppliedGsnr(moments.micro_batches, rows, agree, bad_layers, calls is not None)
 
     def _prepare(self, source: GradientSource) -> None:
@@ -83,7 +83,7 @@ class LocalStep:
                 "gradients were changed between backward() and step(), which they were not at the "
                 "last check; r of this step, and of earlier steps if they were changed through "
                 ".data, may be that of the changed gradients",
-                stacklevel=6,
+                stacklevel=8,
             )
 
     def _all_agree(self) -> bool:
@@ -110,67 +110,41 @@ class LocalStep:
         reached = list(itertools.compress(parameters, moments.are_reached(parameters)))
         return reached, *moments.sums_and_m2s(reached, self._state.sums_of)
 
-    def _parts(self) -> "list[_GroupShare]":
-        """The parameters of each group that have a gradient."""
-        moments, parts = self._state.moments, []
-        for group in self._state.base.param_groups:
-            if not group["vr"]:
-                continue
-            grads: Any = list(map(_GRAD, group["params"]))
-            parameters = group["params"]
+    def _shares(self) -> list[GroupShare]:
+        """The parameters of each group that have a gradient, which a micro-batch reached."""
+        state, shares = self._state, []
+        for group in state.base.param_groups:
+            parameters, grads = group["params"], list(map(_GRAD, group["params"]))
             if not all(map(is_tensor, grads)):
                 parameters = list(itertools.compress(parameters, map(is_tensor, grads)))
                 grads = list(filter(is_tensor, grads))
+            if not group["vr"] or not parameters:
+                continue
             all_reduce = all_reduce_of(parameters)
             if all_reduce is not None:
                 grads = list(map(local, grads))
-            if parameters:
-                parts.append(_GroupShare(group, parameters, grads, all_reduce))
-        for part in parts:
-            are_missed = map(operator.not_, moments.are_reached(part.parameters))
-            if any(grad.any() for grad in itertools.compress(part.gradients, are_missed)):
+            are_missed = map(operator.not_, state.moments.are_reached(parameters))
+            if any(grad.any() for grad in itertools.compress(grads, are_missed)):
                 raise GradientError(
                     "a parameter has a gradient that no counted backward gave it; let every "
                     "gradient come from backward() after zero_grad()"
                 )
-        return parts
+            shares.append(GroupShare(group, parameters, grads, all_reduce))
+        return shares
 
-    def _calls(self, parts: "list[tuple[_GroupShare, Layers]]") -> list[Call] | None:
-        """The kernel calls that also do the base optimizer's step; None if it has to do that."""
-        state, calls = self._state, []
-        if state.watch or state.fused is False or not self._one_pass.is_possible():
-            return None
-        for number, (part, layers) in enumerate(parts):
-            options = state.options(part.group, state.moments.weight)
-            call = self._one_pass.find(number, part.group, part.parameters, options, layers)
-            if call is None:
-                return None
-            calls.append(call)
-        return calls
+    def _layers(self, share: GroupShare) -> Layers:
+        state, beta3 = self._state, share.group["beta3"]
+        moments = state.moments.sums_and_m2s(share.parameters, state.sums_of, share.gradients)
+        momentum = () if beta3 is None else state.momentum.next(share.parameters, beta3)
+        return Layers(*moments, share.gradients, *momentum)
 
-    def _scale(self, part: "_GroupShare", layers: Layers) -> dict[Tensor, Tensor]:
+    def _scale(self, share: GroupShare) -> dict[Tensor, Tensor]:
         """Scales the gradients of a group; returns the row of each parameter, if watched."""
-        state, group = self._state, part.group
-        options = state.options(group, state.moments.weight)
-        rows = apply_gsnr(options, layers, part.all_reduce)
-        if not options.watch:
+        state, all_reduce = self._state, share.all_reduce
+        fused, watch, weight = state.uses_kernels, state.watch, state.moments.weight
+        rows = apply_gsnr(share.layers, share.group, weight, all_reduce, fused=fused, watch=watch)
+        if not watch:
             return {}
-        if part.all_reduce is not None:
-            part.all_reduce(rows)
-        return dict(zip(part.parameters, rows, strict=True))
-
-    def _layers(self, part: "_GroupShare") -> Layers:
-        state, beta3 = self._state, part.group["beta3"]
-        moments = state.moments.sums_and_m2s(part.parameters, state.sums_of, part.gradients)
-        momentum = () if beta3 is None else state.momentum.next(part.parameters, beta3)
-        return Layers(*moments, part.gradients, *momentum)
-
-
-@dataclass(frozen=True)
-class _GroupShare:
-    """The parameters of a group that have a gradient in the step."""
-
-    group: dict[str, Any]
-    parameters: list[Tensor]
-    gradients: list[Tensor]  # on this rank
-    all_reduce: AllReduce | None
+        if all_reduce is not None:
+            all_reduce(rows)
+        return dict(zip(share.parameters, rows, strict=True))

@@ -1,29 +1,40 @@
 """r and the step of torch's SGD, Adam or AdamW in one kernel pass over each parameter."""
 
+import itertools
 import operator
 import weakref
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from bigbatch.gradients.grad_guard import is_tensor
 from bigbatch.kernels import native
 from bigbatch.kernels.native import Rule
-from bigbatch.optim.apply_gsnr import GsnrOptions, Layers
-from bigbatch.statistics.second_moment import GradientMoments
+from bigbatch.optim.apply_gsnr import Layers, kernel_values
+from bigbatch.optim.gsnr_state import GsnrState
+from bigbatch.optim.sharding import AllReduce
 
 _RULES = {SGD: Rule.GSNR_SGD, Adam: Rule.GSNR_ADAM, AdamW: Rule.GSNR_ADAM}
 _OTHER_STEPS = ("differentiable", "amsgrad", "capturable")  # that torch does itself
 
 
-Call = Callable[[], None]
-"""Replaces each gradient of a group by r g, and steps the parameters."""
+@dataclass
+class GroupShare:
+    """The parameters of a group that have a gradient in the step."""
+
+    group: dict[str, Any]
+    parameters: list[Tensor]
+    gradients: list[Tensor]  # on this rank
+    all_reduce: AllReduce | None
+    layers: Layers = field(init=False)  # with their moments
 
 
 class _Column:
@@ -33,15 +44,17 @@ class _Column:
         self._refs: list[weakref.ref[Tensor]] = []  # a state that is replaced is not kept alive
         self._addresses = array("q")
 
-    def find(self, tensors: Sequence[Tensor], like: Sequence[Tensor]) -> "array[int] | None":
-        """The addresses of tensors of these shapes; None if the kernels cannot read them."""
+    def find(
+        self, tensors: Sequence[Tensor], like: Sequence[Tensor], lengths: "array[int]"
+    ) -> "array[int] | None":
+        """The addresses of tensors shaped `like` others; None if the kernels cannot read them."""
         addresses = native.addresses(tensors)
-        is_contiguous = set(map(Tensor.is_contiguous, tensors)) == {True}
+        is_contiguous = all(map(Tensor.is_contiguous, tensors))
         if (
             is_contiguous
             and addresses == self._addresses
             and all(map(operator.is_, tensors, map(weakref.ref.__call__, self._refs)))
-            and native.lengths(tensors) == native.lengths(like)
+            and native.lengths(tensors) == lengths
         ):
             return addresses
         fits = native.fits(like, tensors)
@@ -52,22 +65,36 @@ class _Column:
 
 
 class OnePass:
-    """Finds the kernel call that does the base optimizer's step of a group.
+    """Finds the kernel calls that do the base optimizer's step.
 
     It is torch's fused step on r g, to rounding. Torch does the step itself where something may
     see it, or where it does more: hooks, a subclass or a replaced `step`, a GradScaler's found_inf,
     the first step, which makes the state, and settings that choose another implementation.
     """
 
-    def __init__(self, base: Optimizer, moments: GradientMoments) -> None:
-        self._base, self._moments = base, moments
-        self._columns: dict[tuple[int, int], _Column] = {}
+    def __init__(self, state: GsnrState) -> None:
+        self._state = state
+        self._columns: dict[tuple[int, int], _Column] = defaultdict(_Column)
 
-    def is_possible(self) -> bool:
+    def find(self, shares: Sequence[GroupShare]) -> list[Callable[[], None]] | None:
+        """Calls that replace each gradient by r g and step the parameters; None if torch has to."""
+        if not self._is_possible():
+            return None
+        calls = []
+        for number, share in enumerate(shares):
+            call = self._find(number, share)
+            if call is None:
+                return None
+            calls.append(call)
+        return calls
+
+    def _is_possible(self) -> bool:
         """Whether nothing but the arrays of a group can prevent it."""
-        base: Any = self._base
+        base: Any = self._state.base
         return (
             type(base) in _RULES
+            and not self._state.watch
+            and self._state.uses_kernels
             and "step" not in vars(base)
             and not (base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks)
             and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
@@ -75,66 +102,57 @@ class OnePass:
             and all(map(_may_replace, base.param_groups))
         )
 
-    def find(
-        self,
-        number: int,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        options: GsnrOptions,
-        layers: Layers,
-    ) -> Call | None:
-        """The call for the group with this number; None if the kernels cannot read its arrays."""
-        base: Any = self._base
-        rule = _RULES[type(base)]
+    def _find(self, number: int, share: GroupShare) -> Callable[[], None] | None:
+        """The call for a group; None if the kernels cannot read its arrays."""
+        base: Any = self._state.base
+        rule, group, parameters = _RULES[type(base)], share.group, share.parameters
+        layers, weight = share.layers, self._state.moments.weight
+        names = _state_names(rule, group)
+        states = list(map(base.state.get, parameters)) if names else []
         try:
-            states = self._states(rule, group, parameters)
+            shaped: list[Any] = [list(map(operator.itemgetter(name), states)) for name in names]
         except (KeyError, TypeError):  # the first step of a parameter
             return None
-        if states is None:
+        if not all(map(is_tensor, itertools.chain.from_iterable(shaped))):
             return None
-        *shaped, steps = states
+        steps = shaped.pop() if rule is Rule.GSNR_ADAM else []
         totals, m2s, gradients = layers.totals, layers.m2s, layers.gradients
-        totals_at, gradients_at = native.addresses(totals), native.addresses(gradients)
-        columns: list[array[int] | None] = [totals_at, native.addresses(m2s), gradients_at]
-        if not self._moments.have_read(parameters, totals_at) and not native.fits(totals, m2s):
+        known, totals_at = self._state.moments.kernel_columns(parameters), native.addresses(totals)
+        if known is None or known[1] != totals_at:
+            if not native.fits(totals, m2s):
+                return None
+            known = native.lengths(m2s), totals_at, native.addresses(m2s)
+        is_sum = all(map(operator.is_, totals, gradients))
+        if not (is_sum or native.fits(m2s, gradients)) or not native.are_plain(steps):
             return None
-        if gradients_at != totals_at and not native.fits(m2s, gradients):
-            return None
+        none = array("q", bytes(8 * len(parameters)))
+        gradients_at = totals_at if is_sum else native.addresses(gradients)
+        lengths, columns = known[0], [*known[1:], gradients_at]
         for place, tensors in enumerate((layers.averages, parameters, *shaped)):
-            column = self._columns.setdefault((number, place), _Column())
-            found = None if tensors is None else column.find(tensors, m2s)
-            if found is None and tensors is not None:
+            column = self._columns[number, place]
+            found = column.find(tensors, m2s, lengths) if tensors else none
+            if found is None:
                 return None
             columns.append(found)
         if steps:
-            if not native.are_plain(steps):
-                return None
             columns.append(native.addresses(steps))
-        layer_values = [value for pair in layers.layer_values for value in pair]
-        values = [*options.values, *_step_values(rule, group)]
+        layer_values = itertools.chain.from_iterable(layers.layer_values)
+        values = [*kernel_values(group, weight), *_step_values(rule, group)]
 
         def call() -> None:
-            native.run_at(rule, columns, native.lengths(m2s), values, layer_values)
+            native.run_at(rule, columns, lengths, values, layer_values)
             increment_version([*parameters, *gradients, *(layers.averages or ())])
             if steps:
                 torch._foreach_add_(steps, 1)
 
         return call
 
-    def _states(
-        self, rule: Rule, group: dict[str, Any], parameters: list[Tensor]
-    ) -> list[Any] | None:
-        """The state of the parameters by column, and last Adam's counters of steps."""
-        states: Any = self._base.state
-        if rule is Rule.GSNR_SGD:
-            if not group["momentum"]:
-                return [None, []]
-            rows = list(map(states.get, parameters))
-            buffers = [row["momentum_buffer"] for row in rows]
-            return [buffers, []] if all(map(is_tensor, buffers)) else None
-        rows = list(map(states.get, parameters))
-        names = "exp_avg", "exp_avg_sq", "step"
-        return [[row[name] for row in rows] for name in names]
+
+def _state_names(rule: Rule, group: dict[str, Any]) -> tuple[str, ...]:
+    """The states that the kernel reads, by column, and last Adam's counter of steps."""
+    if rule is Rule.GSNR_ADAM:
+        return "exp_avg", "exp_avg_sq", "step"
+    return ("momentum_buffer",) if group["momentum"] else ()
 
 
 def _may_replace(group: dict[str, Any]) -> bool:

@@ -11,26 +11,27 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bigbatch.errors import GradientError, SettingError
+from bigbatch.gradients.auto import is_sharded
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.gsnr_options import Betas, load_into, require_kinds, require_unique
+from bigbatch.optim.gsnr_options import Betas, load_into, require_kinds
 from bigbatch.optim.learning_rates import Rate, rates_of
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import Chunk, TwoPass, require_kernels
 from bigbatch.setting_types import Coefficient, PositiveCoefficient, Share, checked
 from bigbatch.state_checks import loads_state
 
+Columns = list[tuple[Tensor, ...]]
+"""The arrays of each layer: theta, gradient, and each state."""
 
-class ParameterShard(NamedTuple):
+
+class LayerShard(NamedTuple):
     """This process's shard of a layer in one step."""
 
-    # theta, gradient: the elements of the shard
-    theta: Tensor
-    gradient: Tensor
-    state: list[Tensor]  # their state, in the order of the optimizer's `_state_names`
-    steps: float  # steps of the layer, this one included; 0 if the optimizer does not count them
-    dimensions: int  # dimensions of the layer
+    dimensions: int  # of the layer
+    steps: float  # of the layer, this one included; 0 if the optimizer does not count them
+    arrays: list[Tensor]  # theta, its gradient, and the state in the order of `_state_names`
 
 
 class ShardedParameters(Protocol):
@@ -99,7 +100,9 @@ class TrustRatioOptimizer(Optimizer):
                 for adapts in (True, False):
                     part = [s for s in shards if (s.dimensions >= min_dimensions) is adapts]
                     if part:
-                        passes = self._passes(part, group, adapts=adapts)
+                        columns = list(zip(*(shard.arrays for shard in part), strict=True))
+                        steps = [shard.steps for shard in part]
+                        passes = self._passes(columns, steps, group, adapts=adapts)
                         fused = group["fused"] is not False
                         passes.run(fused=fused, all_reduce=all_reduce if adapts else None)
         return loss
@@ -118,22 +121,19 @@ class TrustRatioOptimizer(Optimizer):
                 ):
                     self.state[parameter][name] = value.to(parameter.device, copy=True)
 
-    def _shards(self, parameter: Tensor) -> list[ParameterShard]:
+    def _shards(self, parameter: Tensor) -> list[LayerShard]:
         """The shard of a parameter, or of each layer in an engine's; initializes the state."""
         state = self.state[parameter]
-        if any(name not in state for name in self._state_names):
+        if not all(map(state.__contains__, self._state_names)):
             state.update(self._init_state(parameter))
         steps = float(state["step"].add_(1)) if "step" in state else 0.0
         assert parameter.grad is not None
-        tensors = [parameter, parameter.grad, *(state[name] for name in self._state_names)]
+        tensors = [parameter, parameter.grad, *map(state.__getitem__, self._state_names)]
         if self.partition is None:
-            theta, gradient, *local_state = map(local, tensors)
-            return [ParameterShard(theta, gradient, local_state, steps, parameter.ndim)]
+            arrays = list(map(local, tensors)) if is_sharded(parameter) else tensors
+            return [LayerShard(parameter.ndim, steps, arrays)]
         layers = zip(*(self.partition.cut(parameter, tensor) for tensor in tensors), strict=True)
-        return [
-            ParameterShard(theta, gradient, [shard for _, shard in layer_state], steps, dimensions)
-            for (dimensions, theta), (_, gradient), *layer_state in layers
-        ]
+        return [LayerShard(cut[0][0], steps, [shard for _, shard in cut]) for cut in layers]
 
     @abstractmethod
     def _init_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -141,13 +141,12 @@ class TrustRatioOptimizer(Optimizer):
 
     @abstractmethod
     def _passes(
-        self, shards: list[ParameterShard], group: dict[str, Any], *, adapts: bool
+        self, columns: Columns, steps: list[float], group: dict[str, Any], *, adapts: bool
     ) -> TwoPass:
-        """The step over some layers of a group, with decay and trust ratio if `adapts`."""
+        """The step over the arrays of some layers, with decay and trust ratio if `adapts`."""
 
     def _require_valid(self, group: dict[str, Any]) -> None:
         require_kinds(group, type(self))
-        require_unique(group["params"])
         for parameter in group["params"]:
             if not parameter.is_floating_point() or parameter.layout != torch.strided:
                 raise SettingError(
@@ -218,9 +217,8 @@ class LARS(TrustRatioOptimizer):
         return {"momentum_buffer": torch.zeros_like(parameter)}
 
     def _passes(
-        self, shards: list[ParameterShard], group: dict[str, Any], *, adapts: bool
+        self, columns: Columns, steps: list[float], group: dict[str, Any], *, adapts: bool
     ) -> TwoPass:
-        columns = _columns(shards)
         lr, trust = float(group["lr"]), group["trust_coefficient"]
         decay = group["weight_decay"] if adapts else 0.0
         momentum, nesterov = group["momentum"], group["nesterov"]
@@ -243,7 +241,7 @@ class LARS(TrustRatioOptimizer):
         return TwoPass(
             native.Rule.LARS,
             columns,
-            layer_values=[(0.0, 0.0)] * len(shards),
+            layer_values=[(0.0, 0.0)] * len(steps),
             group_values=[lr, decay, sign, adapts, momentum, trust, nesterov],
             first_pass=lambda chunk: chunk.squares(chunk.flat(0), chunk.flat(1)),
             second_pass=step,
@@ -310,11 +308,10 @@ class LAMB(TrustRatioOptimizer):
         }
 
     def _passes(
-        self, shards: list[ParameterShard], group: dict[str, Any], *, adapts: bool
+        self, columns: Columns, steps: list[float], group: dict[str, Any], *, adapts: bool
     ) -> TwoPass:
-        columns = _columns(shards)
         (beta1, beta2), eps, lr = group["betas"], group["eps"], float(group["lr"])
-        corrections = [(1 - beta1**s.steps, 1 - beta2**s.steps) for s in shards]
+        corrections = [(1 - beta1**t, 1 - beta2**t) for t in steps]
         decay = group["weight_decay"] if adapts else 0.0
         sign = -1.0 if group["maximize"] else 1.0
 
@@ -345,9 +342,3 @@ class LAMB(TrustRatioOptimizer):
             first_pass=moments,
             second_pass=step,
         )
-
-
-def _columns(shards: list[ParameterShard]) -> list[list[Tensor]]:
-    """theta, gradient and each state of all shards."""
-    states = zip(*(shard.state for shard in shards), strict=True)
-    return [[s.theta for s in shards], [s.gradient for s in shards], *map(list, states)]

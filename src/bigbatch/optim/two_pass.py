@@ -100,44 +100,42 @@ class TwoPass:
         fits = fused and native.fits(*self.columns)
         if fits and all_reduce is None:
             return self._kernel(native.Passes.BOTH)[1]
-        parts = [(slice(None), self, fits)] if fits or not fused else list(self._by_fit())
+        parts = list(self._by_fit()) if fused and not fits else [(slice(None), self, fits)]
         sums, rows = self._zeros(2), self._zeros(5)
-        for numbers, part, by_kernel in parts:
-            sums[numbers] = part._first(by_kernel=by_kernel)
+        for layers, part, by_kernel in parts:
+            sums[layers] = part._pass(None, by_kernel=by_kernel)
         if all_reduce is not None:
             all_reduce(sums)
-        for numbers, part, by_kernel in parts:
-            rows[numbers] = part._second(sums[numbers], by_kernel=by_kernel)
+        for layers, part, by_kernel in parts:
+            rows[layers] = part._pass(sums[layers], by_kernel=by_kernel)
         return rows
 
     def _by_fit(self) -> Iterator[tuple[Any, "TwoPass", bool]]:
-        """The layers that kernels do, and those that torch does: (numbers, part, by kernel)."""
+        """The layers that kernels do, and those that torch does: (layers, part, by kernel)."""
         count = len(self.layer_values)
-        layers = [[None if c is None else [c[i]] for c in self.columns] for i in range(count)]
-        fits = [native.fits(*layer) for layer in layers]
-        for by_kernel in (True, False):
-            numbers = [i for i, fit in enumerate(fits) if fit is by_kernel]
-            if len(numbers) == count:
+        fits = [native.fits(*self._columns_of([layer])) for layer in range(count)]
+        for by_kernel in set(fits):
+            layers = [layer for layer, fit in enumerate(fits) if fit is by_kernel]
+            if len(layers) == count:
                 yield slice(None), self, by_kernel
-            elif numbers:
-                columns = [None if c is None else [c[i] for i in numbers] for c in self.columns]
-                values = [self.layer_values[i] for i in numbers]
-                yield numbers, replace(self, columns=columns, layer_values=values), by_kernel
+            else:
+                columns, values = self._columns_of(layers), [self.layer_values[i] for i in layers]
+                yield layers, replace(self, columns=columns, layer_values=values), by_kernel
 
-    def _first(self, *, by_kernel: bool) -> Tensor:
-        sums = self._zeros(2)
-        if by_kernel:
-            return self._kernel(native.Passes.FIRST)[0]
-        for chunk in chunks(self.columns, self.layer_values):
-            sums[chunk.layers] += self.first_pass(chunk)
-        return sums
+    def _columns_of(self, layers: Sequence[int]) -> list[native.Column]:
+        return [None if column is None else [column[i] for i in layers] for column in self.columns]
 
-    def _second(self, sums: Tensor, *, by_kernel: bool) -> Tensor:
+    def _pass(self, sums: Tensor | None, *, by_kernel: bool) -> Tensor:
+        """The first pass, which returns its sums, or the second, which returns statistics."""
         if by_kernel:
-            return self._kernel(native.Passes.SECOND, sums)[1]
-        rows = self._zeros(5)
+            which = native.Passes.FIRST if sums is None else native.Passes.SECOND
+            return self._kernel(which, sums)[sums is not None]
+        rows = self._zeros(2 if sums is None else 5)
         for chunk in chunks(self.columns, self.layer_values):
-            found = self.second_pass(chunk, sums[chunk.layers])
+            of_layers = None if sums is None else sums[chunk.layers]
+            found = (
+                self.first_pass(chunk) if of_layers is None else self.second_pass(chunk, of_layers)
+            )
             if found is not None:
                 rows[chunk.layers] += found
         return rows
@@ -148,16 +146,9 @@ class TwoPass:
         return torch.zeros(len(first), columns, dtype=widest_float(device), device=device)
 
     def _kernel(self, passes: native.Passes, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        values = itertools.chain.from_iterable(self.layer_values)
-        return native.run(
-            self.rule,
-            self.columns,
-            self.group_values,
-            values,
-            passes=passes,
-            sums=sums,
-            watch=self.watch,
-        )
+        own = itertools.chain.from_iterable(self.layer_values)
+        rule, columns, shared = self.rule, self.columns, self.group_values
+        return native.run(rule, columns, shared, own, passes=passes, sums=sums, watch=self.watch)
 
 
 def chunks(

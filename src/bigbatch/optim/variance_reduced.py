@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import DDPReducer, DDPSource
-from bigbatch.optim.apply_gsnr import AppliedGsnr, LayerGsnr
+from bigbatch.optim.apply_gsnr import LayerGsnr
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable, warn_of_nodes
-from bigbatch.optim.fused_step import BaseStep
+from bigbatch.optim.fused_step import BaseStep, can_fuse
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
 from bigbatch.optim.gsnr_options import load_into, require_base, require_valid
 from bigbatch.optim.gsnr_state import GradientScaling, GsnrState
@@ -76,7 +76,7 @@ class VarianceReduced(Optimizer):
         [-1.0, -2.0]
     """
 
-    _chooses_fused = False  # whether the class sets `fused` in groups that have no choice
+    _chooses_fused = False  # whether it uses torch's fused step in groups without a choice
 
     @checked
     def __init__(
@@ -111,7 +111,8 @@ class VarianceReduced(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         options = {name: value for name, value in self._group_defaults.items() if name != "vr"}
         options |= {"watch": self.gsnr_state.watch, "fused": self.gsnr_state.fused}
-        self._require_consolidated()
+        if self.attached is not None:
+            self.attached.require_consolidated()
         return {"base": self.base, "options": options, "momentum": self.gsnr_state.momentum}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -218,12 +219,21 @@ class VarianceReduced(Optimizer):
 
         `step()` calls it. An engine that steps the base optimizer itself calls it before the step.
         """
-        self._report(self._scaling.apply(self._source))
+        self._scale()
 
-    def _scale_and_step(self) -> bool:
+    def _scale(self, *, may_step: bool = False) -> bool:
         """Scales the gradients; returns whether the same pass has stepped the base optimizer."""
-        applied = self._scaling.apply(self._source, may_step=True)
-        self._report(applied)
+        state, applied = self.gsnr_state, self._scaling.apply(self._source, may_step=may_step)
+        state.warnings.warn(applied, state.named_parameters)
+        if state.watch:
+            named = [(name, p) for name, p in state.named_parameters() if p in applied.layers]
+            rows = [applied.layers[p] for _, p in named]
+            self.gsnr = LayerGsnr(
+                [name for name, _ in named],
+                [p.numel() for _, p in named],
+                torch.stack([row.to(rows[0]) for row in rows]) if rows else torch.zeros(0, 5),
+                applied.k,
+            )
         return applied.stepped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -252,7 +262,7 @@ class VarianceReduced(Optimizer):
         moves = any(rate != 0 for rate in rates_of(self))
         stepped = False
         if self.gsnr_state.vr_parameters and (pending or moves):
-            stepped = self._scale_and_step()
+            stepped = self._scale(may_step=True)
         else:
             self._make_momentum()
         if not stepped:
@@ -267,20 +277,6 @@ class VarianceReduced(Optimizer):
                 is_scattered = self.attached is not None and self.attached.has_p_of(parameter)
                 if group["beta3"] is not None and parameter.grad is not None and not is_scattered:
                     self.gsnr_state.momentum.make(parameter)
-
-    def _report(self, applied: AppliedGsnr) -> None:
-        """Warns of doubtful values of r, and records what r did to each layer."""
-        state = self.gsnr_state
-        state.warnings.warn(applied, state.named_parameters)
-        if state.watch:
-            named = [(name, p) for name, p in state.named_parameters() if p in applied.layers]
-            rows = [applied.layers[p] for _, p in named]
-            self.gsnr = LayerGsnr(
-                [name for name, _ in named],
-                [p.numel() for _, p in named],
-                torch.stack([row.to(rows[0]) for row in rows]) if rows else torch.zeros(0, 5),
-                applied.k,
-            )
 
     def describe(self) -> str:
         """Class and base optimizer, which must be equal on all ranks."""
@@ -315,7 +311,8 @@ class VarianceReduced(Optimizer):
         """The base optimizer's state dict, with p and its step count for each parameter."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self._require_consolidated()
+        if self.attached is not None:
+            self.attached.require_consolidated()
         packed = self.base.state_dict()
         packed["state"] = {
             index: dict(state) if isinstance(state, dict) else state  # some have counters
@@ -338,20 +335,19 @@ class VarianceReduced(Optimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         momentum = GsnrMomentum()
         base_state = momentum.load_from(state_dict, self.gsnr_state.parameters())
-        options = [{name: g[name] for name in self._group_defaults} for g in self.param_groups]
+        before = [dict(group) for group in self.param_groups]
         load_into(self.base, self.base.load_state_dict, base_state)
-        for group, defaults in zip(self.base.param_groups, options, strict=True):
-            group.update(defaults | group)
+        for group, own in zip(self.param_groups, before, strict=True):
+            for name in self._group_defaults:
+                group.setdefault(name, own[name])
+            if self._chooses_fused:  # it depends on this machine, and not on the file
+                group["fused"] = own["fused"]
         self.gsnr_state.momentum = momentum
         if self.attached is not None:
             self.attached.clear()
         self._source.restart()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _require_consolidated(self) -> None:
-        if self.attached is not None:
-            self.attached.require_consolidated()
 
     # groups
 
@@ -361,6 +357,9 @@ class VarianceReduced(Optimizer):
         require_valid(group, type(self))
         if group["vr"]:
             self.gsnr_state.vr_parameters.update(dict.fromkeys(group["params"]))
+            # with vr=False gradients may be sparse, which no fused step takes
+            if self._chooses_fused and group["fused"] is None and group["foreach"] is None:
+                group["fused"] = all(can_fuse(self.base, p) for p in group["params"])
 
 
 def micro_batch_optimizer(optimizer: object) -> VarianceReduced | None:

@@ -1,40 +1,18 @@
 """The VRGD paper's optimizers: GSNR scaling, and a base step of torch or of this package."""
 
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Unpack
 
 from torch.optim import SGD, Adam
 from torch.optim.optimizer import ParamsT
 
-from bigbatch.optim.fused_step import can_fuse
 from bigbatch.optim.gsnr_options import Betas, VROptions
 from bigbatch.optim.learning_rates import Rate
 from bigbatch.optim.trust_ratio import LAMB, LARS
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.setting_types import Coefficient, In, PositiveCoefficient, Share, checked
-from bigbatch.state_checks import loads_state
 
 
-class _Fusing(VarianceReduced):
-    """Uses torch's fused step, if it is right, in every group without a choice of its own."""
-
-    _chooses_fused = True
-
-    @loads_state
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads all but `fused`, which depends on this machine, and not on the file."""
-        choices = [group["fused"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, fused in zip(self.param_groups, choices, strict=True):
-            group["fused"] = fused
-
-    def _prepare_group(self, group: dict[str, Any]) -> None:
-        super()._prepare_group(group)
-        # with vr=False gradients may be sparse, which no fused step takes
-        if group["fused"] is None and group["foreach"] is None and group["vr"]:
-            group["fused"] = all(can_fuse(self.base, p) for p in group["params"])
-
-
-class VRSGD(_Fusing):
+class VRSGD(VarianceReduced):
     """VR-SGD, and VR-Momentum if `momentum` is not 0: torch's SGD on r g.
 
         b <- momentum b + (1 - dampening) (r g + weight_decay theta);   theta <- theta - lr b
@@ -47,6 +25,8 @@ class VRSGD(_Fusing):
     Source:
         VRGD, algorithm 1 (VR-SGD); VR-Momentum by its section 4.2.
     """
+
+    _chooses_fused = True
 
     @checked
     def __init__(
@@ -77,7 +57,7 @@ class VRSGD(_Fusing):
         super().__init__(base, fused=fused, **options)
 
 
-class VRAdam(_Fusing):
+class VRAdam(VarianceReduced):
     """VR-Adam: torch's Adam on p_hat g, p being the momentum of r.
 
         g <- p_hat g;   m, v and theta as in AdamW, or as in Adam if the decay is not decoupled
@@ -98,6 +78,8 @@ class VRAdam(_Fusing):
     Source:
         VRGD, sections 4.2 and 6.
     """
+
+    _chooses_fused = True
 
     @checked
     def __init__(

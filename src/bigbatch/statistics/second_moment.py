@@ -189,14 +189,17 @@ class GradientMoments(Subscriber):
                 sums[number] = self._totals[ids[number]]
         return sums, m2s
 
-    def have_read(self, parameters: Iterable[Tensor], total_addresses: "array[int]") -> bool:
-        """Whether kernels have read M2, and S at these addresses, in the step."""
-        ids, read = list(map(id, parameters)), dict[int, int]()
+    def kernel_columns(self, parameters: Iterable[Tensor]) -> "tuple[array[int], ...] | None":
+        """Lengths, and addresses of S and M2, if kernels have read all of them in the step."""
+        ids, read = list(map(id, parameters)), dict[int, tuple[int, ...]]()
         for block in set(map(self._block_of.get, ids)):
             if block is None or block.total_addresses is None:
-                return False
-            read.update(zip(block.ids, block.total_addresses, strict=True))
-        return total_addresses == array("q", map(read.__getitem__, ids))
+                return None
+            columns = block.lengths, block.total_addresses, block.addresses
+            if block.ids == ids:
+                return columns
+            read.update(zip(block.ids, zip(*columns, strict=True), strict=True))
+        return tuple(array("q", x) for x in zip(*map(read.__getitem__, ids), strict=True))
 
     # blocks
 

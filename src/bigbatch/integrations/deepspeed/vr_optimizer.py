@@ -138,10 +138,10 @@ class ZeroScaling:
         """Scales the gradients that the base optimizer has now: all, or those of one sub-group."""
         moments = self._state.moments
         for group in self._state.base.param_groups:
-            options = self._state.options(group, moments.weight)
             flats = [p for p in group["params"] if group["vr"] and p.grad is not None]
             if flats and (layers := self._layers(flats, group["beta3"])) is not None:
-                apply_gsnr(options, layers, self._layout.all_reduce)
+                all_reduce, fused = self._layout.all_reduce, self._state.uses_kernels
+                apply_gsnr(layers, group, moments.weight, all_reduce, fused=fused)
         return AppliedGsnr(moments.micro_batches, {}, agree=False)
 
     def _layers(self, flats: list[Tensor], beta3: float | None) -> Layers | None:
