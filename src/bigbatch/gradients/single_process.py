@@ -56,7 +56,7 @@ class SingleProcessSource(GradientSource):
         begins, ends, gone = self._backward_begins, self._backward_ends, self._backward_gone
         self._first_hook = FirstHook(begins, ends, gone)
         self._large: dict[int, RemovableHandle] = {}  # of the gradients that are added at once
-        self._numbers: dict[Tensor, int] = {}  # of the watched parameters that need a gradient
+        self._ids: set[int] = set()  # of the watched parameters that need a gradient
         self._lists: dict[tuple[int, ...], list[Tensor]] = {}  # parameters by their numbers
         self._added: set[int] = set()  # parameters whose gradient is in the sums already
         self._attached: tuple[object, ...] | None = None  # what the hooks were put on for
@@ -96,7 +96,7 @@ class SingleProcessSource(GradientSource):
         self._attached = needed
         self._lists.clear()
         trained = [(i, p) for i, p in enumerate(self.parameters) if p.requires_grad]
-        self._numbers = {p: i for i, p in trained} if has_groups else {}
+        self._ids = {id(p) for _, p in trained} if has_groups else set()
         watched = trained if reads else trained[-1:] if self.explicit else []
         self._first_hook.attach(p for _, p in watched)
         remove_hooks(self._large)
@@ -145,8 +145,8 @@ class SingleProcessSource(GradientSource):
         places = dict(zip(map(id, self.parameters), itertools.count()))
         return self.guard.sums_of(list(map(places.__getitem__, map(id, parameters))))
 
-    def _watched(self, leaf: Tensor) -> Tensor | None:
-        return leaf if leaf in self._numbers else None
+    def _watched(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        return [leaf if id(leaf) in self._ids else None for leaf in leaves]
 
     # a micro-batch
 

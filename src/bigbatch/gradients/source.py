@@ -121,8 +121,8 @@ class GradientSource(ABC):
         """S of each parameter; None where no micro-batch reached it, or S is not kept."""
 
     @abstractmethod
-    def _watched(self, leaf: Tensor) -> Tensor | None:
-        """The watched parameter of a leaf of the graph; None if it is another's."""
+    def _watched(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """The watched parameters that leaves of a graph are; None for other leaves."""
 
     watches_leaves = True
     """Whether the leaves of a graph are the parameters themselves."""

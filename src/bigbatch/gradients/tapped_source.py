@@ -85,9 +85,9 @@ class TappedSource(GradientSource):
     def _unhook(self, parameter: Tensor) -> None:
         self._tap.detach(parameter)
 
-    def _watched(self, leaf: Tensor) -> Tensor | None:
-        parameter = self._tap.parameter_of(leaf)
-        return parameter if self._tap.is_hooked(parameter) else None
+    def _watched(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        parameters = map(self._tap.parameter_of, leaves)
+        return [p if self._tap.is_hooked(p) else None for p in parameters]
 
     def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """S of each parameter; None where no micro-batch reached it, or S is not kept."""
