@@ -100,8 +100,7 @@ class ProjectionProbe(Subscriber):
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source
-        self._trained: list[bool] = []  # of the source's parameters, when they were chosen
-        self._seen: list[Tensor] = []  # these parameters
+        self._trained: list[Tensor] = []  # the trained parameters, when some of them were chosen
         self._chosen: list[tuple[Tensor, int]] = []  # probed parameters, and how many elements
         self._listed: Sequence[Tensor] | None = None  # the last list of parameters ...
         self._places: list[tuple[int, int]] = []  # ... and the chosen ones: place here, place there
@@ -116,26 +115,24 @@ class ProjectionProbe(Subscriber):
     def begin(self) -> None:
         """A step starts."""
         parameters = self._source.parameters
-        trained = list(map(_REQUIRES_GRAD, parameters))
-        is_same = len(parameters) == len(self._seen) and all(
-            map(operator.is_, parameters, self._seen)
-        )
-        if not is_same or trained != self._trained or self._signs.device != parameters[0].device:
-            self._seen, self._trained = list(parameters), trained
-            self._choose_parameters()
+        trained = list(itertools.compress(parameters, map(_REQUIRES_GRAD, parameters)))
+        as_many = len(trained) == len(self._trained)
+        is_same = as_many and all(map(operator.is_, trained, self._trained))
+        if not is_same or self._signs.device != parameters[0].device:
+            self._trained = trained
+            self._choose_parameters(parameters[0].device)
         self._rows.clear()
 
-    def _choose_parameters(self) -> None:
+    def _choose_parameters(self, device: torch.device) -> None:
         """Chooses up to 16 of the trained parameters, evenly from the first to the last."""
         shape = self._source.reducer.shape
-        trained = [p for p in self._seen if p.requires_grad and shape(p).numel()]
+        trained = [p for p in self._trained if shape(p).numel()]
         gaps = max(1, min(_MAX_PARAMETERS, len(trained)) - 1)
         numbers = {i * (len(trained) - 1) // gaps for i in range(gaps + 1)} if trained else set()
         chosen = [trained[number] for number in sorted(numbers)]
         self._chosen = [(p, min(_ELEMENTS, shape(p).numel())) for p in chosen]
         self._indices.clear()
         self._listed = None
-        device = self._seen[0].device
         signs = random_signs((_PROBES, sum(count for _, count in self._chosen)), 0)
         self._signs = signs.to(device, widest_float(device))
 
