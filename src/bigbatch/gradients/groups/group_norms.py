@@ -28,7 +28,7 @@ class GroupNorms:
         weights: n_d of the groups.
         layers: the layer of each parameter; empty if all are one.
         eps: relative rounding of the coarsest dtype in which the backward computed them.
-        by_parameter: whether sums are compared for each parameter by itself.
+        by_parameter: whether each parameter is read, and its sum compared, by itself.
         with_products: whether the products of the groups are wanted.
     """
 
@@ -67,7 +67,7 @@ class GroupNorms:
             images = images.reshape(images.shape[0], -1)  # (k,) of a parameter that is one number
         added = images, None if expected is None else expected.flatten()
         elements = images.numel()
-        if (self._by_parameter and expected is not None) or elements > _MAX_GATHERED:
+        if self._by_parameter or elements > _MAX_GATHERED:  # also where none is compared
             self._read(*key, [added])
             return
         self._gathered.setdefault(key, []).append(added)
