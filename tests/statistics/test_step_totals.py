@@ -26,7 +26,7 @@ def totals_of(gradients, grad, counts=None, grad_sqnorms=None):
     projected = gradients.double() @ signs.t()
     squares = gradients.double().square().sum((1, 2))
     slots = [
-        [count, count, 0, float(q), float(q), 0, grad_sqnorm]
+        [count, count, 0, float(q), float(q), grad_sqnorm, 0]
         for count, q, grad_sqnorm in zip(counts, squares, grad_sqnorms, strict=True)
     ]
     columns = list(itertools.chain.from_iterable(zip(*slots, strict=True)))

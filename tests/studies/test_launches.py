@@ -14,7 +14,7 @@ COUNTS = {
     "plain SGD, k = 8": (759, 0, 16, 0),
     "AdaptiveBatch, not measured": (379, 5, 8, 5),
     "AdaptiveBatch, cut, measured": (340, 5, 9, 5),
-    "AdaptiveBatch, 8 groups, measured": (176, 2, 5, 2),
+    "AdaptiveBatch, 8 groups, measured": (170, 2, 4, 2),
     "GradientMeter": (332, 1, 9, 1),
     "VR-SGD": (647, 0, 16, 0),
     "VR-Momentum": (703, 0, 16, 0),

@@ -30,7 +30,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def full_precision(tensor: Tensor) -> Tensor:
     """The tensor in the dtype of its sums; itself where that is its own."""
-    return tensor.to(sum_dtype(tensor.dtype))
+    return tensor if tensor.dtype in FULL_PRECISION else tensor.float()
 
 
 def widest_float(device: torch.device) -> torch.dtype:

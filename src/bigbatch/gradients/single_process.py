@@ -123,8 +123,8 @@ class SingleProcessSource(TappedSource):
         """Every gradient."""
         return [grad for p in self.parameters if (grad := p.grad) is not None]
 
-    def _watched(self, leaf: Tensor) -> Tensor | None:
-        return leaf if leaf in self._trained else None
+    def _watched(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        return [leaf if leaf in self._trained else None for leaf in leaves]
 
     # a micro-batch
 

@@ -116,10 +116,10 @@ class GradientSource(ABC):
         if self.group_tap is not None:
             self.group_tap.forget()
 
-    def _watched(self, leaf: Tensor) -> Tensor | None:
-        """The watched parameter of a leaf of the graph; None if it is another's."""
-        parameter = self._tap.parameter_of(leaf)
-        return parameter if self._tap.is_hooked(parameter) else None
+    def _watched(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """The watched parameters of leaves of the graph; None for one of another's."""
+        parameters = map(self._tap.parameter_of, leaves)
+        return [p if self._tap.is_hooked(p) else None for p in parameters]
 
     # what is watched, and who reads it
 

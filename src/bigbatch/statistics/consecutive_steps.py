@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from bigbatch.gradients.dtypes import full_precision, to_device, widest_float
 from bigbatch.statistics.confidence import Interval
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.statistics.norms import MicroBatchNorms
+from bigbatch.statistics.norms import squared_norms, sum_by_layer
 
 _MAX_RATIO = 2.0  # of the sizes of two steps; the smaller one would decide alone
 
@@ -51,11 +51,7 @@ class ConsecutiveSteps:
         self._layers, self._confidence = layers or {}, confidence
         self._names: list[str] = []  # of the layers of the last comparison
         self._sizes = (0.0, 0.0)  # n_1 and n_2 of the last comparison
-        # the first step of a pair
-        self._samples = 0.0  # n_1; 0 before it
-        self._gradients: list[Tensor | None] = []  # g_1, without any scale
-        self._sqnorms: list[Tensor] = []  # |g_1|^2 by layer, (L,)
-        self._parameters: list[Tensor] | None = None  # None once loaded
+        self._first: _FirstStep | None = None  # of a pair
 
     @torch.no_grad()
     def add(
@@ -76,16 +72,14 @@ class ConsecutiveSteps:
             Sums over the elements of the shards for `statistics`, (3 L,); None for the first step
             of a pair.
         """
-        comparable = self._matches(parameters, samples)
-        self._count_layers(parameters)
-        if comparable:
-            return self._compare(parameters, gradients, samples, scale)
-        self.forget()
+        first, self._first = self._first, None
+        if first is not None and first.matches(parameters, samples):
+            return self._compare(first, parameters, gradients, samples, scale)
         kept = [None if g is None else full_precision(g).detach().clone() for g in gradients]
         if (existing := [g for g in kept if g is not None]) and _is_scaled(scale):
             torch._foreach_div_(existing, scale)
-        self._samples, self._gradients, self._parameters = samples, kept, list(parameters)
-        self._sqnorms = [self._by_layer(parameters, kept)]
+        sqnorms = self._by_layer(parameters, kept)
+        self._first = _FirstStep(samples, kept, sqnorms, list(parameters))
         return None
 
     def statistics(self, values: Sequence[float]) -> GradientStatistics:
@@ -107,70 +101,73 @@ class ConsecutiveSteps:
 
     def forget(self) -> None:
         """The next step is the first of a pair: call it after a step that was skipped."""
-        self._samples, self._gradients, self._sqnorms = 0.0, [], []
-        self._parameters = None
+        self._first = None
 
     def state_dict(self) -> dict[str, Any] | None:
         """The first step of a pair, with a copy of its gradient; None between two pairs."""
-        if not self._samples:
+        first = self._first
+        if first is None:
             return None
-        gradients = [None if g is None else g.clone() for g in self._gradients]
-        return {"samples": self._samples, "gradients": gradients, "sqnorms": self._sqnorms[0]}
+        gradients = [None if g is None else g.clone() for g in first.gradients]
+        return {"samples": first.samples, "gradients": gradients, "sqnorms": first.sqnorms}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continues from a saved state; its gradients are those of as many parameters again."""
-        self.forget()
+        self._first = None
         if state is not None:
-            self._samples = float(state["samples"])
-            self._gradients = [None if g is None else g.clone() for g in state["gradients"]]
-            self._sqnorms = [state["sqnorms"]]
-
-    def _matches(self, parameters: Sequence[Tensor], samples: float) -> bool:
-        """Whether a step can be compared with the one that is kept."""
-        if not self._samples or len(parameters) != len(self._gradients):
-            return False
-        if max(samples, self._samples) > _MAX_RATIO * min(samples, self._samples):
-            return False
-        return self._parameters is None or all(map(operator.is_, parameters, self._parameters))
+            gradients = [None if g is None else g.clone() for g in state["gradients"]]
+            self._first = _FirstStep(float(state["samples"]), gradients, state["sqnorms"])
 
     def _compare(
         self,
+        first: "_FirstStep",
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         samples: float,
         scale: float | Tensor,
     ) -> Tensor:
         """|g_1|^2, |g_2|^2 and |g_1 - g_2|^2 by layer; the pair is complete."""
-        first = self._sqnorms[0]
         kept = [  # loaded ones may be on another device
             None if g is None else to_device(g, p.device)
-            for g, p in zip(self._gradients, parameters, strict=True)
+            for g, p in zip(first.gradients, parameters, strict=True)
         ]
-        self._sizes = self._samples, samples
-        self.forget()
+        self._sizes = first.samples, samples
         if (existing := [g for g in kept if g is not None]) and _is_scaled(scale):
             torch._foreach_mul_(existing, scale)
-        pairs = zip(kept, gradients, strict=True)
+        pairs = list(zip(kept, gradients, strict=True))
         if both := [(g, h) for g, h in pairs if g is not None and h is not None]:
             torch._foreach_sub_([g for g, _ in both], [h for _, h in both])
-        differences = [h if g is None else g for g, h in zip(kept, gradients, strict=True)]
         second = self._by_layer(parameters, gradients)
-        difference = self._by_layer(parameters, differences)
-        return torch.cat([first.to(second), second / scale**2, difference / scale**2])
-
-    def _count_layers(self, parameters: Sequence[Tensor]) -> None:
-        names = [self._layers.get(p, "others") for p in parameters] if self._layers else []
-        self._names = list(dict.fromkeys(names))
-        numbers = {name: number for number, name in enumerate(self._names)}
-        by_parameter = {p: numbers[name] for p, name in zip(parameters, names, strict=False)}
-        self._norms = MicroBatchNorms(by_parameter)
+        difference = self._by_layer(parameters, [h if g is None else g for g, h in pairs])
+        return torch.cat([first.sqnorms.to(second), second / scale**2, difference / scale**2])
 
     def _by_layer(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
         """Squared norms of the tensors, by layer, (L,), on the device of the parameters."""
+        layers = {p: self._layers.get(p, "others") for p in parameters} if self._layers else {}
+        self._names = list(dict.fromkeys(layers.values()))
+        numbers = {p: self._names.index(name) for p, name in layers.items()}
         existing = {p: t for p, t in zip(parameters, tensors, strict=True) if t is not None}
+        squares = [squared_norms([*existing.values()])] if existing else []
         device = parameters[0].device
-        squares = self._norms.by_layer([*existing.values()], [*existing])
-        return to_device(squares, device, widest_float(device))
+        return to_device(sum_by_layer(squares, existing, numbers), device, widest_float(device))
+
+
+@dataclass
+class _FirstStep:
+    """The first step of a pair."""
+
+    samples: float  # n_1
+    gradients: list[Tensor | None]  # g_1, without any scale
+    sqnorms: Tensor  # |g_1|^2 by layer, (L,)
+    parameters: list[Tensor] | None = None  # None once loaded
+
+    def matches(self, parameters: Sequence[Tensor], samples: float) -> bool:
+        """Whether a step can be compared with it."""
+        if len(parameters) != len(self.gradients):
+            return False
+        if max(samples, self.samples) > _MAX_RATIO * min(samples, self.samples):
+            return False
+        return self.parameters is None or all(map(operator.is_, parameters, self.parameters))
 
 
 def _is_scaled(scale: float | Tensor) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients import GradientSource, GroupGradients, MicroBatchGradients, Subscriber
-from bigbatch.gradients.dtypes import stack_scalars
+from bigbatch.gradients.dtypes import stack_scalars, sum_dtype
 from bigbatch.statistics.norms import squared_norm
 
 _MIN_PRODUCT = 2e-3  # about twice the ratio of the shorter half to the longer
@@ -56,16 +56,22 @@ class HalfBatchCosine(Subscriber):
             self._add(parameter, group, self._sign * (-1) ** number)
 
     def _add(self, parameter: Tensor, gradient: Tensor, sign: int) -> None:
+        self._signed_sum(parameter).add_(gradient, alpha=sign)
+
+    def _signed_sum(self, parameter: Tensor) -> Tensor:
+        """Z of one parameter on this rank; zeros where no micro-batch reached it."""
         if parameter not in self._signed_sums:
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            self._signed_sums[parameter] = torch.zeros_like(gradient, dtype=dtype)
-        self._signed_sums[parameter].add_(gradient, alpha=sign)
+            shape, dtype = self._source.reducer.shape(parameter), sum_dtype(parameter.dtype)
+            zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
+            self._signed_sums[parameter] = zeros
+        return self._signed_sums[parameter]
 
     def dots(self) -> Tensor:
         """|Z|^2 and G . Z of this rank's shards, Z being summed over the ranks; communicates."""
         products: list[Tensor] = []
         for parameter in (p for p in self._source.parameters if p.requires_grad):
-            grad, signed_sum = self._source.local_grad(parameter), self._all_reduced_sum(parameter)
+            grad, signed_sum = self._source.local_grad(parameter), self._signed_sum(parameter)
+            self._source.reducer.all_reduce(signed_sum)
             shard = self._source.reducer.shards.shard(parameter, signed_sum).reshape(-1)
             flat = None if grad is None else grad.reshape(-1).to(shard.dtype)
             dot = shard.new_zeros(()) if flat is None else shard.dot(flat)
@@ -82,13 +88,3 @@ class HalfBatchCosine(Subscriber):
         if not norms_product > _MIN_PRODUCT * (total_sqnorm + signed_sqnorm):
             return math.nan
         return min(max((total_sqnorm - signed_sqnorm) / norms_product, -1.0), 1.0)
-
-    def _all_reduced_sum(self, parameter: Tensor) -> Tensor:
-        """Z of one parameter, summed over the ranks; a rank that did not reach it adds zeros."""
-        signed_sum = self._signed_sums.get(parameter)
-        if signed_sum is None:
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            shape = self._source.reducer.shape(parameter)
-            signed_sum = torch.zeros(shape, dtype=dtype, device=parameter.device)
-        self._source.reducer.all_reduce(signed_sum)
-        return signed_sum

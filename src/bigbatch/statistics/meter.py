@@ -23,6 +23,7 @@ from bigbatch.setting_types import Count, Coverage, Groups, checked
 from bigbatch.statistics.confidence import Interval, jackknife, log_ratio
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.noise_scale import (
+    Compared,
     GradientStatistics,
     from_mean_losses,
     from_weighted_losses,
@@ -93,7 +94,9 @@ class GradientMeter:
         self.every = every
         self.scaler = scaler
         self.step = 0  # steps since the meter was made
-        self._due = False
+        # whether the current step is measured: the first one and every n-th after it; a loop may
+        # choose other steps, by `at_step`
+        self.due = False
         self.source: GradientSource = source or find_source(model)
         if not any(p.requires_grad for p in self.source.parameters):
             raise SettingError("no parameter requires a gradient, so there is nothing to measure")
@@ -142,14 +145,6 @@ class GradientMeter:
     def micro_batch(self) -> AbstractContextManager[None]:
         """Counts all backwards inside as one micro-batch, for one copy of the gradient."""
         return self.source.micro_batch(several_backwards=True)
-
-    @property
-    def due(self) -> bool:
-        """Whether the current step is measured: the first one and every n-th after it.
-
-        A loop may choose other steps, by `at_step`.
-        """
-        return self._due
 
     def read(self, samples: Sequence[float | Tensor]) -> GradientStatistics | None:
         """Returns the statistics of the step and starts the next one; None if it is not measured.
@@ -227,8 +222,8 @@ class GradientMeter:
         if self.source.group_tap is not None:
             self.source.group_tap.restart(number)
         due = number % self.every == 0 if due is None else due
-        if due != self._due:
-            self._due = due
+        if due != self.due:
+            self.due = due
             update = self.source.subscribe if due else self.source.unsubscribe
             for subscriber in self._sums.subscribers:
                 update(subscriber)
@@ -324,9 +319,10 @@ class GradientMeter:
         k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
         if self.loss == "weighted":
             sqnorm_over_sizes *= unit * c**2
-            square = unit * grad_sqnorm
-            statistics = from_weighted_losses(sqnorm_over_sizes, square, k, samples, eps)
-            return replace(statistics, compared="groups") if self.groups else statistics
+            compared: Compared = "groups" if self.groups else "micro-batches"
+            return from_weighted_losses(
+                sqnorm_over_sizes, unit * grad_sqnorm, k, samples, eps, compared
+            )
         return from_mean_losses(
             unit * sqnorm, unit * grad_sqnorm / c**2, k, samples, totals.inverse_sizes, eps
         )

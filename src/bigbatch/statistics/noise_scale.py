@@ -127,6 +127,7 @@ def from_weighted_losses(
     micro_batches: int,
     samples: float,
     eps: float = _FLOAT32_EPS,
+    compared: Compared = "micro-batches",
 ) -> GradientStatistics:
     """Noise and signal if the losses of a step sum to its mean loss, so `.grad` is G.
 
@@ -143,6 +144,7 @@ def from_weighted_losses(
         micro_batches: k, at least 2.
         samples: N.
         eps: relative rounding of the gradients' type, for the check that A >= N |G|^2.
+        compared: what h_d are the gradients of.
     Raises:
         GradientError: fewer than two micro-batches, or A < N |G|^2, which no data can give.
     Source:
@@ -155,7 +157,7 @@ def from_weighted_losses(
     k, total = _require_two(micro_batches), _rounded(samples)
     spread = total**2 * sqnorms_over_sizes
     noise = _spread_difference(spread, total * sum_sqnorm, math.sqrt(k) * eps) / (k - 1)
-    return GradientStatistics(sum_sqnorm - noise / total, noise, total, k)
+    return GradientStatistics(sum_sqnorm - noise / total, noise, total, k, compared=compared)
 
 
 def from_mean_losses(

@@ -2,13 +2,14 @@
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from bigbatch.gradients import MicroBatchGradients, Subscriber
 from bigbatch.gradients.dtypes import FULL_PRECISION, stacked, sum_dtype, to_device, widest_float
+from bigbatch.gradients.groups.grouping import joined
 from bigbatch.kernels import native
 
 _SHORT = 1 << 14  # elements; for fewer, the call costs more than the read
@@ -23,7 +24,7 @@ class MicroBatchNorms(Subscriber):
         self._layers = layers
         self._dtypes: set[torch.dtype] = set()
         self._squares: list[Tensor] = []  # of the parameters that the micro-batch reached
-        self._parameters: list[Tensor] = []  # these, if there are layers
+        self._parameters: list[Tensor] = []  # these
         self._rows: list[Tensor] = []  # |h_d|^2 of the complete micro-batches, (L,)
 
     def begin(self) -> None:
@@ -39,48 +40,43 @@ class MicroBatchNorms(Subscriber):
         """Reads the gradients once."""
         self._dtypes.update(map(_DTYPE, batch.gradients))
         self._squares.append(squared_norms(batch.gradients))
-        if self._layers:
-            self._parameters += batch.parameters
+        self._parameters += batch.parameters
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        self._rows.append(self._by_layer(self._squares, self._parameters))
+        self._rows.append(sum_by_layer(self._squares, self._parameters, self._layers))
 
     @property
     def eps(self) -> float:
         """Relative rounding of the coarsest dtype among the gradients of the step."""
         return max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0)
 
-    @property
-    def count(self) -> int:
-        """L, the number of layers."""
-        return 1 + max(self._layers.values(), default=0)
-
-    @property
-    def has_layers(self) -> bool:
-        """Whether each layer is measured by itself."""
-        return bool(self._layers)
-
     def squares(self, device: torch.device) -> Tensor:
         """|h_d|^2 of the micro-batches of the step so far, by layer (k, L)."""
+        dtype = widest_float(device)
         if not self._rows:
-            return torch.zeros(0, self.count, dtype=widest_float(device), device=device)
-        return torch.stack([to_device(row, device, widest_float(device)) for row in self._rows])
+            return torch.zeros(0, count_layers(self._layers), dtype=dtype, device=device)
+        return torch.stack([to_device(row, device, dtype) for row in self._rows])
 
-    def by_layer(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor] = ()) -> Tensor:
-        """|gradient|^2, summed by layer (L,); the parameters are needed if there are several."""
-        return self._by_layer([squared_norms(gradients)] if gradients else [], parameters)
 
-    def _by_layer(self, squares: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-        if not squares:
-            return torch.zeros(self.count, dtype=torch.float64)
-        device = squares[0].device
-        parts = [to_device(part, device) for part in squares]
-        values = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if not self._layers:
-            return values.sum(0, keepdim=True)
-        numbers = torch.tensor([self._layers[p] for p in parameters], device="cpu")
-        return values.new_zeros(self.count).index_add_(0, to_device(numbers, device), values)
+def count_layers(layers: Mapping[Tensor, int]) -> int:
+    """L, the number of layers; one if there are none."""
+    return 1 + max(layers.values(), default=0)
+
+
+def sum_by_layer(
+    squares: Sequence[Tensor], parameters: Iterable[Tensor], layers: Mapping[Tensor, int]
+) -> Tensor:
+    """Sums the squared norms of the parameters' gradients, which come in parts, by layer (L,)."""
+    if not squares:
+        return torch.zeros(count_layers(layers), dtype=torch.float64)
+    device = squares[0].device
+    values = joined([to_device(part, device) for part in squares])
+    if not layers:
+        return values.sum(0, keepdim=True)
+    numbers = torch.tensor([layers[p] for p in parameters], device="cpu")
+    zeros = values.new_zeros(count_layers(layers))
+    return zeros.index_add_(0, to_device(numbers, device), values)
 
 
 def squared_norms(gradients: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from bigbatch.gradients import GradientSource, GroupGradients, MicroBatchGradients, Subscriber
 from bigbatch.gradients.dtypes import FULL_PRECISION, to_device, widest_float, without_autocast
-from bigbatch.gradients.rank_reducer import ShardIndices
 from bigbatch.statistics.confidence import MAX_RATIO, MIN_RATIO
 from bigbatch.statistics.norms import flattened
 
@@ -101,13 +100,13 @@ class ProjectionProbe(Subscriber):
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source
-        self._trained: list[bool] = []  # of the source's parameters, when they were chosen
-        self._seen: list[Tensor] = []  # these parameters
+        self._trained: list[Tensor] = []  # the trained parameters, when some of them were chosen
         self._chosen: list[tuple[Tensor, int]] = []  # probed parameters, and how many elements
         self._listed: Sequence[Tensor] | None = None  # the last list of parameters ...
         self._places: list[tuple[int, int]] = []  # ... and the chosen ones: place here, place there
-        # layout of the shards, number -> `_indices_of`
-        self._indices: dict[tuple[int, int], ShardIndices | None] = {}
+        # layout of the shards, number -> positions in this rank's shard of the probed elements that
+        # it has, and their numbers; None if it has all of them
+        self._indices: dict[tuple[int, int], tuple[Tensor, ...] | None] = {}
         self._signs = torch.zeros(0)  # (8, elements)
         self._heads: list[Tensor | None] = []  # of the current micro-batch, by chosen parameter
         self._rows: list[Tensor] = []  # elements of each micro-batch
@@ -116,26 +115,24 @@ class ProjectionProbe(Subscriber):
     def begin(self) -> None:
         """A step starts."""
         parameters = self._source.parameters
-        trained = list(map(_REQUIRES_GRAD, parameters))
-        is_same = len(parameters) == len(self._seen) and all(
-            map(operator.is_, parameters, self._seen)
-        )
-        if not is_same or trained != self._trained or self._signs.device != parameters[0].device:
-            self._seen, self._trained = list(parameters), trained
-            self._choose_parameters()
+        trained = list(itertools.compress(parameters, map(_REQUIRES_GRAD, parameters)))
+        as_many = len(trained) == len(self._trained)
+        is_same = as_many and all(map(operator.is_, trained, self._trained))
+        if not is_same or self._signs.device != parameters[0].device:
+            self._trained = trained
+            self._choose_parameters(parameters[0].device)
         self._rows.clear()
 
-    def _choose_parameters(self) -> None:
+    def _choose_parameters(self, device: torch.device) -> None:
         """Chooses up to 16 of the trained parameters, evenly from the first to the last."""
         shape = self._source.reducer.shape
-        trained = [p for p in self._seen if p.requires_grad and shape(p).numel()]
+        trained = [p for p in self._trained if shape(p).numel()]
         gaps = max(1, min(_MAX_PARAMETERS, len(trained)) - 1)
         numbers = {i * (len(trained) - 1) // gaps for i in range(gaps + 1)} if trained else set()
         chosen = [trained[number] for number in sorted(numbers)]
         self._chosen = [(p, min(_ELEMENTS, shape(p).numel())) for p in chosen]
         self._indices.clear()
         self._listed = None
-        device = self._seen[0].device
         signs = random_signs((_PROBES, sum(count for _, count in self._chosen)), 0)
         self._signs = signs.to(device, widest_float(device))
 
@@ -160,14 +157,19 @@ class ProjectionProbe(Subscriber):
         self._rows.append(self._joined(self._heads))
         self._heads = []  # views of gradients, whose memory they would keep
 
-    def micro_batch_projections(self) -> Tensor:
-        """The projections of each micro-batch of the step, (k, 8)."""
-        if not self._rows:
-            return self._signs.new_zeros(0, _PROBES)
-        return self._projected(torch.stack(self._rows))
+    def projections(self, *, with_grad: bool = False) -> Tensor:
+        """The projections of each micro-batch of the step, (k, 8).
 
-    def grad_projections(self) -> Tensor:
-        """The projections of this rank's shards of `.grad`, (8,)."""
+        Args:
+            with_grad: whether those of this rank's shards of `.grad` follow, (k + 1, 8).
+        """
+        rows = [*self._rows, self._joined(self._grad_heads())] if with_grad else self._rows
+        if not rows:
+            return self._signs.new_zeros(0, _PROBES)
+        return torch.stack(rows).to(self._signs.dtype) @ self._signs.t()
+
+    def _grad_heads(self) -> list[Tensor | None]:
+        """The probed elements of this rank's shards of `.grad`, zeros where others have them."""
         heads: list[Tensor | None] = []
         reducer = self._source.reducer
         for number, (parameter, count) in enumerate(self._chosen):
@@ -177,9 +179,11 @@ class ProjectionProbe(Subscriber):
                 continue
             key = reducer.shards.layout, number
             if key not in self._indices:
-                self._indices[key] = self._indices_of(parameter, count, grad.device)
+                found = reducer.shards.shard_indices(parameter, count)
+                on_device = (to_device(some, grad.device) for some in found or ())
+                self._indices[key] = None if found is None else tuple(on_device)
             indices = self._indices[key]
-            if indices is None:
+            if indices is None:  # it has all of them, in order
                 heads.append(_head(grad, count))
                 continue
             positions, numbers = indices
@@ -188,7 +192,7 @@ class ProjectionProbe(Subscriber):
             head = grad.new_zeros(count)
             head[numbers] = rows.reshape(-1)[positions]
             heads.append(head)
-        return self._projected(self._joined(heads)[None])[0]
+        return heads
 
     def _joined(self, heads: Sequence[Tensor | None]) -> Tensor:
         """The probed elements of all chosen parameters, zeros where there is no gradient."""
@@ -202,27 +206,10 @@ class ProjectionProbe(Subscriber):
             parts = [to_device(part, self._signs.device) for part in parts]
         return torch.cat(parts)
 
-    def _projected(self, elements: Tensor) -> Tensor:
-        with without_autocast(self._signs.device):
-            return torch.mm(elements.to(self._signs.dtype), self._signs.t())
-
-    def _indices_of(
-        self, parameter: Tensor, count: int, device: torch.device
-    ) -> ShardIndices | None:
-        """Positions in this rank's shard of the probed elements that it has, and their numbers.
-
-        None if it has all of them, in order.
-        """
-        indices = self._source.reducer.shards.shard_indices(parameter, count)
-        if indices is None:
-            return None
-        positions, numbers = indices
-        return to_device(positions, device), to_device(numbers, device)
-
 
 def _head(gradient: Tensor, count: int) -> Tensor:
     """The first elements of a gradient."""
-    if gradient.ndim > 1:  # only the rows that have them, as a copy may be needed
+    if not gradient.is_contiguous():  # only the rows that have them are copied
         rows = -(-count * gradient.shape[0] // gradient.numel())
         gradient = gradient[:rows]
     return gradient.reshape(-1)[:count]

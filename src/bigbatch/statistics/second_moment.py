@@ -1,6 +1,5 @@
 """Per-element sum and centred second moment of the micro-batch gradients."""
 
-import itertools
 import operator
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -42,13 +41,10 @@ class _Block:
     def __post_init__(self) -> None:
         self.lengths, self.addresses = native.lengths(self.m2s), native.addresses(self.m2s)
         self.ids = list(map(id, self.parameters))
-        self.is_contiguous = set(map(Tensor.is_contiguous, self.m2s)) <= {True}
         self.strides = list(map(Tensor.stride, self.m2s))
 
     def arrange(self, values: list[Tensor]) -> list[Tensor]:
         """The values with the strides of M2, so that all have the same order in memory."""
-        if self.is_contiguous and set(map(Tensor.is_contiguous, values)) <= {True}:
-            return values
         if list(map(Tensor.stride, values)) == self.strides:
             return values
         return list(map(_with_strides_of, values, self.m2s))
@@ -155,10 +151,6 @@ class GradientMoments(Subscriber):
     def are_reached(self, parameters: Iterable[Tensor]) -> list[bool]:
         """Whether a micro-batch of the step reached each of the parameters."""
         return list(map(self._block_of.__contains__, map(id, parameters)))
-
-    def keeps_sum(self, parameter: Tensor) -> bool:
-        """Whether S of the parameter has a buffer here, in addition to the source's."""
-        return id(parameter) in self._totals
 
     @torch.no_grad()
     def sums_and_m2s(
@@ -314,12 +306,11 @@ class GradientMoments(Subscriber):
 
     def _catch_up(self, block: _Block, totals: list[Tensor], weight: float) -> None:
         """Adds zero gradients for micro-batches since the last one that reached the parameters."""
+        m2s = _zeroed(block)
         if block.weight < weight:
             share = (weight - block.weight) / (block.weight * weight)
-            torch._foreach_addcmul_(_zeroed(block), totals, totals, share)
+            torch._foreach_addcmul_(m2s, totals, totals, share)
             block.weight = weight
-        else:
-            _zeroed(block)
 
 
 def combine_moments(
@@ -396,11 +387,11 @@ def _add_deviations(
 
 def _chunks(arrays: Sequence[Tensor]) -> Iterator[slice]:
     """Slices of a list whose arrays have at most `_CHUNK` elements together, or one array."""
-    ends = list(itertools.accumulate(map(Tensor.numel, arrays), operator.add))
-    first, start = 0, 0
-    for number, end in enumerate(ends):
-        if end - start > _CHUNK and number > first:
+    first = elements = 0
+    for number, size in enumerate(map(Tensor.numel, arrays)):
+        if number > first and elements + size > _CHUNK:
             yield slice(first, number)
-            first, start = number, ends[number - 1]
+            first, elements = number, 0
+        elements += size
     if arrays:
         yield slice(first, len(arrays))

@@ -18,7 +18,7 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
-from bigbatch.statistics.norms import MicroBatchNorms
+from bigbatch.statistics.norms import MicroBatchNorms, count_layers, squared_norms, sum_by_layer
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections, leave_one_out
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
@@ -43,22 +43,20 @@ class StepAccumulators:
         half_batch_cosine: bool,
     ) -> None:
         self.norms = MicroBatchNorms(layers)
+        self._layers = layers
         self.half_batch_cosine = HalfBatchCosine(source) if half_batch_cosine else None
         self.lengths: dict[str, int] = {}  # length of each part of the last packed vector
         self._source = source
         self._probe = ProjectionProbe(source)
         self._sketches = RandomProjections(source.parameters) if sketches else None
-
-    @property
-    def subscribers(self) -> list[Subscriber]:
-        """The subscribers that read the gradients."""
-        optional = (self._sketches, self.half_batch_cosine)
-        return [self.norms, self._probe, *(s for s in optional if s is not None)]
+        readers = (self.norms, self._probe, self._sketches, self.half_batch_cosine)
+        self.subscribers: list[Subscriber] = [s for s in readers if s is not None]
 
     @property
     def projections(self) -> Tensor:
         """Projections of the micro-batches of the step so far, (k, 8)."""
-        return self._probe.micro_batch_projections()
+        with without_autocast(self._device):
+            return self._probe.projections()
 
     @torch.no_grad()
     def measure(
@@ -107,14 +105,17 @@ class StepAccumulators:
         self._source.reducer.all_reduce(totals)
         return totals
 
-    @torch.no_grad()
-    def grad_sqnorms(self) -> Tensor:
-        """|.grad|^2 of this rank's shards, by layer (L,)."""
-        if not self.norms.has_layers:
-            return self.norms.by_layer(self._source.local_grads())
-        pairs = [(p, self._source.local_grad(p)) for p in self._source.parameters]
-        grads = {p: grad for p, grad in pairs if grad is not None}
-        return self.norms.by_layer([*grads.values()], [*grads])
+    def _grad_sqnorms(self) -> Tensor:
+        """|.grad|^2 of this rank's shards, by layer (1, L)."""
+        source, parameters = self._source, list[Tensor]()
+        if not self._layers:
+            grads = source.local_grads()
+        else:
+            pairs = [(p, source.local_grad(p)) for p in source.parameters]
+            parameters = [p for p, grad in pairs if grad is not None]
+            grads = [grad for _, grad in pairs if grad is not None]
+        squares = [squared_norms(grads)] if grads else []
+        return to_device(sum_by_layer(squares, parameters, self._layers), self._device)[None]
 
     @property
     def _device(self) -> torch.device:
@@ -129,37 +130,35 @@ class StepAccumulators:
         self, sizes: Sequence[float], scaler: GradScaler | None, *, failed: bool
     ) -> dict[str, Tensor]:
         """This rank's share of every sum; k = 0 if it has no micro-batch."""
-        source, k = self._source, len(sizes)
-        rank, ranks, layers = source.rank, source.ranks, self.norms.count
+        source, k, device = self._source, len(sizes), self._device
+        rank, ranks, layers = source.rank, source.ranks, count_layers(self._layers)
         inverse_sizes, groups = [1 / n for n in sizes], self._group_sizes(sizes)
         of_ranks = [0.0] * (_COUNTED * ranks)
-        of_ranks[rank::ranks] = [sum(n > 0 for n in groups), math.fsum(sizes), failed]
-        factors = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
-        known = self._vector([*factors, 1 / ranks, math.fsum(inverse_sizes), *of_ranks])
-        scale = known[3 * k : 3 * k + 1]
-        sqnorms = self.norms.squares(self._device)[:k]  # (k, L)
-        over_sizes, totals, numbered = known[: 3 * k].view(3, k) @ sqnorms
-        grad_sqnorms = to_device(self.grad_sqnorms(), self._device)
+        of_ranks[rank::ranks] = [sum(map(bool, groups)), math.fsum(sizes), failed]
+        numbers = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
+        known = self._vector([*numbers, 1 / ranks, math.fsum(inverse_sizes), *of_ranks])
+        factors, scale, inverse_sum, counted = known.tensor_split((3 * k, 3 * k + 1, 3 * k + 2))
+        sqnorms = self.norms.squares(device)[:k]  # (k, L)
         by_micro_batch = sqnorms[:, 0] if layers == 1 else sqnorms.sum(1)
+        sums = torch.cat([factors.view(3, k) @ sqnorms, self._grad_sqnorms()])
+        over_sizes, totals, _, grad_sqnorms = sums.unbind()
         # x - x is nan for the first one that is not finite, and nan is the largest
-        first = 1 + (by_micro_batch - by_micro_batch).argmax() if k else scale[0]
-        sums = (totals, numbered, grad_sqnorms)
-        of_all, of_numbered, of_grad = (x[0] if layers == 1 else x.sum() for x in sums)
-        measured = torch.stack([of_all, of_numbered, first, of_grad])
-        projections = self.projections
+        first = 1 + (by_micro_batch - by_micro_batch).argmax()[None] if k > 1 else scale.new_ones(1)
+        measured = torch.cat([sums[1:].sum(1), first])
         for norms in source.group_norms:
             if norms is not None:
-                over_sizes = over_sizes + norms.scatter(layers, self._device)
+                over_sizes = over_sizes + norms.scatter(layers, device)
+        projections, of_grad = self._probe.projections(with_grad=True).tensor_split([-1])
         parts = {
             "sqnorms_over_sizes": over_sizes,
             "sqnorms": totals,
             "grad_sqnorms": grad_sqnorms,
-            "inverse_sizes": known[3 * k + 1 : 3 * k + 2],
-            "counted": known[3 * k + 2 :],
+            "inverse_sizes": inverse_sum,
+            "counted": counted,
             "measured": measured if ranks == 1 else _in_slot(measured, rank, ranks),
             "micro_batch_projections": projections.sum(0),
-            "grad_projections": self._probe.grad_projections(),
-            "projection_sqnorm": projections.square().sum().view(1),
+            "grad_projections": of_grad[0],
+            "projection_sqnorm": projections.square().sum()[None],
             "scale": scale if scaler is None else scaler.scale(scale),
         }
         if ranks > 1 or len(set(sizes)) > 1:
@@ -176,18 +175,15 @@ class StepAccumulators:
 
     def _group_error(self, like: Tensor) -> Tensor:
         """The largest relative error of a sum of groups in the step, (1,)."""
-        errors = [
-            to_device(norms.relative_error(), like.device, like.dtype)
-            for norms in self._source.group_norms
-            if norms is not None
-        ]
-        return torch.stack(errors).max().reshape(1) if errors else like.new_zeros(1)
+        found = [norms.relative_error(like) for norms in self._source.group_norms if norms]
+        errors = [error for error in found if error is not None]
+        return torch.stack(errors).max()[None] if errors else like.new_zeros(1)
 
     def _group_sizes(self, sizes: Sequence[float]) -> list[float]:
         """n_d of every group of the step that counts; a micro-batch without groups is one."""
         pairs = zip(sizes, self._source.group_norms, strict=True) if sizes else ()
-        groups = (norms.weights if norms is not None else (size,) for size, norms in pairs)
-        return [n for weights in groups for n in weights]
+        groups = [norms.weights if norms is not None else (size,) for size, norms in pairs]
+        return [*itertools.chain.from_iterable(groups)]
 
     def _slope(self, sizes: Sequence[float], sqnorms: Tensor) -> Tensor:
         """Covariance and variance sums of ln |h_d|^2 over ln n_d, without gradients of zero."""
@@ -201,7 +197,7 @@ class StepAccumulators:
 
     def _all_reduce(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Packs the parts and sums them over the ranks."""
-        self.lengths = {name: part.numel() for name, part in parts.items()}
+        self.lengths = dict(zip(parts, map(Tensor.numel, parts.values()), strict=True))
         packed = torch.cat([*parts.values()])
         self._source.reducer.all_reduce(packed)
         return packed
@@ -215,8 +211,8 @@ class RankTotals(NamedTuple):
     failed: Array  # 1 where a rank could not take part
     sqnorm_sum: Array  # sum |h_d|^2
     numbered_sqnorm_sum: Array  # sum (d + 1) |h_d|^2; differs if micro-batches swap places
-    first_nonfinite: Array  # number of the first micro-batch that is not finite, from 1
     grad_sqnorm: Array  # |.grad|^2 of a rank's shards
+    first_nonfinite: Array  # number of the first micro-batch that is not finite, from 1
 
     @property
     def number(self) -> int:

@@ -188,7 +188,9 @@ class _ComparedGradients:
     ) -> None:
         self.weights = [*(grouping.sizes if weight is None else grouping.sums(weight))]
         self._names = names
-        tap = GroupTap(grouping.groups, lambda leaf: leaf if leaf in names else None, {}, model)
+        tap = GroupTap(
+            grouping.groups, lambda leaves: [p if p in names else None for p in leaves], {}, model
+        )
         tap.exact = True
         tap.prepare([loss], grouping.samples, weight)
         self._whole = gradients_of(loss, list(names))  # G

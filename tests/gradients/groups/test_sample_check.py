@@ -314,9 +314,8 @@ def test_outputs_whose_samples_nothing_shows_are_refused():
 def unchecked(net, x):
     """The groups' gradients of a tap that cannot run a backward of its own, by parameter."""
     parameters, loss = dict.fromkeys(net.parameters()), mean_loss(net, x)
-    tap = GroupTap(
-        K, lambda leaf: leaf if leaf in parameters else None, {}, net, checks_samples=False
-    )
+    watched = lambda leaves: [p if p in parameters else None for p in leaves]  # noqa: E731
+    tap = GroupTap(K, watched, {}, net, checks_samples=False)
     tap.exact = True
     tap.prepare([loss], len(x))
     gradients = torch.autograd.grad(loss, list(parameters))

@@ -1,5 +1,7 @@
 """The graph that a backward will run: its nodes, their shapes and saved tensors."""
 
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -18,6 +20,9 @@ Edge = tuple[Node, int]
 """A node, and the number of one of its forward function's outputs."""
 
 
+_EDGES = operator.attrgetter("next_functions")
+
+
 def node_names(functions: str) -> frozenset[str]:
     """The names of the nodes of functions, which are separated by spaces."""
     return frozenset(f"{function}Backward0" for function in functions.split())
@@ -32,42 +37,34 @@ def edges_of(tensors: Iterable[Tensor]) -> list[Edge]:
     return [(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None]
 
 
+ParametersOf = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+"""The watched parameters that leaves of a graph are; None for other leaves."""
+
+
 def trace(
-    roots: Iterable[Edge], parameter_of: Callable[[Tensor], Tensor | None]
+    roots: Iterable[Edge], parameters_of: ParametersOf
 ) -> tuple[list[Node], tuple[object, ...]]:
     """Every node below the roots, in an order that depends on the structure of the graph alone.
 
-    Args:
-        roots: where the backward starts.
-        parameter_of: leaf -> the watched parameter that it is; None for another leaf.
     Returns:
         The nodes, and a key that graphs of one structure share: the kinds of their functions, how
         they are connected, and the parameters.
     """
     nodes: list[Node] = []
-    numbers: dict[Node, int] = {}
+    numbers: dict[Node | None, int] = {None: -1}
     key: list[object] = []
-    edges: Iterable[tuple[Node | None, int]] = roots
-    upcoming = 0
-    while True:
+    for edges in itertools.chain([roots], map(_EDGES, nodes)):  # while the nodes become more
         for following, output in edges:
-            if following is None:
-                key.append(None)
-                continue
-            number = numbers.setdefault(following, len(nodes))
-            if number == len(nodes):
+            if following not in numbers:
+                numbers[following] = len(nodes)
                 nodes.append(following)
-            key += number, output
-        if upcoming == len(nodes):
-            return nodes, tuple(key)
-        node = nodes[upcoming]
-        upcoming += 1
-        edges = node.next_functions
-        kind = type(node)
-        leaf = None if edges else leaf_of(node)
-        key.append(kind if leaf is None else id(parameter_of(leaf)))
-        if kind.__name__ in _WITH_MODES:
-            key.append(node._saved_training)
+            key += numbers[following], output
+        key += (None,)
+    kinds = list(map(type, nodes))
+    pairs = list(zip(nodes, kinds, strict=True))
+    key += [node._saved_training for node, kind in pairs if kind.__name__ in _WITH_MODES]
+    leaves = [node.variable for node, kind in pairs if kind.__name__ == "AccumulateGrad"]
+    return nodes, (*key, *kinds, *map(id, parameters_of(leaves)))
 
 
 def is_batch_norm(node: Node) -> bool:

@@ -1,14 +1,14 @@
 """What is known of all backwards whose graphs have one structure: the uses of parameters in it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bigbatch.gradients.groups.backward_graph import Edge, Node, is_batch_norm, shape_of, trace
+from bigbatch.gradients.groups.backward_graph import Edge, Node, ParametersOf, is_batch_norm, trace
 from bigbatch.gradients.groups.contributions import SIGNS
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses, Route, Use
@@ -38,13 +38,13 @@ class CoveredUse(NamedTuple):
 class BackwardPlan:
     """What is known of all graphs of one structure."""
 
-    uses: list[CoveredUse]  # the uses that are covered, with the place of the samples
-    refusals: dict[Tensor, str]  # parameters that are not covered, and why
-    # parameters whose gradients may be projected, with the number of their random signs, which
-    # those of one use share
-    projected: dict[Tensor, int]
-    eps: float = 0.0  # relative rounding of the coarsest dtype between a use and its parameter
     refusal: str = ""  # why no parameter is covered
+    uses: Sequence[CoveredUse] = ()  # those that are covered, with the place of the samples
+    refusals: Mapping[Tensor, str] = field(default_factory=dict)  # parameters not covered, and why
+    # by id, the parameters whose gradients may be projected: the number of their random signs,
+    # which those of one use share
+    projected: Mapping[int, int] = field(default_factory=dict)
+    eps: float = 0.0  # relative rounding of the coarsest dtype between a use and its parameter
     # the function, other than BatchNorm, in which samples influence others; empty if none is known
     coupling: str = ""
     # whether the check of the samples shows where those of other batches are
@@ -62,19 +62,15 @@ class RememberedPlans:
     """
 
     def __init__(
-        self,
-        parameter_of: Callable[[Tensor], Tensor | None],
-        model: nn.Module | None,
-        *,
-        checks_samples: bool,
+        self, parameters_of: ParametersOf, model: nn.Module | None, *, checks_samples: bool
     ) -> None:
-        self._parameter_of, self._model = parameter_of, model
+        self._parameters_of, self._model = parameters_of, model
         self._checks_samples = checks_samples
         self._structures: dict[object, _Structure] = {}
 
     def plan(self, roots: Sequence[Edge], grouping: Grouping) -> tuple[list[Node], BackwardPlan]:
         """The nodes below the roots, and what is known of their backward."""
-        nodes, key = trace(roots, self._parameter_of)
+        nodes, key = trace(roots, self._parameters_of)
         structure = self._structures.get(key)
         if structure is None:
             while len(self._structures) >= _MAX_STRUCTURES:
@@ -100,12 +96,12 @@ class RememberedPlans:
         # a SyncBatchNorm would wait for the other ranks
         is_synchronous = any("SyncBatchNorm" in node.name() for node in nodes)
         if refusal or (normalizes and (check is None or is_synchronous)):
-            return BackwardPlan([], {}, {}, refusal=refusal or _BATCH_NORM)
+            return BackwardPlan(refusal or _BATCH_NORM)
         without_samples: frozenset[int] = frozenset()
         is_of_model = _constants(self._model)
         while True:
             found = ParameterUses(
-                nodes, self._parameter_of, grouping.samples, is_of_model, without_samples
+                nodes, self._parameters_of, grouping.samples, is_of_model, without_samples
             )
             checked = _find_places(found, roots, grouping, check)
             wrong = {number for number, place in checked.places.items() if place is None}
@@ -116,11 +112,11 @@ class RememberedPlans:
                 break
             without_samples |= parameters_only
         if checked.overwriting:
-            refusal = f"the backward of {checked.overwriting} overwrites what its forward saved"
-            return BackwardPlan([], {}, {}, refusal=refusal)
+            name = checked.overwriting
+            return BackwardPlan(f"the backward of {name} overwrites what its forward saved")
         if normalizes or checked.coupling:
             refusal = _BATCH_NORM if normalizes else _COUPLED.format(checked.coupling)
-            return BackwardPlan([], {}, {}, refusal=refusal, coupling=checked.coupling)
+            return BackwardPlan(refusal, coupling=checked.coupling)
         refusals: dict[Tensor, str] = {}
         for use in found.uses:
             reason = use.refusal or _refusal_of_place(use, checked)
@@ -132,6 +128,7 @@ class RememberedPlans:
             if (place := checked.places[use.number]) is not None and not use.refusal
         ]
         return BackwardPlan(
+            "",
             uses,
             refusals,
             _projected(found),
@@ -151,13 +148,13 @@ class _Structure:
 
     def shapes_of(self, nodes: Sequence[Node], samples: int) -> Shapes:
         """Where these graphs have dimensions of the batch's size, or a multiple of it in rows."""
-        return ((samples == 1,), *(_relative(nodes[n], samples) for n in self.numbers))
+        return ((samples == 1,), *[_relative(nodes[n], samples) for n in self.numbers])
 
 
 def _relative(node: Node, samples: int) -> tuple[object, ...]:
-    shape = shape_of(node)
+    shape = node._input_metadata[0].shape
     rows = shape[0] if shape else 1
-    return rows % samples == 0, rows > samples, *(size == samples for size in shape)
+    return rows % samples == 0, rows > samples, *[size == samples for size in shape]
 
 
 def _find_places(
@@ -222,7 +219,7 @@ def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
     return is_of_model
 
 
-def _projected(found: ParameterUses) -> dict[Tensor, int]:
+def _projected(found: ParameterUses) -> dict[int, int]:
     """The parameters that are larger than their projection, and can be projected in every use."""
     projects: dict[Tensor, bool] = {}
     numbers: dict[Tensor, int] = {}
@@ -238,7 +235,7 @@ def _projected(found: ParameterUses) -> dict[Tensor, int]:
                     and route.is_matrix
                     and can_project(found.nodes[use.number], operand)
                 )
-    return {parameter: numbers[parameter] for parameter, can in projects.items() if can}
+    return {id(parameter): numbers[parameter] for parameter, can in projects.items() if can}
 
 
 def _rounding(found: ParameterUses) -> float:

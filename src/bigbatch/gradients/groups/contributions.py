@@ -20,7 +20,7 @@ SIGNS = 8  # rows of a matrix of random signs, m
 _SHIFTS = 4093  # prime: positions in the pool of random signs
 
 
-@dataclass(frozen=True)
+@dataclass
 class Projection:
     """S g, or S g R^T for the channels of a convolution, with matrices of random signs.
 
@@ -33,7 +33,7 @@ class Projection:
     @property
     def scale(self) -> int:
         """c."""
-        return len(self.rows) * (1 if self.columns is None else len(self.columns))
+        return self.rows.shape[0] * (1 if self.columns is None else self.columns.shape[0])
 
     def of(self, gradient: Tensor) -> Tensor:
         """The projection of a gradient (rows, ...) -> (m, ...)."""
@@ -94,7 +94,7 @@ class Contribution(ABC):
         return GroupSums(self.exact().transpose(-1, -2))
 
 
-@dataclass(frozen=True)
+@dataclass
 class GroupSums(Contribution):
     """Sums that are small enough to be computed at once, (k, *shape)."""
 
@@ -105,45 +105,37 @@ class GroupSums(Contribution):
         return self.gradients
 
 
-@dataclass(frozen=True)
-class RowSums(Contribution):
-    """Sums of rows: the bias of a linear layer."""
-
-    rows: Rows
-
-    def exact(self) -> Tensor:
-        """(k, a)."""
-        return joined([part.sum(1) for part in self.rows.grouping.split(self.rows.values)])
-
-    def projected(self, projection: Projection) -> Tensor:
-        """(k, m)."""
-        parts = self.rows.grouping.split(self.rows.projected(projection.rows), 1)
-        return joined([part.sum(2).t() for part in parts])
-
-
-@dataclass(frozen=True)
+@dataclass
 class OuterProducts(Contribution):
-    """L^T R of each group, for a parameter of a rows and b columns: linear layers."""
+    """L^T R of each group, for a parameter of a rows and b columns: linear layers.
+
+    Without R they are the sums of the rows of L, (k, a) or projected (k, m): the bias.
+    """
 
     left: Rows
-    right: Rows
+    right: Rows | None = None
 
     def exact(self) -> Tensor:
         """(k, a, b)."""
-        split = self.left.grouping.split
-        pairs = zip(split(self.left.values), split(self.right.values), strict=True)
+        parts = self.left.grouping.split(self.left.values)
+        if self.right is None:
+            return joined([part.sum(1) for part in parts])
+        pairs = zip(parts, self.left.grouping.split(self.right.values), strict=True)
         return joined([torch.bmm(a.transpose(1, 2), b) for a, b in pairs])
 
     def projected(self, projection: Projection) -> Tensor:
         """(k, m, b)."""
-        return _grouped_product(self.left.projected(projection.rows), self.right)
+        rows = self.left.projected(projection.rows)
+        if self.right is None:
+            return joined([part.sum(2).t() for part in self.left.grouping.split(rows, 1)])
+        return _grouped_product(rows, self.right)
 
     def transposed(self) -> Contribution:
         """R^T L."""
-        return OuterProducts(self.right, self.left)
+        return super().transposed() if self.right is None else OuterProducts(self.right, self.left)
 
 
-@dataclass(frozen=True)
+@dataclass
 class EmbeddingRows(Contribution):
     """Sums of R over the rows of a table that are looked up: L is one-hot, from indices (B n,)."""
 
@@ -165,7 +157,7 @@ class EmbeddingRows(Contribution):
         return _grouped_product(projection.rows[:, self.indices], self.right)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Convolutions(Contribution):
     """The weight gradients of a convolution, from D (B, out, ...) and its input (B, in, ...)."""
 

@@ -10,10 +10,15 @@ from torch import Tensor, nn
 from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import full_precision, without_autocast
 from bigbatch.gradients.gradient_hooks import hands_errors_over, weak_method
-from bigbatch.gradients.groups.backward_graph import Node, edges_of, gradients_of_operands
+from bigbatch.gradients.groups.backward_graph import (
+    Node,
+    ParametersOf,
+    edges_of,
+    gradients_of_operands,
+)
 from bigbatch.gradients.groups.backward_plan import BackwardPlan, CoveredUse, RememberedPlans
 from bigbatch.gradients.groups.contributions import SIGNS, Contribution, Projection, SignPool
-from bigbatch.gradients.groups.group_norms import GroupNorms, NormsOfGroups
+from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import Route
 from bigbatch.gradients.groups.rules import Call
@@ -55,7 +60,7 @@ class GroupTap:
 
     Args:
         groups: k, the groups of a backward; one per sample if there are fewer samples.
-        parameter_of: leaf -> the watched parameter that it is; None for another leaf.
+        parameters_of: the watched parameters that leaves are; None for other leaves.
         layers: the number of each parameter's layer, whose norms are exact; empty if all are one.
         model: the model, whose buffers have no samples; None if it is unknown.
         checks_samples: whether extra backwards may check that the samples of a group do not
@@ -65,7 +70,7 @@ class GroupTap:
     def __init__(
         self,
         groups: int,
-        parameter_of: Callable[[Tensor], Tensor | None],
+        parameters_of: ParametersOf,
         layers: Mapping[Tensor, int],
         model: nn.Module | None = None,
         *,
@@ -82,20 +87,21 @@ class GroupTap:
         self.missing = ""  # why no backward could be prepared after the last forward
         self.grouping: Grouping | None = None  # of the prepared backward
         self.weights: tuple[float, ...] = ()  # n_d of its groups that have any weight
-        self._plans = RememberedPlans(parameter_of, model, checks_samples=checks_samples)
+        self._plans = RememberedPlans(parameters_of, model, checks_samples=checks_samples)
         self._backwards = 0  # of the step
         self._prepared = 0  # number of the last prepared graph
         self._plan: BackwardPlan | None = None
-        self._projected: dict[Tensor, int] = {}  # in the prepared backward
-        # the groups that have any weight, which count; None for all
-        self._counting: list[int] | None = None
-        self._compares = True  # whether the sums of groups are compared in it
-        self._nodes: list[Node] = []  # of the prepared backward; hooks do not hold them
-        self._images: dict[Tensor, Tensor] = {}
+        # of the prepared backward
+        self._projected: Mapping[int, int] = {}  # see `BackwardPlan`
+        self._counting: list[int] | None = None  # groups that have any weight; None for all
+        self._compares = True  # whether the sums of groups are compared
+        self._nodes: list[Node] = []  # hooks do not hold them
+        # by id of the parameter: linear images of the groups' gradients, and how they are projected
+        self._images: dict[int, tuple[Tensor, Projection | None]] = {}
         self._backward = -1  # torch's number of the backward that they are of
-        self._norms: NormsOfGroups | None = None  # of the prepared backward
+        self._norms: GroupNorms | None = None
+        self._projections: dict[tuple[int, torch.Size, torch.dtype], Projection] = {}
         self._signs = SignPool()
-        self._projections: dict[tuple[int, torch.Size, torch.dtype], Projection] = {}  # likewise
 
     # a backward
 
@@ -115,23 +121,18 @@ class GroupTap:
         is_surprising = self.grouping is not None  # a forward without its backward
         self.forget()
         grouping = Grouping(samples, min(self.groups, samples))
-        edges = edges_of(roots)
-        nodes, plan = self._plans.plan(edges, grouping)
+        nodes, plan = self._plans.plan(edges_of(roots), grouping)
         plan.backwards += 1
         self._nodes, self._plan = nodes, plan
         self._projected = {} if self.exact or self._layers else plan.projected
         self.refusals = dict(plan.refusals)
         sums = grouping.sizes if sample_weights is None else grouping.sums(sample_weights)
-        counting = [number for number, weight in enumerate(sums) if weight]
-        self._counting = None if len(counting) == len(sums) else counting
-        self.grouping, self.weights = grouping, tuple(sums[number] for number in counting)
-        self._norms = NormsOfGroups(
-            self.weights,
-            self._layers,
-            plan.eps,
-            by_parameter=self.exact,
-            with_products=self.with_products,
-        )
+        self.weights = tuple(filter(None, sums))
+        has_all = len(self.weights) == len(sums)
+        self._counting = None if has_all else [d for d, weight in enumerate(sums) if weight]
+        self.grouping = grouping
+        kinds = {"by_parameter": self.exact, "with_products": self.with_products}
+        self._norms = GroupNorms(self.weights, self._layers, plan.eps, **kinds)
         self._backwards += 1
         self._compares = is_surprising or plan.backwards % _COMPARED == 1
         self._prepared += 1
@@ -146,19 +147,19 @@ class GroupTap:
 
     def take(self, parameter: Tensor, gradient: Tensor) -> GroupGradients | None:
         """The groups' gradients, complete when the parameter's `gradient` is; None if unseen."""
-        images = self._images.pop(parameter, None)
-        if images is None or self._norms is None:
-            refusal = "" if self._plan is None else self._plan.refusal
-            self.refusals.setdefault(parameter, refusal or _NOT_IN_GRAPH)
+        images, projection = self._images.pop(id(parameter), (None, None))
+        assert self._norms is not None
+        if images is None:
+            assert self._plan is not None
+            self.refusals.setdefault(parameter, self._plan.refusal or _NOT_IN_GRAPH)
             return None
         if self._counting is not None:
             images = images[self._counting]
         scale, expected = 1, None
         if self._compares:
             # of a copy, since an engine may write to the gradient's memory before it is compared
-            expected = gradient.to(images.dtype, copy=parameter not in self._projected)
-        if parameter in self._projected:
-            projection = self._projection_of(parameter, images)
+            expected = gradient.to(images.dtype, copy=projection is None)
+        if projection is not None:
             scale = projection.scale
             expected = None if expected is None else projection.of(expected)
         self._norms.add(parameter, images, scale, expected)
@@ -166,8 +167,9 @@ class GroupTap:
 
     def end(self) -> GroupNorms:
         """The norms of the groups of this backward."""
-        assert self._norms is not None
-        norms = self._norms.end()
+        norms = self._norms
+        assert norms is not None
+        norms.end()
         self.forget()
         return norms
 
@@ -175,8 +177,7 @@ class GroupTap:
         """Forgets the prepared backward."""
         self._nodes, self._plan, self.grouping = [], None, None
         self._norms, self.missing, self.failed = None, "", False
-        self._images.clear()
-        self._projections.clear()
+        self._images, self._projections = {}, {}
 
     def restart(self, step: int) -> None:
         """A step starts, with this number."""
@@ -209,21 +210,22 @@ class GroupTap:
         if not route.is_matrix:
             by_group = [self._follow(route, gradient) for gradient in contribution.exact()]
             for parameter in route.parameters:
-                self._add_images(parameter, torch.stack([found[parameter] for found in by_group]))
+                images = torch.stack([found[parameter] for found in by_group])
+                self._add_images(id(parameter), full_precision(images), None)
             return
         parameter = route.parameters[0]
+        key = id(parameter)
         source = contribution.transposed() if route.is_transposed else contribution
-        if parameter in self._projected:
-            images = source.projected(self._projection_of(parameter, like))
+        if key in self._projected:
+            projection = self._projection_of(parameter, self._projected[key], like)
+            self._add_images(key, source.projected(projection), projection)
         else:
-            images = source.exact()
-        self._add_images(parameter, images)
+            self._add_images(key, source.exact(), None)
 
-    def _add_images(self, parameter: Tensor, images: Tensor) -> None:
-        images = full_precision(images)
-        if parameter in self._images:
-            images = images.add_(self._images[parameter])
-        self._images[parameter] = images
+    def _add_images(self, key: int, images: Tensor, projection: Projection | None) -> None:
+        if key in self._images:
+            images = images.add_(self._images[key][0])
+        self._images[key] = images, projection
 
     def _follow(self, route: Route, gradient: Tensor) -> dict[Tensor, Tensor]:
         """The gradients of the parameters, from that of the operand computed from them."""
@@ -242,19 +244,18 @@ class GroupTap:
                     gradients[operand] = found if before is None else before + found
         return by_parameter
 
-    def _projection_of(self, parameter: Tensor, like: Tensor) -> Projection:
+    def _projection_of(self, parameter: Tensor, number: int, like: Tensor) -> Projection:
         """The projection of a parameter in this backward, for factors like this tensor."""
-        number, shape = self._projected[parameter], parameter.shape
-        key = number, shape[:2] if parameter.dim() > 2 else shape[:1], like.dtype
-        projection = self._projections.get(key)
-        if projection is None:
+        shape = parameter.shape
+        key = number, shape[: 2 if shape[2:] else 1], like.dtype
+        if key not in self._projections:
             seed = 7919 * number + 1009 * self.step + 131 * self._backwards
             kind = like.device, like.dtype
-            is_wide = parameter.dim() > 2 and shape[1] > SIGNS
+            is_wide = shape[2:] and shape[1] > SIGNS
             columns = self._signs.signs(shape[1], seed + _COLUMNS, *kind) if is_wide else None
-            projection = Projection(self._signs.signs(shape[0], seed, *kind), columns)
-            self._projections[key] = projection
-        return projection
+            rows = self._signs.signs(shape[0], seed, *kind)
+            self._projections[key] = Projection(rows, columns)
+        return self._projections[key]
 
 
 def refusal_message(

@@ -34,10 +34,8 @@ class Grouping:
 
     def sums(self, weights: Sequence[float] | Tensor) -> list[float]:
         """The sum of the samples' weights in each group."""
-        numbers = weights.tolist() if isinstance(weights, Tensor) else weights
-        ends = [*itertools.accumulate(self.sizes)]
-        pairs = zip(ends, self.sizes, strict=True)
-        return [math.fsum(numbers[end - size : end]) for end, size in pairs]
+        numbers = iter(weights.tolist() if isinstance(weights, Tensor) else weights)
+        return [math.fsum(itertools.islice(numbers, size)) for size in self.sizes]
 
     def split(self, tensor: Tensor, dim: int = 0) -> list[Tensor]:
         """Cuts `dim`, of n entries for each sample, into (groups, entries of each).
@@ -45,15 +43,16 @@ class Grouping:
         Returns:
             One tensor, or two with groups of equal size each.
         """
-        groups, (size, larger) = self.groups, divmod(self.samples, self.groups)
-        if not larger:
-            return [_cut(tensor, dim, groups)]
-        first = tensor.shape[dim] // self.samples * larger * (size + 1)
-        rest = tensor.shape[dim] - first
-        return [
-            _cut(tensor.narrow(dim, 0, first), dim, larger),
-            _cut(tensor.narrow(dim, first, rest), dim, groups - larger),
-        ]
+        sizes, shape = self.sizes, tensor.shape
+        if sizes[0] == sizes[-1]:
+            size = shape[dim] // self.groups
+            return [tensor.reshape(*shape[:dim], self.groups, size, *shape[dim + 1 :])]
+        larger = sizes.count(sizes[0])
+        first = Grouping(larger * sizes[0], larger)
+        parts = first, Grouping(self.samples - first.samples, self.groups - larger)
+        rows = [shape[dim] // self.samples * part.samples for part in parts]
+        cut = zip(parts, torch.split(tensor, rows, dim), strict=True)
+        return [part.split(some, dim)[0] for part, some in cut]
 
     def members(self, device: torch.device) -> Tensor:
         """Whether each sample is of each group, (k, B)."""
@@ -71,8 +70,3 @@ class Grouping:
 def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """The parts of `Grouping.split`, or other tensors, in one; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
-def _cut(tensor: Tensor, dim: int, groups: int) -> Tensor:
-    shape = tensor.shape
-    return tensor.reshape(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])

@@ -16,6 +16,7 @@ from torch import Tensor
 from bigbatch.gradients.groups.backward_graph import (
     Edge,
     Node,
+    ParametersOf,
     constants_of,
     leaf_of,
     node_names,
@@ -91,7 +92,7 @@ class ParameterUses:
 
     Args:
         nodes: the nodes of the graph.
-        parameter_of: leaf -> the watched parameter that it is; None for another leaf.
+        parameters_of: the watched parameters that leaves are; None for other leaves.
         samples: B.
         is_of_model: whether a constant is in the memory of a tensor of the model.
         without_samples: numbers of nodes known to be functions of parameters alone, although a
@@ -101,14 +102,16 @@ class ParameterUses:
     def __init__(
         self,
         nodes: Sequence[Node],
-        parameter_of: Callable[[Tensor], Tensor | None],
+        parameters_of: ParametersOf,
         samples: int,
         is_of_model: Callable[[Tensor], bool],
         without_samples: frozenset[int] = frozenset(),
     ) -> None:
         self.nodes, self.samples = nodes, samples
         self.numbers = {node: number for number, node in enumerate(nodes)}
-        self._parameter_of, self._is_of_model = parameter_of, is_of_model
+        leaves = {node: leaf for node in nodes if (leaf := leaf_of(node)) is not None}
+        self._parameters = dict(zip(leaves, parameters_of([*leaves.values()]), strict=True))
+        self._is_of_model = is_of_model
         self._without_samples = without_samples
         self._consumers: dict[Node, list[Node]] = defaultdict(list)
         for node in nodes:
@@ -151,9 +154,9 @@ class ParameterUses:
         return any(not self._is_of_model(c) and not _are_positions(c) for c in constants_of(node))
 
     def _decide_samples(self, node: Node) -> bool:
-        leaf, operands = leaf_of(node), operands_of(node)
-        if leaf is not None:
-            return self._parameter_of(leaf) is None
+        operands = operands_of(node)
+        if node in self._parameters:
+            return self._parameters[node] is None
         if not operands or any(self._has_samples[operand] for operand in operands):
             return True
         if node.name() in _VIEWS_OF_PARAMETERS or self.numbers[node] in self._without_samples:
@@ -166,7 +169,7 @@ class ParameterUses:
 
     def _find(self) -> Iterator[Use]:
         for number, node in enumerate(self.nodes):
-            if leaf_of(node) is not None or not self.has_samples(node):
+            if node in self._parameters or not self.has_samples(node):
                 continue
             routes = {
                 operand: self._route(edge)
@@ -206,14 +209,11 @@ class ParameterUses:
         )
 
     def _route_node(self, node: Node) -> RouteNode:
-        leaf = leaf_of(node)
         edges = (
             None if following is None else (self.numbers[following], output)
             for following, output in node.next_functions
         )
-        return RouteNode(
-            self.numbers[node], tuple(edges), None if leaf is None else self._parameter_of(leaf)
-        )
+        return RouteNode(self.numbers[node], tuple(edges), self._parameters.get(node))
 
     def _places_of_samples(self, node: Node, of_parameters: Iterable[int]) -> list[Place]:
         """Where the samples may be in the output of a function, the likeliest first."""

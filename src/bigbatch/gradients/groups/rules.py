@@ -23,7 +23,6 @@ from bigbatch.gradients.groups.contributions import (
     GroupSums,
     OuterProducts,
     Rows,
-    RowSums,
     group_sums,
 )
 from bigbatch.gradients.groups.grouping import Grouping, RowOrder
@@ -102,7 +101,7 @@ def _addmm(call: Call) -> Contributions:
     gradients: dict[int, Contribution] = {}
     rows = Rows(call.rows(call.gradient), call.grouping)
     if 0 in call.operands:
-        gradients[0] = RowSums(rows)
+        gradients[0] = OuterProducts(rows)
     if 2 in call.operands:
         gradients[2] = OuterProducts(Rows(call.rows(call.saved("mat1")), call.grouping), rows)
     return gradients
@@ -155,12 +154,12 @@ def _layer_norm(call: Call) -> Contributions:
     dims = len(node._saved_normalized_shape)
     d = call.rows(call.gradient, dims)
     if 2 in call.operands:
-        gradients[2] = RowSums(Rows(d, call.grouping))
+        gradients[2] = OuterProducts(Rows(d, call.grouping))
     if 1 in call.operands:
         x, mean, inverse = (
             call.rows(call.saved(name), dims) for name in ("input", "result1", "result2")
         )
-        gradients[1] = RowSums(Rows((x - mean).mul_(inverse).mul_(d), call.grouping))
+        gradients[1] = OuterProducts(Rows((x - mean).mul_(inverse).mul_(d), call.grouping))
     return gradients
 
 
@@ -169,7 +168,7 @@ def _rms_norm(call: Call) -> Contributions:
     dims = len(call.node._saved_normalized_shape)
     x, inverse = (call.rows(call.saved(name), dims) for name in ("input", "result1"))
     products = (x * inverse).mul_(call.rows(call.gradient, dims))
-    return {1: RowSums(Rows(products, call.grouping))}
+    return {1: OuterProducts(Rows(products, call.grouping))}
 
 
 def _group_norm(call: Call) -> Contributions:
