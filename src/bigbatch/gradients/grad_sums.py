@@ -47,6 +47,7 @@ class GradSums(GradGuard):
         super().restart()
         self.sums, self._edited = [], False
         self._accepted, self._writes = [], []
+        self._hidden, self._visible, self._graphs = [], [], []
 
     # who wrote to .grad
 

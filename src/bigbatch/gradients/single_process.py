@@ -54,7 +54,7 @@ class SingleProcessSource(GradientSource):
         self, parameters: Iterable[Tensor], *, explicit: bool = False, unshared: str = ""
     ) -> None:
         begins, ends, gone = self._backward_begins, self._backward_ends, self._backward_gone
-        self._first_hook = FirstHook(begins, ends, gone)
+        self._first_hook = FirstHook(begins, ends, gone, self._backward_over)
         self._large: dict[int, RemovableHandle] = {}  # of the gradients that are added at once
         self._numbers: dict[Tensor, int] = {}  # of the watched parameters that need a gradient
         self._lists: dict[tuple[int, ...], list[Tensor]] = {}  # parameters by their numbers
@@ -325,10 +325,20 @@ class SingleProcessSource(GradientSource):
             self._caught.clear()
             self._in_micro_batch = self._implicit = False
 
+    def _require_over(self) -> None:
+        self._first_hook.require_over()
+
     def _backward_gone(self) -> None:
         """A backward has ended, or failed in the micro-batch that it opened."""
         if self._implicit:
             self._forget_groups()
+
+    def _backward_over(self, late: bool) -> None:
+        """The same, in the thread of the user's code.
+
+        What the first hook of a backward saw is in `.grad`, unless the user has zeroed it since.
+        """
+        if self._implicit and (not late or self._added or self.guard.found()):
             self.guard.give_back(self._added)
 
 

@@ -117,6 +117,10 @@ class GradientSource(ABC):
         """A micro-batch ends by an error."""
 
     @abstractmethod
+    def _require_over(self) -> None:
+        """Outside a backward: the last one, if it has failed, is not the present one any more."""
+
+    @abstractmethod
     def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """S of each parameter; None where no micro-batch reached it, or S is not kept."""
 
@@ -182,6 +186,7 @@ class GradientSource(ABC):
     ) -> None:
         """The backward of `roots` is next; see `GroupTap.prepare`."""
         if self.group_tap is not None and self._subscribers:
+            self._require_over()
             self.group_tap.exact = any(s.needs_exact_groups for s in self._subscribers)
             self.group_tap.prepare(roots, samples, sample_weights)
 

@@ -10,6 +10,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from bigbatch.errors import GradientError
+from bigbatch.gradients.first_hook import current_backward, follows
 from bigbatch.gradients.grad_guard import EngineGuard, require_dense
 from bigbatch.gradients.gradient_hooks import hands_errors_over, weak_method
 from bigbatch.gradients.leaf_tap import GradientTap
@@ -57,6 +58,7 @@ class TappedSource(GradientSource):
         self._reads_at_once = False  # whether a subscriber wants each as it comes
         self._totals: dict[Tensor, Tensor] | None = None  # of several backwards
         self._end_callback: weakref.ref[Callable[[], None]] | None = None  # alive in a backward
+        self._backward = -1  # torch's number of that one
         self._report_one = weak_method(self._on_gradient)
         super().__init__(parameters, guard, reducer, explicit=explicit)
 
@@ -184,7 +186,9 @@ class TappedSource(GradientSource):
         """A hook reports the gradient of one parameter."""
         if self._in_micro_batch and not self._subscribers:
             return
-        backward_begins = self._end_callback is None or self._end_callback() is None
+        backward_begins = (
+            self._end_callback is None or self._end_callback() is None or follows(self._backward)
+        )
         if backward_begins and self._implicit:
             self._restart()  # the previous backward failed
         if backward_begins and not self._in_micro_batch:
@@ -211,6 +215,7 @@ class TappedSource(GradientSource):
         It queues another, which runs after those that DDP and FSDP2 queued to finish `.grad`.
         """
         ended = self._backward_ended if self._implicit else self._foreign_backward_ended
+        self._backward = current_backward()
         last = functools.partial(ended)  # an object of this backward alone
         self._end_callback = weakref.ref(last, weak_method(self._backward_gone))
         queue = Variable._execution_engine.queue_callback
@@ -223,9 +228,13 @@ class TappedSource(GradientSource):
             self._refuse_autograd_grad()
         self._close()
 
-    def _backward_gone(self, _: object) -> None:
+    def _require_over(self) -> None:
+        if current_backward() < 0:
+            self._end_callback = None
+
+    def _backward_gone(self, backward: object) -> None:
         """A backward has ended, or failed in the micro-batch that it opened."""
-        if self._implicit:
+        if self._implicit and backward is self._end_callback:
             self._forget_groups()
 
     @_disable_dynamo
