@@ -63,7 +63,7 @@ test test-all test-release test-light test-outside: export OMP_NUM_THREADS = 1
 TESTS = -m pytest -n 3 --dist worksteal
 FOLDER = $(if $(AREA),tests/$(AREA))
 # again, with tensors on the simulated device
-ON_DEVICE = --device sim tests/gradients tests/statistics
+ON_DEVICE = --device sim tests/gradients tests/statistics tests/optim tests/training
 
 test: $(COMPILED)  ## every promise once, in about ten minutes; AREA=optim for one folder of tests
 	$(BIN)/python $(TESTS) $(FOLDER) -m "not thorough and not release"

@@ -154,6 +154,7 @@ def test_training_continues_bit_for_bit_as_without_the_test(kind, optimizer):
 
 
 @pytest.mark.thorough
+@pytest.mark.cpu  # workers of the loader
 def test_training_with_workers_continues_too():
     plain = finished(looped("workers"), epochs=1)
     assert plain == finished(looped("workers"), epochs=1, after=branched_at(5))
@@ -681,6 +682,7 @@ def test_loops_in_which_branches_cannot_train_are_refused_by_name(make, message)
         make(bb.SimiGrad()).branch_test(len)
 
 
+@pytest.mark.cpu  # workers of the loader
 def test_persistent_workers_are_refused_between_passes_only():
     model = Network()
     loader = DataLoader(data(), 8, num_workers=1, persistent_workers=True)
