@@ -456,10 +456,10 @@ def quadratic(seed, rate, rule, samples=512):
 
 def expected_critical_batch(model, rate, rule, samples):
     """From the expected risk after every step, which has a closed form."""
-    h, curves = model.h.numpy(), []
+    h, curves = model.h.cpu().numpy(), []
     for size in (16, 32, 64, 128):
         eta = rate * (size / 32 if rule == "linear" else math.sqrt(size / 32))
-        m = model.w.detach().numpy() ** 2
+        m = model.w.detach().cpu().numpy() ** 2
         first, gains = (h * m).sum() / 2, []
         for _ in range(samples // size):
             m = (1 - eta * h) ** 2 * m + eta**2 * h / size
