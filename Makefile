@@ -62,8 +62,9 @@ study: $(RUN)  ## train the digits study: 18 networks, a table, report.html
 test test-all test-release test-light test-outside: export OMP_NUM_THREADS = 1
 TESTS = -m pytest -n 3 --dist worksteal
 FOLDER = $(if $(AREA),tests/$(AREA))
-# again, with tensors on the simulated device
-ON_DEVICE = --device sim tests/gradients tests/statistics
+# again, with tensors on the simulated device; without long tests of what the host decides
+HOST_ONLY = training/test_cadence.py training/test_goodput_training.py optim/test_known_steps.py
+ON_DEVICE = --device sim $(addprefix tests/,gradients statistics optim training) $(addprefix --ignore=tests/,$(HOST_ONLY))
 
 test: $(COMPILED)  ## every promise once, in about ten minutes; AREA=optim for one folder of tests
 	$(BIN)/python $(TESTS) $(FOLDER) -m "not thorough and not release"

@@ -21,6 +21,7 @@ from ranks import forking, ranks_of
 from studies.simulated_device import NAME, compiled_library, simulated_device
 from tiers import THOROUGH, is_on_deepspeed, is_on_ranks, mark_products
 
+FIRST_CASES_ON_DEVICE = ("optim", "training")  # folders; two minutes instead of six
 collect_ignore = ["tests/advisor/scripts"]  # as users write them; tests start them
 
 
@@ -46,8 +47,12 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects tests
 def pytest_collection_modifyitems(config, items):
+    on_device = config.option.device == NAME
+    for item in items:
+        if on_device and item.path.parent.name in FIRST_CASES_ON_DEVICE:
+            item.add_marker("late")
     mark_products(items)
-    if config.option.device == NAME:  # which other processes do not have
+    if on_device:  # which other processes do not have
         others = [one for one in items if is_on_ranks(one) or one.get_closest_marker("cpu")]
         items[:] = [item for item in items if item not in others]
     if shutil.which(os.environ.get("CXX", "c++")) is None:

@@ -97,11 +97,15 @@ void free_block(void* context) {
 
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    auto* block = new Block{bytes ? std::malloc(bytes) : nullptr, bytes};
+    void* memory = bytes ? std::malloc(bytes) : nullptr;
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, memory || !bytes, kDevice, " out of memory: tried to allocate ", bytes,
+        " bytes");
+    auto* block = new Block{memory, bytes};
     const std::lock_guard<std::mutex> guard(counters().mutex);
     counters().in_use += static_cast<int64_t>(bytes);
     counters().peak = std::max(counters().peak, counters().in_use);
-    return {block->memory, block, &free_block, kDevice};
+    return {memory, block, &free_block, kDevice};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
@@ -406,6 +410,17 @@ class HostGenerators {
   std::vector<std::pair<at::Generator, at::Generator>> pairs_;
 };
 
+// The fallback returns results where the first tensor is: for `1 - x` that is a number of the host.
+void put_on_device(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& results = op.schema().returns();
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto& result = (*stack)[stack->size() - results.size() + i];
+    if (!result.isTensor() || results[i].alias_info()) continue;
+    const auto tensor = result.toTensor();
+    if (tensor.defined() && tensor.is_cpu()) result = tensor.to(kDevice);
+  }
+}
+
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   const auto name = op.schema().name().substr(std::strlen("aten::"));
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
@@ -414,6 +429,7 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   const Uncounted uncounted;
   const HostGenerators generators(stack);
   at::native::cpu_fallback(op, stack);
+  put_on_device(op, stack);
 }
 
 // A view, or another change of sizes and strides alone: the CPU's code needs no values.

@@ -150,6 +150,8 @@ def _device_module() -> ModuleType:
         "set_device": lambda device: None,
         "device": lambda device: nullcontext(),
         "synchronize": lambda device=None: torch.accelerator.synchronize(),
+        "current_stream": lambda device=None: torch.accelerator.current_stream(),
+        "stream": lambda stream: nullcontext(),
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "_is_in_bad_fork": lambda: False,
         "manual_seed_all": lambda seed: None,

@@ -2,6 +2,7 @@
 
     python tests/mutation.py map [TESTS]    notes which lines each test runs, on ranks too
     python tests/mutation.py run            makes 200 mutants, lists those that no test notices
+    python tests/mutation.py run --files optim/one_pass.py training/step.py      of these files
 
 A mutant has one comparison, operation, condition, constant or statement replaced or removed. The
 tests that run its line run until one fails: first those without ranks, and of these first those
@@ -143,8 +144,11 @@ def _is_text(node) -> bool:
     return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
 
 
-def sample_mutants(count: int, seed: int) -> list[Mutant]:
-    """A number of mutants at random, of each folder its share."""
+def sample_mutants(count: int, seed: int, files: list[str]) -> list[Mutant]:
+    """A number of mutants at random: of these files, or of each folder its share."""
+    if files:
+        mutants = [mutant for name in files for mutant in mutants_of(SOURCE / name)]
+        return random.Random(seed).sample(mutants, min(count, len(mutants)))
     sample, shares = [], sum(FOLDERS.values())
     for folder, share in FOLDERS.items():
         files = sorted((SOURCE / folder).rglob("*.py"))
@@ -335,7 +339,7 @@ def run(arguments) -> None:
     for name in SLOW_TO_IMPORT:
         import_module(name)
     kinds = tests_by_line(set(arguments.without))
-    results, mutants = Counter(), sample_mutants(arguments.count, arguments.seed)
+    results, mutants = Counter(), sample_mutants(arguments.count, arguments.seed, arguments.files)
     mutants = mutants[arguments.part :: arguments.parts]
     for mutant in mutants:
         result = "not run"
@@ -358,6 +362,7 @@ def main() -> None:
     mapped.add_argument("--everything", action="store_true", help="tests of a release too")
     mapped.set_defaults(do=record)
     tried = commands.add_parser("run")
+    tried.add_argument("--files", nargs="*", default=[], help="of src/bigbatch; default: folders")
     tried.add_argument("--count", type=int, default=200)
     tried.add_argument("--seed", type=int, default=0)
     tried.add_argument("--seconds", type=float, default=SECONDS)

@@ -122,7 +122,8 @@ def named(make: Make, base: Make, own: dict[str, Any], only: dict[str, Any], **r
 
 
 BAD_BETAS = (("betas", (1.0, 0.9)), ("betas", (0.9, -0.1)))
-FUSED = {"fused": True}  # as VRSGD and VRAdam choose for themselves, so that bits are the same
+# as VRSGD and VRAdam choose for themselves, so that bits are the same
+FUSED = {"fused": torch.get_default_device().type == "cpu"}
 NO_DECAY = {"weight_decay": 0.0}
 
 ROWS = {

@@ -378,7 +378,7 @@ def test_the_ratio_of_pure_noise_is_fisher_distributed(sizes: list[float], fused
     rows = [h * n**0.5 for h, n in zip(noise, sizes, strict=True)]  # h_d = n_d g_d
     q = functional.ratio(*moments_of(rows, weights=sizes, fused=fused))
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
-    found = stats.kstest(((k - 1) * q).double().numpy(), stats.f(1, k - 1).cdf)
+    found = stats.kstest(((k - 1) * q).double().cpu().numpy(), stats.f(1, k - 1).cdf)
     assert found.pvalue > 0.001  # given the seed, this either holds or does not
 
 
@@ -441,6 +441,7 @@ def test_the_welford_kernel_is_its_formula(shape: tuple[int, ...], count: int, a
     assert torch.equal(before, gradient)
 
 
+@pytest.mark.cpu
 @needs_kernels
 def test_squared_norms_are_summed_in_double() -> None:
     shapes: list[tuple[int, ...]] = [(), (0,), (17,), (400_003,)]
@@ -475,6 +476,7 @@ def test_the_welford_kernel_gives_the_same_bits_on_any_number_of_threads() -> No
         assert torch.equal(seen[0][1], m2)
 
 
+@pytest.mark.cpu
 @needs_kernels
 def test_the_welford_kernel_takes_channels_last_arrays_as_they_lie() -> None:
     arrays = [gaussian(4, 3, 5, 5, seed=s, dtype=torch.float32) for s in range(3)]
@@ -514,6 +516,7 @@ FITS = {
 }
 
 
+@pytest.mark.cpu
 @needs_kernels
 @pytest.mark.parametrize("name", FITS)
 def test_what_fits_the_kernels(name: str) -> None:
@@ -524,6 +527,7 @@ def test_what_fits_the_kernels(name: str) -> None:
     assert expected == native.fits([arrays[0], torch.ones(3)], [arrays[1], torch.ones(3)])
 
 
+@pytest.mark.cpu
 @needs_kernels
 def test_arrays_of_different_layouts_do_not_fit_together() -> None:
     plain = torch.ones(2, 3, 4, 4)

@@ -143,6 +143,7 @@ def test_missing_kernels_are_warned_of_once_on_rank_0(without_kernels, rank, dty
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="no compiled kernels here")
 
 
+@pytest.mark.cpu
 @needs_kernels
 def test_kernels_take_plain_float32_arrays_of_one_shape_and_layout():
     x = torch.zeros(4, 6)
@@ -220,6 +221,7 @@ def test_sparse_gradients_are_refused_before_anything_is_stepped(make):
     assert not optimizer.state
 
 
+@pytest.mark.cpu  # a fused step is chosen on CPUs and CUDA alone
 @pytest.mark.parametrize("make", [VRSGD, VRAdam], ids=lambda c: c.__name__)
 def test_torchs_fused_step_is_not_chosen_for_gradients_of_another_type(make):
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))

@@ -140,6 +140,7 @@ USERS = {
 }
 
 
+@pytest.mark.cpu  # where torch's fused steps go wrong
 @pytest.mark.parametrize("base", USERS)
 def test_a_base_of_yours_that_is_fused_where_that_is_wrong_steps_right_and_warns_once(base):
     torch.manual_seed(0)

@@ -143,19 +143,36 @@ def test_its_peak_has_what_was_freed(on_simulated_device):
     assert 0 == allocations  # of the operation's own
 
 
-def mistakes(rank, ranks):
-    messages = []
+def numbers_of_the_host(rank, ranks):
     simulated_device()
-    try:
-        torch.ones(3, device=NAME) + torch.ones(3)
-    except RuntimeError as error:
-        messages.append(str(error))
-    return messages
+    x = torch.ones(3, device=NAME)
+    results = 1 - x, torch.tensor(2.0) * x, torch.lerp(x, x, 0.5), torch.where(x > 0, 2.0, x)
+    return [(result.device.type, result.sum().item()) for result in results]
 
 
-def test_tensors_of_two_devices_are_refused(on_simulated_device):
-    (message,) = on_simulated_device(mistakes)
-    assert "expected all tensors on sim:0" in message
+def test_numbers_of_the_host_are_taken_as_devices_take_them(on_simulated_device):
+    expected = [(NAME, 0.0), (NAME, 6.0), (NAME, 3.0), (NAME, 6.0)]
+    assert expected == on_simulated_device(numbers_of_the_host)
+
+
+def mistakes(rank, ranks):
+    simulated_device()
+    found = []
+    with torch.device(NAME):
+        for make in (
+            lambda: torch.ones(3) + torch.ones(3, device="cpu"),
+            lambda: torch.empty(1 << 46),
+        ):
+            with pytest.raises(RuntimeError) as raised:
+                make()
+            found.append(f"{raised.typename}: {raised.value}")
+    return found
+
+
+def test_tensors_of_two_devices_and_too_large_ones_are_refused(on_simulated_device):
+    mixed, too_large = on_simulated_device(mistakes)
+    assert "expected all tensors on sim:0" in mixed
+    assert "OutOfMemoryError: sim:0 out of memory" in too_large
 
 
 def late(rank, ranks):

@@ -753,6 +753,7 @@ def test_a_forgotten_update_raises_in_a_new_for_too():
         first_step(train)
 
 
+@pytest.mark.cpu  # workers of the loader
 def test_a_training_that_is_dropped_in_mid_epoch_is_gone_at_once_with_its_workers():
     train = adaptive(loader=DataLoader(data(96), 16, num_workers=1))
     step, workers = complete_first_step(train), multiprocessing.active_children()

@@ -154,6 +154,7 @@ def test_training_continues_bit_for_bit_as_without_the_test(kind, optimizer):
 
 
 @pytest.mark.thorough
+@pytest.mark.cpu  # workers of the loader
 def test_training_with_workers_continues_too():
     plain = finished(looped("workers"), epochs=1)
     assert plain == finished(looped("workers"), epochs=1, after=branched_at(5))
@@ -455,10 +456,10 @@ def quadratic(seed, rate, rule, samples=512):
 
 def expected_critical_batch(model, rate, rule, samples):
     """From the expected risk after every step, which has a closed form."""
-    h, curves = model.h.numpy(), []
+    h, curves = model.h.cpu().numpy(), []
     for size in (16, 32, 64, 128):
         eta = rate * (size / 32 if rule == "linear" else math.sqrt(size / 32))
-        m = model.w.detach().numpy() ** 2
+        m = model.w.detach().cpu().numpy() ** 2
         first, gains = (h * m).sum() / 2, []
         for _ in range(samples // size):
             m = (1 - eta * h) ** 2 * m + eta**2 * h / size
@@ -681,6 +682,7 @@ def test_loops_in_which_branches_cannot_train_are_refused_by_name(make, message)
         make(bb.SimiGrad()).branch_test(len)
 
 
+@pytest.mark.cpu  # workers of the loader
 def test_persistent_workers_are_refused_between_passes_only():
     model = Network()
     loader = DataLoader(data(), 8, num_workers=1, persistent_workers=True)

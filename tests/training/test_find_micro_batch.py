@@ -201,7 +201,10 @@ def test_training_continues_bit_for_bit_as_without_the_search(optimizer, epochs_
 
 
 @pytest.mark.late
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.cpu if "workers" in kind else ()) for kind in LOADERS],
+)
 def test_the_loader_gives_the_order_that_it_would_have_given(kind):
     orders = []
     for searches in (False, True):

@@ -236,7 +236,7 @@ def test_weight_decay_in_the_loss_is_refused():
 
 def test_a_grad_scaler_skips_a_step_that_overflows_and_goes_on():
     def in_float16(model, batch):
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(batch[0].device.type, dtype=torch.float16):
             return loss_of(model, batch)
 
     model = network(torch.float32)

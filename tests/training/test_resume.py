@@ -170,6 +170,7 @@ def test_augmentation_from_every_generator_resumes():
 
 
 @pytest.mark.thorough
+@pytest.mark.cpu  # workers of the loader
 @pytest.mark.parametrize("dataset", [TensorDataset, Augmented])
 def test_a_run_over_two_workers_resumes(dataset):
     def loader() -> DataLoader:
