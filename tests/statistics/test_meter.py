@@ -503,23 +503,41 @@ def test_a_mistake_is_refused_and_does_not_spoil_the_next_step(mistake, words):
     assert same(expected_of(model, data(RAGGED)), meter.read(RAGGED))
 
 
-def test_a_backward_that_failed_is_forgotten_once_the_gradients_are_zeroed():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
 
-        @staticmethod
-        def backward(ctx, gradient):
-            raise MemoryError
+    @staticmethod
+    def backward(ctx, gradient):
+        raise MemoryError
 
-    model = network()
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_backward_that_failed_is_forgotten_once_the_gradients_are_zeroed(before):
+    """Twenty times, since on a device autograd drops it in another thread, sooner or later."""
+    model, micro = network(), data(EQUAL)
     meter = GradientMeter(model)
+    expected = expected_of(model, micro)
+    for _ in range(20):
+        accumulate(model, micro[:before])
+        with pytest.raises(MemoryError):
+            model[2](Fails.apply(model[0](micro[0][0]))).sum().backward()
+        model.zero_grad()
+        accumulate(model, micro)
+        assert same(expected, meter.read(EQUAL))
+        model.zero_grad()
+
+
+def test_after_a_backward_that_failed_the_step_does_not_continue():
+    model, micro = network(), data(EQUAL)
+    meter = GradientMeter(model)
+    accumulate(model, micro[:1])
     with pytest.raises(MemoryError):
-        model[2](Fails.apply(model[0](data(EQUAL)[0][0]))).sum().backward()
-    model.zero_grad()
-    accumulate(model, data(EQUAL))
-    assert same(expected_of(model, data(EQUAL)), meter.read(EQUAL))
+        model[2](Fails.apply(model[0](micro[0][0]))).sum().backward()
+    with pytest.raises(GradientError, match=r"\.grad is not empty"):
+        accumulate(model, micro[1:])
+    meter.close()
 
 
 def test_reading_twice_is_refused():

@@ -2,11 +2,14 @@
 
 import functools
 import itertools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, MutableMapping
+from types import FrameType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
@@ -14,6 +17,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
+
+current_backward = torch._C._current_graph_task_id  # torch's number of it; -1 outside
 
 
 def weak_method(method: Any) -> Callable[..., Any]:
@@ -70,22 +75,24 @@ def watching_hook(function: _Hook) -> _Hook:
     return hook  # type: ignore[no-any-return]
 
 
-def first_hook(begins: Callable[[], "weakref.ref[Any] | None"]) -> Callable[[Tensor], None]:
+def first_hook(begins: Callable[[], bool]) -> Callable[[Tensor], None]:
     """A hook for many tensors, of which a backward enters Python once, at its first gradient.
 
     It is `next` of an iterator, which gives None, in C. A hook on a tensor runs before its gradient
     is accumulated, so the first one of a backward runs before any is.
 
     Args:
-        begins: called in the first hook of a backward; returns a reference to an object that lives
-            as long as the backward, or None to be called in the next hook too. It must not raise,
-            as an iterator that has raised is over.
+        begins: called in the first hook of a backward; returns whether the others of that backward
+            are left out. It must not raise, as an iterator that has raised is over.
     """
     begins = weak_method(begins)
 
     def nones_of_backward() -> Any:
-        backward = begins()
-        return [None] if backward is None else map(set().discard, iter(backward, None))
+        if not begins():
+            return [None]
+        is_same = functools.partial(operator.eq, current_backward())
+        numbers = itertools.takewhile(is_same, iter(current_backward, None))
+        return map(dict[int, None]().get, numbers)
 
     nones = itertools.chain.from_iterable(iter(nones_of_backward, None))
     hook: Any = functools.partial(next, nones)
@@ -105,11 +112,20 @@ def raise_after_backward(error: BaseException) -> None:
 
 def is_nested() -> bool:
     """Whether this hook runs in a backward that the backward of another function has called."""
-    frame = sys._getframe()
-    while (below := frame.f_back) is not None:
-        frame = below
+    return _is_in_function(sys._getframe())
+
+
+def follows(backward: int) -> bool:
+    """Whether the present backward comes after that of this number, and not inside it."""
+    is_other = current_backward() != backward
+    return is_other and not any(map(_is_in_function, sys._current_frames().values()))
+
+
+def _is_in_function(frame: FrameType | None) -> bool:
+    while frame is not None:
         if frame.f_code is BackwardCFunction.apply.__code__:
             return True
+        frame = frame.f_back
     return False
 
 

@@ -210,15 +210,15 @@ class SingleProcessSource(TappedSource):
 
     # a backward
 
-    def _begin_hooked_backward(self) -> "weakref.ref[Any] | None":
+    def _begin_hooked_backward(self) -> bool:
         """The first hook of a backward runs."""
         if self._in_micro_batch and not self._subscribers:
-            return None
+            return False
         try:
             self._begin_backward()
         except BaseException as error:
             raise_after_backward(error)
-        return self._backward
+        return True
 
     def _require_known_end(self) -> None:
         if is_nested():
@@ -234,6 +234,12 @@ class SingleProcessSource(TappedSource):
         self.guard.show()
         self._gathered.clear()
         self._in_micro_batch = self._implicit = False
+
+    def _end_failed(self) -> None:
+        # what the failed backward has left is in `.grad`, unless the user has zeroed it since
+        if self._reached or self.guard.found():
+            self.guard.give_back()
+        super()._end_failed()
 
     def _abandon(self) -> None:
         super()._abandon()

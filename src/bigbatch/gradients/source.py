@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.grad_guard import GradGuard
-from bigbatch.gradients.gradient_hooks import weak_method
+from bigbatch.gradients.gradient_hooks import current_backward, weak_method
 from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.group_tap import GroupTap, refusal_message
 from bigbatch.gradients.leaf_tap import GradientTap
@@ -90,6 +90,7 @@ class GradientSource(ABC):
         self._hides = False  # whether it reads gradients from `.grad`, which starts empty
         self._reads_at_once = False  # whether a subscriber wants each as it comes
         self._backward: weakref.ref[Any] | None = None  # to an object that lives as long as it
+        self._backward_number = -1  # torch's
         self._closed = False
         self.group_tap: GroupTap | None = None  # if a backward is cut into groups
         # of the groups of each micro-batch of the step; None if it has none
@@ -176,6 +177,8 @@ class GradientSource(ABC):
     ) -> None:
         """The backward of `roots` is next; see `GroupTap.prepare`."""
         if self.group_tap is not None and self._subscribers:
+            if current_backward() < 0:
+                self._backward = None  # of a failed one, autograd may keep the end a little longer
             self.group_tap.exact = any(s.needs_exact_groups for s in self._subscribers)
             self.group_tap.prepare(roots, samples, sample_weights)
 

@@ -1,6 +1,7 @@
 """Micro-batches that are backwards; taps see a rank's own gradients, before an engine's sums."""
 
 import functools
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +12,12 @@ from torch.autograd import Variable
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.grad_guard import require_dense
-from bigbatch.gradients.gradient_hooks import hands_errors_over, weak_method
+from bigbatch.gradients.gradient_hooks import (
+    current_backward,
+    follows,
+    hands_errors_over,
+    weak_method,
+)
 from bigbatch.gradients.protocols import MicroBatchGradients
 from bigbatch.gradients.source import TWICE, GradientSource
 
@@ -136,13 +142,19 @@ class TappedSource(GradientSource):
 
     def _begin_backward(self) -> None:
         """Opens a micro-batch at the first gradient of a backward, and has its end called."""
-        if self._backward is not None and self._backward() is not None:
+        is_open = self._backward is not None and self._backward() is not None
+        if is_open and not follows(self._backward_number):
             return
         if self._implicit:
-            self._restart()  # the previous backward failed
+            self._end_failed()
+        self._backward_number = current_backward()
         self._watch_backward()
         if not (self._in_micro_batch or self.explicit):
             self._open_implicitly()
+
+    def _end_failed(self) -> None:
+        """Another backward begins after one that has failed."""
+        self._restart()
 
     def _watch_backward(self) -> None:
         """Queues what the autograd engine keeps alive until the backward ends or fails.
@@ -194,9 +206,14 @@ class TappedSource(GradientSource):
         return self.guard.grad_may_wait or self.guard.stamps_before != self.guard.stamps()
 
     def _backward_gone(self, backward: object) -> None:
-        """A backward has ended, or failed in the micro-batch that it opened."""
+        """A backward has ended, or failed in the micro-batch that it opened.
+
+        On a device a thread of autograd's drops a failed one later, while code of the user runs.
+        Then it is abandoned at the next backward, and its groups are forgotten here.
+        """
         if self._implicit and backward is self._backward:
-            self._abandon()
+            waits = sys._getframe(1).f_back is not None  # whether the user's code waits for this
+            (self._abandon if waits else super()._abandon)()
 
     def _end_autograd_grad(self) -> None:
         """Refuses what its hooks, if not its gradients, have shown to the subscribers."""

@@ -399,7 +399,6 @@ def test_a_compiled_model_is_refused_by_name():
         measured(torch.compile(network(), backend="aot_eager"), [normal(8, 5)], K)
 
 
-@pytest.mark.cpu  # a fault on devices: the next backward is one micro-batch, without groups
 def test_a_backward_that_fails_leaves_the_meter_usable():
     net, x = network(), normal(8, 5)
     failing = [True]
