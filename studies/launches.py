@@ -68,6 +68,8 @@ CASES: Mapping[str, Case] = {
     "plain SGD, k = 1": Case(1),
     "plain SGD, k = 8": Case(8),
     "AdaptiveBatch, not measured": Case(4, options={"every": 0}),
+    "AdaptiveBatch, not measured, k = 1": Case(1, options={"every": 0}),
+    "the same, fused SGD": Case(1, partial(SGD, lr=0.1, fused=True), options={"every": 0}),
     "AdaptiveBatch, cut, measured": Case(4, options={"every": 1}),
     "AdaptiveBatch, 8 groups, measured": Case(1, options={"every": 1, "groups": 8}),
     "GradientMeter": Case(4, metered=True),
