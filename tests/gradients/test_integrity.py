@@ -583,3 +583,138 @@ def test_clipping_before_the_update_leaves_the_measurement_alone(clip):
     rows = rows_of(network(), data([2] * 16)[:8])
     cosine = torch.cosine_similarity(rows[::2].sum(0), rows[1::2].sum(0), dim=0)
     assert pytest.approx(float(cosine)) == first.half_batch_cosine
+
+
+# found by trying to break them
+
+
+WIDTHS = [8, 600]  # 600 x 600 is added to the sums at once
+
+
+def wide(width):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
+    )
+
+
+def half_loss(model):
+    return model(torch.randn(8, 4)).square().mean() / 2
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_autograd_grad_and_a_hook_of_ones_own_is_no_micro_batch(width):
+    def trained(asks):
+        model = wide(width)
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        optimizer = VRSGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for _ in range(2):
+                loss = half_loss(model)
+                if asks:
+                    torch.autograd.grad(50 * loss, [*model.parameters()], retain_graph=True)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    torch.testing.assert_close(trained(False), trained(True), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_large_parameters_have_the_errors_of_small_ones(width):
+    model = wide(width)
+    half_loss(model).backward()
+    with (
+        GradientMeter(model),
+        pytest.raises(GradientError, match="not empty before the first backward"),
+    ):
+        half_loss(model).backward()
+    model.zero_grad()
+    with GradientMeter(model):
+        half_loss(model).backward()
+        model[2].weight.grad.mul_(0.5)
+        with pytest.raises(GradientError, match=r"\.grad was changed between"):
+            half_loss(model).backward()
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_backward_in_a_hook_on_a_tensor_belongs_to_the_backward_around_it(accumulates):
+    model = wide(8).double()
+    meter, own = GradientMeter(model), []
+    parameters = [*model.parameters()]
+    for _ in range(2):
+        x = torch.randn(8, 4).double()
+        hidden = model[1](model[0](x))
+        loss, other = model[2:](hidden).mean() / 2, model(x).square().mean() / 2
+
+        def also(_, other=other):
+            if accumulates:
+                other.backward()
+            else:
+                torch.autograd.grad(other, parameters)
+
+        parts = [torch.autograd.grad(loss, parameters, retain_graph=True)]
+        if accumulates:
+            parts.append(torch.autograd.grad(other, parameters, retain_graph=True))
+        own.append(torch.cat([sum(each).flatten() for each in zip(*parts, strict=True)]))
+        hidden.register_hook(also)
+        loss.backward()
+    grad = sum(own)
+    noise = 16 * (2 * sum(one.square().sum() for one in own) - grad.square().sum())
+    assert pytest.approx(noise.item()) == meter.read([8, 8]).grad_variance
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_scope_after_a_backward_that_failed_begins_a_step_or_is_refused(zeroes):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise MemoryError
+
+    model = wide(8)
+    meter = GradientMeter(model)
+    with pytest.raises(MemoryError):
+        model[2:](Fails.apply(model[:2](torch.randn(8, 4)))).mean().backward()
+    if zeroes:
+        model.zero_grad()
+
+    def read():
+        for _ in range(2):
+            with meter.micro_batch():
+                half_loss(model).backward()
+        return meter.read([8, 8])
+
+    if zeroes:
+        assert read().micro_batches == 2
+    else:
+        with pytest.raises(GradientError, match="not empty"):
+            read()
+
+
+def test_a_layer_that_is_unfrozen_between_two_steps_has_groups_too():
+    model = wide(8)
+    model[0].requires_grad_(False)
+    meter = GradientMeter(model, groups=4)
+    for _ in range(2):
+        for _ in range(2):
+            half_loss(model).backward()
+        assert meter.read([8, 8]).micro_batches == 8
+        model.zero_grad()
+        model[0].requires_grad_(True)
+
+
+def test_lists_of_reached_parameters_are_kept_for_a_few_micro_batches_alone():
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(9)]
+    meter = GradientMeter(parameters)
+    for number in range(1, 200):
+        for _ in range(2):
+            sum(p.sum() for n, p in enumerate(parameters) if number >> n & 1).backward()
+        meter.read([1, 1])
+        for p in parameters:
+            p.grad = None
+    assert len(meter.source._lists) <= 64

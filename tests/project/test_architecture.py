@@ -21,7 +21,7 @@ LEVELS = {
     folder: level
     for level, folders in enumerate(
         (
-            "errors interrupts kernels",
+            "errors interrupts kernels loop_warning",
             "digest optional_packages setting_types state_checks",
             "gradients",
             "statistics",

@@ -610,3 +610,30 @@ def test_gradients_are_reduced_once_an_update_and_not_in_every_backward(ranks):
     for reductions, updates, backwards in ranks(2)(counted):
         assert updates == reductions
         assert backwards >= 4 * updates
+
+
+def losses_and_seconds(rank, ranks, every):
+    """Records of steps in which one rank has losses of both infinite signs."""
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = DataLoader(torch.randn(48, 4), batch_size=4)
+    options = {"policy": bb.Fixed(8 * ranks), "micro_batch": 4, "min_micro_batches": 2 * ranks}
+    train, records = bb.AdaptiveBatch(model, optimizer, batches, every=every, **options), []
+    for number, step in enumerate(train):
+        for signed, x in enumerate(step):
+            loss = model(x).square().mean()
+            infinite = rank == number == 1
+            step.backward(loss + (-1) ** signed * torch.inf if infinite else loss)
+        records.append(step.update())
+    return [(r.loss, r.elapsed_seconds, r.skipped) for r in records]
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_losses_of_both_infinite_signs_and_seconds_are_the_same_on_all_ranks(ranks, every):
+    first, second = ranks(2)(losses_and_seconds, every)
+    assert repr(first) == repr(second)
+    losses = [loss for loss, *_ in first]
+    assert [n for n, loss in enumerate(losses) if loss != loss] == [1]
+    seconds = [seconds for _, seconds, _ in first]
+    assert sorted(seconds) == seconds

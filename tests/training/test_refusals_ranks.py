@@ -278,6 +278,13 @@ def part_in_ddp(rank, ranks):
     GradientMeter(model)
 
 
+def part_ignored_by_ddp(rank, ranks):
+    model = network()
+    ignored = ["0.weight"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    GradientMeter(DistributedDataParallel(model))
+
+
 def two_in_ddp(rank, ranks):
     model = network()
     model[0], model[2] = DistributedDataParallel(model[0]), DistributedDataParallel(model[2])
@@ -364,6 +371,7 @@ REFUSED = {
     "parameters not wrapped": not_wrapped(lambda model: model.parameters()),
     "inside of ddp": inside_of_ddp,
     "part in ddp": part_in_ddp,
+    "part ignored by ddp": part_ignored_by_ddp,
     "two in ddp": two_in_ddp,
     "part in fsdp2": part_in_fsdp2,
     "two meshes": two_meshes,
@@ -384,6 +392,7 @@ WORDS = {  # case: ranks, error, words
     "parameters not wrapped": (2, "GradientError", "hand over the wrapped model"),
     "inside of ddp": (2, "GradientError", "hand over the wrapped model"),
     "part in ddp": (2, "SettingError", "outside the DDP wrapper"),
+    "part ignored by ddp": (2, "SettingError", "or DDP ignores it"),
     "two in ddp": (2, "SettingError", "2 DDP wrappers"),
     "part in fsdp2": (2, "SettingError", "not sharded by fully_shard"),
     "two meshes": (4, "SettingError", "two meshes"),

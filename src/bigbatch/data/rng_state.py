@@ -51,7 +51,9 @@ class RandomReader:
         }
 
     def _read_python(self) -> Any:
-        generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+        generator: Any = getattr(random.getstate, "__self__", None)  # not of a wrapper
+        if not isinstance(generator, random.Random):
+            return random.getstate()
         if generator is not self._python:
             self._python, self._python_memory = generator, _memory_of_python(generator)
         # a normal number that is kept for the next draw is no part of the memory

@@ -108,6 +108,9 @@ class DDPSource(TappedSource):
 
 def require_wrapped(ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
     """Raises SettingError where DDP does not reduce the gradient of one of the parameters."""
-    wrapped = set(ddp.parameters())
+    named = ddp.module.named_parameters()
+    wrapped = {p for name, p in named if name not in ddp.parameters_to_ignore}
     if any(p.requires_grad and p not in wrapped for p in parameters):
-        raise SettingError("a parameter stands outside the DDP wrapper, so no rank shares it")
+        raise SettingError(
+            "a parameter stands outside the DDP wrapper, or DDP ignores it, so no rank shares it"
+        )

@@ -109,9 +109,14 @@ class GradSums(GradGuard):
         """Accumulates what a backward has left, as autograd does, if the micro-batch ends there."""
         for number, gradient in enumerate(map(_GRAD, self._hidden)):
             before = self._visible[number]
-            if gradient is not None:  # not in the sums yet
+            if gradient is not None and gradient is not before:  # not in the sums yet
                 self._visible[number] = gradient if before is None else before.add_(gradient)
         self.show()
+
+    @property
+    def hides(self) -> bool:
+        """Whether a backward writes into an empty `.grad` now."""
+        return bool(self._hidden)
 
     def found(self) -> bool:
         """Whether the backward has left any gradient so far."""
@@ -119,7 +124,8 @@ class GradSums(GradGuard):
 
     def take(self) -> list[Tensor | None]:
         """What the backward has left in `.grad` of the hidden parameters, without graphs."""
-        found: list[Tensor | None] = list(map(_GRAD, self._hidden))
+        pairs = zip(map(_GRAD, self._hidden), self._visible, strict=True)
+        found: list[Tensor | None] = [None if grad is total else grad for grad, total in pairs]
         present: list[Any] = list(filter(is_tensor, found))
         require_dense(present)
         self.graphs = []
@@ -148,7 +154,7 @@ class GradSums(GradGuard):
         elif not summed:
             torch._foreach_add_(self.sums_before(numbers), list(gradients))
         for number, gradient in zip(numbers, gradients, strict=True):
-            self._hidden[number].grad = None  # what is left there is not in the sums
             if self.keeps_apart:
                 grad = self._visible[number]
                 self._visible[number] = gradient.clone() if grad is None else grad.add_(gradient)
+            self._hidden[number].grad = self._visible[number]  # which is in the sums

@@ -5,7 +5,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -14,10 +14,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 from torch.utils.hooks import RemovableHandle
 
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
 
+_NESTED = 2  # backwards on the stacks where one runs inside another
 current_backward = torch._C._current_graph_task_id  # torch's number of it; -1 outside
 
 
@@ -112,21 +114,22 @@ def raise_after_backward(error: BaseException) -> None:
 
 def is_nested() -> bool:
     """Whether this hook runs in a backward that the backward of another function has called."""
-    return _is_in_function(sys._getframe())
+    codes = (frame.f_code for frame in _callers(sys._getframe()))
+    return BackwardCFunction.apply.__code__ in codes
 
 
 def follows(backward: int) -> bool:
     """Whether the present backward comes after that of this number, and not inside it."""
     is_other = current_backward() != backward
-    return is_other and not any(map(_is_in_function, sys._current_frames().values()))
+    frames = itertools.chain.from_iterable(map(_callers, sys._current_frames().values()))
+    return is_other and sum(f.f_code is _engine_run_backward.__code__ for f in frames) < _NESTED
 
 
-def _is_in_function(frame: FrameType | None) -> bool:
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and all that called it."""
     while frame is not None:
-        if frame.f_code is BackwardCFunction.apply.__code__:
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 def changed_later(parameter: Tensor) -> bool:

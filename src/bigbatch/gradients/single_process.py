@@ -36,6 +36,7 @@ _NESTED = (
     "mark the micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch"
 )
 _HOOKED = "a hook was put on a parameter, or a meter made, within a step; do that between two steps"
+_MOST_LISTS = 64  # of parameters that micro-batches reached
 _LARGE = 1 << 20  # bytes of a gradient that is added at once, to free its memory
 
 
@@ -124,7 +125,8 @@ class SingleProcessSource(TappedSource):
         return [grad for p in self.parameters if (grad := p.grad) is not None]
 
     def _watched(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        return [leaf if leaf in self._trained else None for leaf in leaves]
+        watched = set(map(id, self.parameters))
+        return [leaf if id(leaf) in watched else None for leaf in leaves]
 
     # a micro-batch
 
@@ -185,6 +187,8 @@ class SingleProcessSource(TappedSource):
 
     def _add(self, numbers: tuple[int, ...], gradients: list[Tensor], *, first: bool) -> None:
         if numbers not in self._lists:  # the same list each time
+            if len(self._lists) == _MOST_LISTS:
+                self._lists.clear()
             self._lists[numbers] = [self.parameters[number] for number in numbers]
         sums = None if first else self.guard.sums_before(numbers)
         may_sum = not first and not self.guard.graphs
@@ -195,7 +199,7 @@ class SingleProcessSource(TappedSource):
     def _add_at_once(self, number: int, parameter: Tensor) -> None:
         """Adds a gradient as soon as it is there; a backward that two reach is refused."""
         gradient = parameter.grad
-        if not self._in_micro_batch or self._several or gradient is None:
+        if not self.guard.hides or self._several or gradient is None:
             return
         if gradient.requires_grad:  # of create_graph=True, which `.grad` keeps
             return
@@ -206,7 +210,7 @@ class SingleProcessSource(TappedSource):
 
     def _is_summed(self, parameter: Tensor) -> bool:
         """Whether a tap may see several gradients of a parameter in a micro-batch."""
-        return self._several or parameter not in self._at_once
+        return self._several or self._implicit or parameter not in self._at_once
 
     # a backward
 
@@ -237,7 +241,7 @@ class SingleProcessSource(TappedSource):
 
     def _end_failed(self) -> None:
         # what the failed backward has left is in `.grad`, unless the user has zeroed it since
-        if self._reached or self.guard.found():
+        if self.guard.found() and not self.guard.is_clean():
             self.guard.give_back()
         super()._end_failed()
 

@@ -30,6 +30,8 @@ class _Scope:
         self._source = source
 
     def __enter__(self) -> None:
+        if self._source._implicit:
+            self._source._end_failed()
         self._source._open()
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -116,6 +118,10 @@ class GradientSource(ABC):
         """A micro-batch ends by an error; the groups of its backward are forgotten."""
         if self.group_tap is not None:
             self.group_tap.forget()
+
+    def _end_failed(self) -> None:
+        """Another micro-batch begins after a backward that has failed."""
+        self._restart()
 
     def _watched(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """The watched parameters of leaves of the graph; None for one of another's."""

@@ -152,10 +152,6 @@ class TappedSource(GradientSource):
         if not (self._in_micro_batch or self.explicit):
             self._open_implicitly()
 
-    def _end_failed(self) -> None:
-        """Another backward begins after one that has failed."""
-        self._restart()
-
     def _watch_backward(self) -> None:
         """Queues what the autograd engine keeps alive until the backward ends or fails.
 

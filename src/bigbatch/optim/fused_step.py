@@ -1,6 +1,5 @@
 """Torch's fused optimizer steps: when they are right, and a step that avoids the wrong ones."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from bigbatch.gradients.auto import is_sharded
 from bigbatch.gradients.dtypes import FULL_PRECISION
+from bigbatch.loop_warning import warn_in_loop
 from bigbatch.optim.sharding import local
 
 _FUSED_ON_CPU = (SGD, Adam, Adagrad)
@@ -43,10 +43,9 @@ class BaseStep:
         faults = [(group, fault) for group in fused if (fault := _find_fault(self._base, group))]
         if faults and self._warns:
             self._warns = False
-            warnings.warn(
+            warn_in_loop(
                 f"{type(self._base).__name__}(fused=True) {faults[0][1]}, so it steps without "
-                "its fused kernel there; leave fused=True out",
-                stacklevel=6,
+                "its fused kernel there; leave fused=True out"
             )
         for group, _ in faults:
             group["fused"] = False

@@ -1,7 +1,6 @@
 """Moments, momentum, options and warnings of a variance-reduced optimizer, for any scaling."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_dtype
+from bigbatch.loop_warning import warn_in_loop
 from bigbatch.optim.apply_gsnr import AppliedGsnr
 from bigbatch.optim.gsnr_momentum import GsnrMomentum
 from bigbatch.statistics.second_moment import GradientMoments, SumsOf
@@ -89,22 +89,19 @@ class GsnrWarnings:
     ) -> None:
         """Gives the warnings of a step that were not given before."""
         if not self._steps and applied.agree and not applied.out_of_range:
-            self._warn(
+            warn_in_loop(
                 "every micro-batch has the same gradient, so r says nothing; is it the same "
                 "data, or a gradient that was averaged already?"
             )
         if not self._steps and applied.k < _RECOMMENDED_K:
-            self._warn(
+            warn_in_loop(
                 f"k = {applied.k} micro-batches give a poor signal-to-noise ratio: pure noise has "
                 f"a mean ratio of 1 / (k - 3); use k >= {_RECOMMENDED_K}"
             )
         if applied.out_of_range and not self._warned_of_range:
             self._warned_of_range = True
-            self._warn(_out_of_range(applied.out_of_range, named_parameters()))
+            warn_in_loop(_out_of_range(applied.out_of_range, named_parameters()))
         self._steps += 1
-
-    def _warn(self, message: str) -> None:
-        warnings.warn(message, stacklevel=8)  # the caller of step()
 
 
 def _out_of_range(layers: Sequence[Tensor], named_parameters: list[tuple[str, Tensor]]) -> str:

@@ -2,7 +2,6 @@
 
 import itertools
 import operator
-import warnings
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.grad_guard import is_tensor
 from bigbatch.gradients.grad_sums import GradSums
+from bigbatch.loop_warning import warn_in_loop
 from bigbatch.optim.apply_gsnr import (
     AppliedGsnr,
     Layers,
@@ -79,11 +79,10 @@ class LocalStep:
                 "reduced, so leave set_requires_gradient_sync on"
             )
         if isinstance(source.guard, GradSums) and source.guard.settle():
-            warnings.warn(
+            warn_in_loop(
                 "gradients were changed between backward() and step(), which they were not at the "
                 "last check; r of this step, and of earlier steps if they were changed through "
-                ".data, may be that of the changed gradients",
-                stacklevel=8,
+                ".data, may be that of the changed gradients"
             )
 
     def _all_agree(self) -> bool:

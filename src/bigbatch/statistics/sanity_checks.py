@@ -1,9 +1,8 @@
 """Warnings about faults of a run that the totals of its steps show: each once, on rank 0."""
 
-import warnings
-
 import numpy
 
+from bigbatch.loop_warning import warn_in_loop
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.statistics.step_totals import RankTotals, StepTotals
 
@@ -79,7 +78,7 @@ class SanityChecks:
         if message and kind not in self._reported:
             self._reported.add(kind)
             if self._warns:
-                warnings.warn(message, stacklevel=5)
+                warn_in_loop(message)
 
 
 def _nonfinite_message(ranks: RankTotals) -> str:

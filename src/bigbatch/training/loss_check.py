@@ -9,7 +9,7 @@ from torch.amp import GradScaler
 
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.gradients.groups.backward_graph import leaf_of, saved_tensor, shape_of
-from bigbatch.training.loop_warning import warn_in_loop
+from bigbatch.loop_warning import warn_in_loop
 from bigbatch.training.loss_weights import (
     MEAN,
     SUM,

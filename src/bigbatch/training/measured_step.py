@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Iterable
 from functools import cached_property
 
 import torch
@@ -55,13 +56,22 @@ class MeasuredStep:
         if self._source.ranks > 1:
             return self.values[: 1 + len(self.counts) + 2 * (self._source.ranks - 1)]
         losses = self.values[: len(self._weights)]
-        return [math.fsum(map(operator.mul, self._weights, losses)), *self.counts]
+        return [weighted_sum(self._weights, losses), *self.counts]
 
     @property
     def pair_sums(self) -> list[float]:
         """The sums over this step and the one before; empty if they are not compared."""
         first = len(self._weights)
         return self.values[first : first + self._pair_values]
+
+
+def weighted_sum(weights: Iterable[float], losses: Iterable[float]) -> float:
+    """The sum of weight * loss; nan of infinite losses of both signs."""
+    products = [*map(operator.mul, weights, losses)]
+    try:
+        return math.fsum(products)
+    except (OverflowError, ValueError):
+        return float(sum(products))
 
 
 def local_totals(
@@ -77,7 +87,7 @@ def local_totals(
     messages = [0.0] * (2 * source.ranks)
     messages[2 * source.rank : 2 * source.rank + 2] = seconds, checksum
     if device.type == "cpu":
-        total = math.fsum(map(operator.mul, weights, map(float, losses)))
+        total = weighted_sum(weights, map(float, losses))
         return torch.tensor([total, *counts, *messages], dtype=dtype)
     numbers = torch.tensor([*weights, *counts, *messages], dtype=dtype, device="cpu")
     numbers = to_device(numbers, device)

@@ -75,6 +75,7 @@ class Step:
         self._counts_labels = True  # unless its only backward is a mean over them
         self._summed: Callable[[], Tensor] | None = None  # what the ranks have sent, if light
         self._optimizer_steps = 0  # of the training, once complete
+        self._elapsed_seconds = 0.0  # of the training until the last backward, on several ranks
 
     def __iter__(self) -> Iterator[Batch]:
         if self._pending is not None:
@@ -209,8 +210,10 @@ class Step:
             self._expected_weight = number
         elif not self._expected_weight:
             self._expect_weight(number, samples)
-        if self._is_light and self._source.ranks > 1 and self._micro_batches.last:
-            self._summed = self._send_totals(loss, number)
+        if self._source.ranks > 1 and self._micro_batches.last:
+            self._elapsed_seconds = self._past.elapsed_seconds
+            if self._is_light:
+                self._summed = self._send_totals(loss, number)
         # a micro-batch of weight 0 only keeps this rank in step with the others
         return number, number * self._source.ranks / self._expected_weight if number else 0.0
 
@@ -441,7 +444,7 @@ class Step:
                 self._source,
                 losses,
                 weights,
-                [self._past.elapsed_seconds] if self._summed else self._counts(weights),
+                [] if self._summed else self._counts(weights),
                 may_lack_labels=not self._counts_labels,
                 on_device=parts.skips_on_device and self._source.ranks == 1,
                 summed=self._summed,
@@ -462,7 +465,7 @@ class Step:
             self._samples,
             self._source.ranks > 1 and has_gradient(self._source),  # one process looks if it must
             self._past.step_seconds,
-            self._past.elapsed_seconds,
+            self._elapsed_seconds or self._past.elapsed_seconds,
             self._facts.checksum(),
         ]
 
@@ -533,9 +536,6 @@ class Step:
         elif not finite and not self._is_light:  # a square may overflow by itself
             rows = self._parts.collectives.all_gather(self._source.guard.is_finite())
             finite = all(all(row) for row in rows)
-        elapsed_seconds = math.fsum(messages[::2]) / ranks
-        if self._summed is not None:  # since the totals were sent
-            elapsed_seconds += reading.counts[0] - messages[2 * self._source.rank]
         return StepStatistics(
             samples=samples,
             micro_batches=round(micro_batches),
@@ -544,7 +544,7 @@ class Step:
             finite=finite,
             vanishes=vanishes,
             weight_per_sample=weight / total if self._counts_labels else None,
-            elapsed_seconds=elapsed_seconds,
+            elapsed_seconds=math.fsum(messages[::2]) / ranks,
             previous_seconds=seconds / ranks,
             checksums=messages[1::2],
         )

@@ -5,11 +5,11 @@ from typing import Any
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
+from bigbatch.loop_warning import warn_in_loop
 from bigbatch.policies.bound_notes import note_of
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Decision, TrainingState
-from bigbatch.training.loop_warning import warn_in_loop
 from bigbatch.training.measuring_interval import MeasuringInterval
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.step_statistics import StepStatistics

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import stacked
+from bigbatch.training.measured_step import weighted_sum
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
@@ -33,8 +34,7 @@ class UnmeasuredStep:
         source: the gradients, complete and equal on all ranks.
         losses: the mean loss of each micro-batch that counts.
         weights: n_d of each.
-        counts: what the host knows, as `MeasuredStep` has it; on several ranks, which have sent
-            that, the seconds spent training alone.
+        counts: what the host knows, as `MeasuredStep` has it; on several ranks they are sent.
         may_lack_labels: whether the loss is a mean over labels, which is nan without any.
         on_device: whether the optimizer skips a step that is not finite by `found_inf`.
         summed: waits for `local_totals` of all ranks; None in one process.
@@ -92,7 +92,7 @@ class UnmeasuredStep:
         read = self._host_values[self._checks :]
         if self._of_ranks:
             return read
-        return [math.fsum(map(operator.mul, self._weights, read)), *self.counts]
+        return [weighted_sum(self._weights, read), *self.counts]
 
     @property
     def vanishes(self) -> bool:
