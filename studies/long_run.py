@@ -22,6 +22,7 @@ from bigbatch.policies.policy import Shadow, SimiGrad
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from studies.markdown_tables import Row, show
+from studies.sized_networks import readme_network
 
 _INPUTS, _CLASSES = 64, 10
 _BATCH = 32
@@ -30,9 +31,8 @@ _MICRO_BATCHES = 8  # of a step by hand
 
 
 def _network() -> nn.Module:
-    """The README's."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(_INPUTS, 128), nn.ReLU(), nn.Linear(128, _CLASSES))
+    return readme_network(_INPUTS)
 
 
 def _samples() -> TensorDataset:

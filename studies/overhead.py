@@ -33,7 +33,14 @@ from bigbatch_recipes.models.resnet import resnet_of_basic_blocks
 from bigbatch_recipes.tasks.digit_images import network
 from studies.gloo_processes import on_ranks
 from studies.markdown_tables import Row, show
-from studies.sized_networks import GPT, MicroBatches, mean_loss, small_cnn, with_group_norm
+from studies.sized_networks import (
+    GPT,
+    MicroBatches,
+    mean_loss,
+    readme_network,
+    small_cnn,
+    with_group_norm,
+)
 from studies.timing import Times, interleaved
 
 _WARM_UP = 16  # steps, in which groups are checked
@@ -74,10 +81,6 @@ def _group_norm_resnet() -> nn.Module:
     return with_group_norm(resnet_of_basic_blocks())
 
 
-def _mlp(inputs: int) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
 def _vr(optimizer: Build) -> Build:
     return lambda parameters, lr: VarianceReduced(optimizer(parameters, lr=lr))
 
@@ -96,7 +99,7 @@ _IMAGE = (3, 32, 32)
 _SGD, _ADAMW = partial(SGD, momentum=0.9, fused=True), partial(AdamW, fused=True)
 
 NETWORKS = {
-    "README network": Network(partial(_mlp, 64), (64,), steps=64),
+    "README network": Network(readme_network, (64,), steps=64),
     "digits network": Network(network, (1, 8, 8), steps=64),
     "small CNN": Network(small_cnn, _IMAGE, steps=8),
     "ResNet-18": Network(resnet_of_basic_blocks, _IMAGE),
@@ -104,7 +107,7 @@ NETWORKS = {
     "GPT, 1 x 512": Network(lambda: GPT(1, 512, 4096, 32), (32,), 4096, steps=2),
     "GPT, 6 x 256": Network(lambda: GPT(6, 256, 1024, 32), (32,), 1024, steps=2),
     "GPT, 6 x 64": Network(lambda: GPT(6, 64, 256, 16), (16,), 256, steps=8),
-    "MLP .4 M": _on_gpu(_SGD, partial(_mlp, 3072), _IMAGE, batches=(32,), steps=8),
+    "MLP .4 M": _on_gpu(_SGD, partial(readme_network, 3072), _IMAGE, batches=(32,), steps=8),
     "ResNet-18 GN": _on_gpu(_SGD, _group_norm_resnet, _IMAGE, batches=(128, 1024)),
     "GPT 33 M": _on_gpu(_ADAMW, _gpt33, (256,), 8192),
     "GPT 124 M": _on_gpu(

@@ -58,6 +58,11 @@ class _Block(nn.Module):
         return output
 
 
+def readme_network(inputs: int = 64) -> nn.Module:
+    """A hidden layer of 128 and ten classes, for inputs of any shape."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
 def wide_layers() -> nn.Module:
     """Three square layers of width 1,280, 4.9 million parameters."""
     return nn.Sequential(

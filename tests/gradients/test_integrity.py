@@ -17,6 +17,7 @@ from bigbatch.optim import VRSGD
 from oracles import noise as oracle
 from single_process_training import (
     RAGGED,
+    Fails,
     data,
     mean_loss,
     network,
@@ -667,15 +668,6 @@ def test_a_backward_in_a_hook_on_a_tensor_belongs_to_the_backward_around_it(accu
 
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_a_scope_after_a_backward_that_failed_begins_a_step_or_is_refused(zeroes):
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise MemoryError
-
     model = wide(8)
     meter = GradientMeter(model)
     with pytest.raises(MemoryError):

@@ -19,6 +19,18 @@ def network(dtype=torch.float64):
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
 
 
+class Fails(torch.autograd.Function):
+    """A copy whose backward raises an error."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise MemoryError("as asked")
+
+
 class Experts(nn.Module):
     """Of three experts a micro-batch reaches the one of its size's parity; the third none."""
 

@@ -21,6 +21,7 @@ from bigbatch.errors import GradientError, SettingError
 from oracles import noise as oracle
 from single_process_training import (
     RAGGED,
+    Fails,
     accumulate,
     data,
     expected_of,
@@ -501,16 +502,6 @@ def test_a_mistake_is_refused_and_does_not_spoil_the_next_step(mistake, words):
     model.zero_grad()
     accumulate(model, data(RAGGED))
     assert same(expected_of(model, data(RAGGED)), meter.read(RAGGED))
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise MemoryError
 
 
 @pytest.mark.parametrize("before", [0, 1])

@@ -65,7 +65,7 @@ class GradGuard:
 
     def begin(self, *, foreign_backward: bool) -> None:
         """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
-        if self.grads() and not self.is_clean():
+        if not self.is_clean():
             raise GradientError(
                 ".grad is not empty before the first backward of a step; call zero_grad() first"
             )

@@ -208,7 +208,8 @@ class TappedSource(GradientSource):
         Then it is abandoned at the next backward, and its groups are forgotten here.
         """
         if self._implicit and backward is self._backward:
-            waits = sys._getframe(1).f_back is not None  # whether the user's code waits for this
+            # whether the user's code waits for this; the frame above is that of `weak_method`
+            waits = sys._getframe(1).f_back is not None
             (self._abandon if waits else super()._abandon)()
 
     def _end_autograd_grad(self) -> None:

@@ -362,10 +362,10 @@ class AdaptiveBatch:
             self.batches.start(self.epoch)
         # r needs two micro-batches
         min_rows, controller = 1 if self._parts.reader is None else 2, self.controller
-        while step := self.batches.step(
+        while micro_batches := self.batches.step(
             self.plan, controller.min_batch, controller.max_batch, min_rows=min_rows
         ):
-            self._step = Step(step, self._select_trained(), self._update)
+            self._step = Step(micro_batches, self._select_trained(), self._update)
             try:
                 yield self._step
             except GeneratorExit:  # the loop is left, and its last step may wait to be read
@@ -562,7 +562,7 @@ class AdaptiveBatch:
             raise refusal or RunError("rank 0 cannot write the log; its own error says why")
 
     def _select_trained(self) -> list[Tensor]:
-        """Measures the model's parameters that the optimizer trains now; all that it trains."""
+        """Measures the model's parameters that the optimizer trains now; returns all of its own."""
         parameters = trained_parameters(self.optimizer)
         trained = self.meter.source.reducer.model_parameters(parameters)
         self._replacement_check.require_held(trained)
