@@ -5,7 +5,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -114,22 +114,23 @@ def raise_after_backward(error: BaseException) -> None:
 
 def is_nested() -> bool:
     """Whether this hook runs in a backward that the backward of another function has called."""
-    codes = (frame.f_code for frame in _callers(sys._getframe()))
-    return BackwardCFunction.apply.__code__ in codes
+    return _calls_of(BackwardCFunction.apply, sys._getframe()) > 0
 
 
 def follows(backward: int) -> bool:
     """Whether the present backward comes after that of this number, and not inside it."""
     is_other = current_backward() != backward
-    frames = itertools.chain.from_iterable(map(_callers, sys._current_frames().values()))
-    return is_other and sum(f.f_code is _engine_run_backward.__code__ for f in frames) < _NESTED
+    threads = sys._current_frames().values()
+    return is_other and sum(_calls_of(_engine_run_backward, top) for top in threads) < _NESTED
 
 
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and all that called it."""
+def _calls_of(function: Any, frame: FrameType | None) -> int:
+    """How many calls of a function are under way, down from a frame."""
+    code, count = function.__code__, 0
     while frame is not None:
-        yield frame
+        count += frame.f_code is code
         frame = frame.f_back
+    return count
 
 
 def changed_later(parameter: Tensor) -> bool:
