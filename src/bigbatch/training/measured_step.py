@@ -22,16 +22,10 @@ class MeasuredStep:
         weights: n_d of each.
         counts: what this rank knows: [weight, micro-batches, weighting, samples, has gradient,
             seconds of the step before, seconds spent training, checksum].
-        pair_sums: sums over this step and the one before; None if they are not compared.
     """
 
     def __init__(
-        self,
-        meter: GradientMeter,
-        losses: list[Tensor],
-        weights: list[float],
-        counts: list[float],
-        pair_sums: Tensor | None,
+        self, meter: GradientMeter, losses: list[Tensor], weights: list[float], counts: list[float]
     ) -> None:
         self.counts, self._source, self._weights = counts, meter.source, weights
         device = self._source.parameters[0].device
@@ -39,9 +33,6 @@ class MeasuredStep:
             extra: Tensor | None = local_totals(self._source, losses, weights, counts)
         else:  # which knows its counts, and weighs the losses once it has read them
             extra = to_device(torch.stack(losses), device) if losses else None
-        self._pair_values = 0  # how many of what the host reads are sums over a pair of steps
-        if pair_sums is not None and extra is not None:
-            extra, self._pair_values = torch.cat([extra, pair_sums]), len(pair_sums)
         self._device_totals = meter.measure(weights, extra)
 
     @cached_property
@@ -57,12 +48,6 @@ class MeasuredStep:
             return self.values[: 1 + len(self.counts) + 2 * (self._source.ranks - 1)]
         losses = self.values[: len(self._weights)]
         return [weighted_sum(self._weights, losses), *self.counts]
-
-    @property
-    def pair_sums(self) -> list[float]:
-        """The sums over this step and the one before; empty if they are not compared."""
-        first = len(self._weights)
-        return self.values[first : first + self._pair_values]
 
 
 def weighted_sum(weights: Iterable[float], losses: Iterable[float]) -> float:

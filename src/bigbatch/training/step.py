@@ -14,7 +14,6 @@ from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
 from bigbatch.data.micro_batches import StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
-from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
 from bigbatch.log.step_record import StepRecord
@@ -69,7 +68,7 @@ class Step:
         self._reading: MeasuredStep | UnmeasuredStep | None = None  # once complete
         # [Note: A step that measures nothing]
         parts = self._parts
-        is_read = parts.reader is not None or parts.meter.due or parts.compares
+        is_read = parts.reader is not None or parts.meter.due
         replicates = self._source.reducer.replicas == self._source.ranks
         self._is_light = replicates and not is_read
         self._counts_labels = True  # unless its only backward is a mean over them
@@ -438,8 +437,6 @@ class Step:
             )
         self._optimizer_steps = parts.optimizer_steps
         if self._is_light:
-            if parts.pairs is not None:
-                parts.pairs.forget()
             self._reading = UnmeasuredStep(
                 self._source,
                 losses,
@@ -450,9 +447,8 @@ class Step:
                 summed=self._summed,
             )
         else:
-            pair_sums = self._compare_steps()
             counts = self._counts(weights)
-            self._reading = MeasuredStep(parts.meter, losses, weights, counts, pair_sums)
+            self._reading = MeasuredStep(parts.meter, losses, weights, counts)
         if self._counts_labels:
             self._correct_weight(self._reading)
 
@@ -488,21 +484,6 @@ class Step:
         if total not in (0, self._expected_weight):
             self._source.scale(self._expected_weight / total)
 
-    def _compare_steps(self) -> Tensor | None:
-        """Sums over this step and the one before; None if they are not compared."""
-        pairs, source, scaler = self._parts.pairs, self._source, self._parts.scaler
-        if pairs is None:
-            return None
-        if not self._parts.compares or len(self._weights) != 1:
-            pairs.forget()
-            return None
-        scale: float | Tensor = self._weights[0] / self._expected_weight
-        if scaler is not None:
-            device = source.parameters[0].device
-            scale = scaler.scale(torch.tensor(scale, dtype=widest_float(device), device=device))
-        gradients = [source.local_grad(p) for p in source.parameters]
-        return pairs.add(source.parameters, gradients, self._weights[0], scale)
-
     def _statistics(self, reading: MeasuredStep | UnmeasuredStep) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
         ranks, meter = self._source.ranks, self._parts.meter
@@ -517,10 +498,6 @@ class Step:
         elif not meter.due:
             *_, refusal, sqnorm = reading.values
             finite, vanishes = math.isfinite(sqnorm), sqnorm == 0
-            if self._parts.pairs is not None and reading.pair_sums:
-                pair = self._parts.pairs.statistics(reading.pair_sums)
-                is_known = math.isfinite(pair.grad_sqnorm + pair.grad_variance)
-                statistics = _in_samples(pair, samples) if is_known else None
             if self._source.group_tap is not None:
                 self._source.refuse_groups(refusal_of_sums(refusal))
         else:
