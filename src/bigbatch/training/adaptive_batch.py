@@ -164,7 +164,7 @@ class AdaptiveBatch:
         self._step: Step | None = None
         self._is_whole = True  # not between the parts of a state that is loaded
         self._update.log = self._build_log(options)
-        self._update.facts.require_equal("their settings")
+        self._update.require_equal_ranks("their settings")
 
     @property
     def epoch(self) -> int:
@@ -353,7 +353,7 @@ class AdaptiveBatch:
         """One pass over the loader; after a `break`, the rest of it."""
         self._require_whole()
         self._require_no_open_step()
-        self._update.facts.require_equal("where the run stands")
+        self._update.require_equal_ranks("where the run stands")
         self._open_log()
         empty = not self.batches.open  # so far
         if empty:

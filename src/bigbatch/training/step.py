@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +19,8 @@ from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_weights import label_weights, mean_over_labels, weighted_loss
-from bigbatch.training.measured_step import MeasuredStep, local_totals
 from bigbatch.training.optimizer_checks import trained_parameters
-from bigbatch.training.step_statistics import StepStatistics
-from bigbatch.training.unmeasured_step import UnmeasuredStep
+from bigbatch.training.step_sums import StepStatistics, StepSums, found_inf_of, local_totals
 from bigbatch.training.update import Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
@@ -35,6 +32,8 @@ _MIXED = (
     "a cross entropy is weighted by its labels and any other loss by samples, which differ; pass "
     "weight= always, the number of samples if it is meant, or never"
 )
+
+_NOTHING = nullcontext()
 
 _WEIGHT = Kind(NotNegative)  # once, since a weight is checked for each micro-batch
 
@@ -53,7 +52,7 @@ class Step:
     ) -> None:
         self.begun = self.ended = False  # whether a micro-batch was given out; after `update`
         self._micro_batches, self._trained, self._update = micro_batches, trained, update
-        self._parts, self._past, self._facts = update.parts, update.past, update.facts
+        self._parts, self._past = update.parts, update.past
         self._source = self._parts.meter.source
         # samples, here and on all ranks, of the micro-batch whose backward is still to come
         self._pending: tuple[int, int] | None = None
@@ -65,12 +64,10 @@ class Step:
         self._expected_weight = 0.0  # expected sum of the weights of all ranks
         # what the weights are: "samples", the "labels" of a cross entropy, or "given" as `weight=`
         self._weighting: str | None = None
-        self._reading: MeasuredStep | UnmeasuredStep | None = None  # once complete
+        self._sums: StepSums | None = None  # once complete
         # [Note: A step that measures nothing]
-        parts = self._parts
-        is_read = parts.reader is not None or parts.meter.due
-        replicates = self._source.reducer.replicas == self._source.ranks
-        self._is_light = replicates and not is_read
+        is_read = self._parts.reader is not None or self._parts.meter.due
+        self._is_light = not is_read and self._source.reducer.replicas == self._source.ranks
         self._counts_labels = True  # unless its only backward is a mean over them
         self._summed: Callable[[], Tensor] | None = None  # what the ranks have sent, if light
         self._optimizer_steps = 0  # of the training, once complete
@@ -99,7 +96,7 @@ class Step:
     @property
     def complete(self) -> bool:
         """Whether every micro-batch was run backward, so that `update` comes next."""
-        return self._reading is not None
+        return self._sums is not None
 
     @property
     def last(self) -> bool:
@@ -118,7 +115,7 @@ class Step:
         Raises:
             LoopError: before the last micro-batch's backward, or after `update()`.
         """
-        loss_sum, weight_sum, *_ = self._require_complete("loss").host_totals
+        loss_sum, weight_sum, *_ = self._require_complete("loss").totals
         return loss_sum / weight_sum if weight_sum else math.nan  # no label counts
 
     @property
@@ -128,7 +125,7 @@ class Step:
         Raises:
             LoopError: before the last micro-batch's backward, or after `update()`.
         """
-        return round(self._require_complete("samples").host_totals[4])
+        return round(self._require_complete("samples").totals[4])
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Adds this micro-batch's share of the mean gradient to `.grad`.
@@ -147,18 +144,12 @@ class Step:
             SettingError: a weight that is negative, not a finite number, or of another shape.
             GradientError: `.grad` was written to by other code.
         """
-        number, factor = self._begin(loss, loss, weight)
-        try:
-            with self._micro_batch(number):
-                if factor or self._source.ranks > 1:  # the other ranks wait for this backward
-                    weighted = weighted_loss(loss, factor)
-                    if self._parts.scaler is not None and factor:
-                        weighted = self._parts.scaler.scale(weighted)
-                    weighted.backward()  # type: ignore[no-untyped-call]
-        except Exception as error:
-            self.advise(error)
-            raise
-        self._end(number, loss)
+        with self.weighted_backward(loss, weight) as factor:
+            if factor or self._source.ranks > 1:  # the other ranks wait for this backward
+                weighted, scaler = weighted_loss(loss, factor), self._parts.scaler
+                if scaler is not None and factor:
+                    weighted = scaler.scale(weighted)
+                weighted.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def weighted_backward(
@@ -175,7 +166,8 @@ class Step:
         """
         number, factor = self._begin(loss, loss if root is None else root, weight)
         try:
-            with self._micro_batch(number):
+            micro_batch = self._source.micro_batch(number) if number else self._source.idle()
+            with self._reduced_micro_batch(number), micro_batch:
                 yield factor
         except Exception as error:
             self.advise(error)
@@ -321,17 +313,13 @@ class Step:
             LoopError: micro-batches are missing, or it was called already.
             GradientError: a backward of your own changed `.grad` after the last micro-batch.
         """
-        reading = self._require_complete("update")
+        sums = self._require_complete("update")
         is_weighed = not self._counts_labels or self._weighting != "labels"
-        found_inf = reading.found_inf if isinstance(reading, UnmeasuredStep) else None
-        if found_inf is not None and is_weighed and self._update.can_wait:
-            self._end_unread(reading, found_inf)
+        if sums.found_inf is not None and is_weighed and self._update.can_wait:
+            self._end_unread(sums)
         else:
-            statistics = self._statistics(reading)
-            self._require_untouched(vanishes=statistics.vanishes)
-            with self._update.end_step(statistics):
-                self.step_optimizer(statistics.finite)
-        self.ended = True
+            with self.optimizer_step() as finite:
+                self.step_optimizer(finite)
         assert self._past.record is not None
         return self._past.record
 
@@ -348,25 +336,19 @@ class Step:
             yield statistics.finite
         self.ended = True
 
-    def _end_unread(self, reading: UnmeasuredStep | MeasuredStep, found_inf: Tensor) -> None:
+    def _end_unread(self, sums: StepSums) -> None:
         """Ends a step that the optimizer skips on the device if its gradient is not finite."""
-        *_, previous_seconds, elapsed_seconds, _ = reading.counts
         self._require_untouched(vanishes=False)
         optimizer: Any = self._parts.optimizer
-        known = StepStatistics(
-            samples=self._samples,
-            micro_batches=self._backwards,
-            statistics=None,
-            elapsed_seconds=elapsed_seconds,
-            previous_seconds=previous_seconds,
-            checksums=[],
-        )
-        with self._update.end_step(known, partial(self._statistics, reading)):
-            optimizer.found_inf = found_inf
+        *_, previous_seconds, elapsed_seconds, _ = sums.counts
+        known = StepStatistics(self._samples, self._backwards, elapsed_seconds, previous_seconds)
+        with self._update.end_step(known, lambda: self._statistics(sums)):
+            optimizer.found_inf = sums.found_inf
             try:
                 optimizer.step()
             finally:
                 del optimizer.found_inf
+        self.ended = True
 
     def _require_untouched(self, *, vanishes: bool) -> None:
         """Raises an error if anybody else has stepped the optimizer, or written to `.grad`."""
@@ -404,18 +386,16 @@ class Step:
             per_sample = math.fsum(value for (value,) in rows) / len(rows) or 1.0
         self._expected_weight = per_sample * self._micro_batches.samples
 
-    def _micro_batch(self, weight: float) -> AbstractContextManager[None]:
-        """Inside runs the backward of the present micro-batch."""
-        micro_batch = self._source.micro_batch(weight) if weight else self._source.idle()
+    def _reduced_micro_batch(self, weight: float) -> AbstractContextManager[None]:
+        """For an optimizer over sharded parameters, which reads sums over the ranks' backwards."""
         if (reduced := self._parts.reduced) is None:
-            return micro_batch
-        # an optimizer over sharded parameters reads sums over the ranks' micro-batches
-        self._facts.require_same_weighting(self._weighting_code)
+            return _NOTHING
+        self._update.require_same_weighting(self._weighting_code)
         assert self._pending is not None
         total = float(self._pending[1])
         if not (self._weighting == "samples" and self._micro_batches.samples_known):
             total = math.fsum(row[0] for row in self._parts.collectives.all_gather(weight))
-        return _both(reduced.micro_batch(total) if total else reduced.idle(), micro_batch)
+        return reduced.micro_batch(total) if total else reduced.idle()
 
     @property
     def _weighting_code(self) -> int:
@@ -436,24 +416,23 @@ class Step:
                 "their gradients lack a part of it; add them between two steps, after step.update()"
             )
         self._optimizer_steps = parts.optimizer_steps
-        if self._is_light:
-            self._reading = UnmeasuredStep(
-                self._source,
-                losses,
-                weights,
-                [] if self._summed else self._counts(weights),
-                may_lack_labels=not self._counts_labels,
-                on_device=parts.skips_on_device and self._source.ranks == 1,
-                summed=self._summed,
-            )
-        else:
-            counts = self._counts(weights)
-            self._reading = MeasuredStep(parts.meter, losses, weights, counts)
+        found_inf = None
+        if self._is_light and self._source.ranks == 1 and parts.skips_on_device:
+            found_inf = found_inf_of(self._source, None if self._counts_labels else losses[0])
+        self._sums = StepSums(
+            parts.meter,
+            losses,
+            weights,
+            [] if self._summed else self._counts(weights),
+            is_light=self._is_light,
+            summed=self._summed,
+            found_inf=found_inf,
+        )
         if self._counts_labels:
-            self._correct_weight(self._reading)
+            self._correct_weight(self._sums)
 
     def _counts(self, weights: list[float]) -> list[float]:
-        """What this rank knows of the step; see `MeasuredStep`."""
+        """What this rank knows of the step; see `StepSums`."""
         return [
             math.fsum(weights),
             self._backwards,
@@ -462,7 +441,7 @@ class Step:
             self._source.ranks > 1 and has_gradient(self._source),  # one process looks if it must
             self._past.step_seconds,
             self._elapsed_seconds or self._past.elapsed_seconds,
-            self._facts.checksum(),
+            self._update.checksum() if self._source.ranks > 1 else 0.0,
         ]
 
     def _send_totals(self, loss: Tensor, weight: float) -> Callable[[], Tensor]:
@@ -473,48 +452,50 @@ class Step:
             totals = local_totals(self._source, losses, weights, self._counts(weights))
         return self._source.reducer.start_all_reduce(totals)
 
-    def _correct_weight(self, reading: MeasuredStep | UnmeasuredStep) -> None:
+    def _correct_weight(self, sums: StepSums) -> None:
         """Corrects `.grad` where the sum of the weights is not the expected one."""
         total = math.fsum(self._weights)
         if self._source.ranks > 1:  # over all of them; needs no wait if the weights are samples
             is_known = self._weighting == "samples" and self._micro_batches.samples_known
-            total = self._micro_batches.samples if is_known else reading.host_totals[1]
+            total = self._micro_batches.samples if is_known else sums.totals[1]
         if not total and self._weighting != "labels":
             raise LoopError(_NO_WEIGHT)
         if total not in (0, self._expected_weight):
             self._source.scale(self._expected_weight / total)
 
-    def _statistics(self, reading: MeasuredStep | UnmeasuredStep) -> StepStatistics:
+    def _statistics(self, sums: StepSums) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
         ranks, meter = self._source.ranks, self._parts.meter
-        loss, weight, micro_batches, weighting, total, has_grad, *rest = reading.host_totals
+        loss, weight, micro_batches, weighting, total, has_grad, *rest = sums.totals
         seconds, *messages = rest
-        samples = round(total)
         if weighting not in (0, ranks, ranks * (1 + ranks)):  # equal on all ranks
             raise LoopError(_MIXED)
         statistics = None
-        if isinstance(reading, UnmeasuredStep):
-            finite, vanishes = reading.finite, reading.vanishes
+        if self._is_light:
+            finite, vanishes = all(map(math.isfinite, sums.checks)), not any(sums.checks)
+            if sums.found_inf is not None:
+                finite, vanishes = vanishes, False
         elif not meter.due:
-            *_, refusal, sqnorm = reading.values
+            *_, refusal, sqnorm = sums.values
             finite, vanishes = math.isfinite(sqnorm), sqnorm == 0
             if self._source.group_tap is not None:
                 self._source.refuse_groups(refusal_of_sums(refusal))
         else:
-            totals = meter.totals(reading.values)
+            totals = meter.totals(sums.values)
             finite, vanishes = totals.is_finite, not any(totals.grad_sqnorms)
             if finite and totals.micro_batches > 1:  # .grad as it was measured lacked this factor
                 unit = (self._expected_weight / weight) ** 2
-                statistics = _in_samples(meter.statistics(totals, unit, of_all_ranks=True), samples)
+                statistics = meter.statistics(totals, unit, of_all_ranks=True)
+                statistics = _in_samples(statistics, round(total))
         if vanishes and not (has_grad or has_gradient(self._source)):
             raise GradientError(NO_GRADIENT)
         if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
             finite, vanishes = False, True
-        elif not finite and not self._is_light:  # a square may overflow by itself
+        elif not finite and sums.found_inf is None:  # a square or a norm may overflow by itself
             rows = self._parts.collectives.all_gather(self._source.guard.is_finite())
             finite = all(all(row) for row in rows)
         return StepStatistics(
-            samples=samples,
+            samples=round(total),
             micro_batches=round(micro_batches),
             statistics=statistics,
             loss=loss / weight if weight else math.nan,
@@ -526,22 +507,14 @@ class Step:
             checksums=messages[1::2],
         )
 
-    def _require_complete(self, call: str) -> MeasuredStep | UnmeasuredStep:
+    def _require_complete(self, call: str) -> StepSums:
         if self.ended:
             raise LoopError(f"step.{call}() was called after step.update(), which ends the step")
-        if self._reading is None:
+        if self._sums is None:
             raise LoopError(
                 f"step.{call}() was called before every micro-batch of the step was done"
             )
-        return self._reading
-
-
-@contextmanager
-def _both(
-    outer: AbstractContextManager[None], inner: AbstractContextManager[None]
-) -> Iterator[None]:
-    with outer, inner:
-        yield
+        return self._sums
 
 
 def _as_number(weight: float | Tensor, samples: int) -> float:

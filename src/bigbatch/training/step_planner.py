@@ -12,7 +12,7 @@ from bigbatch.policies.plan import BatchPlan, PlanConstraints
 from bigbatch.policies.policy import Decision, TrainingState
 from bigbatch.training.measuring_interval import MeasuringInterval
 from bigbatch.training.past_steps import PastSteps
-from bigbatch.training.step_statistics import StepStatistics
+from bigbatch.training.step_sums import StepStatistics
 
 
 class StepPlanner:

@@ -7,9 +7,8 @@ from typing import Any
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
-from bigbatch.data.rank_consistency import optimizer_facts
+from bigbatch.data.rank_consistency import checksum, facts_of, optimizer_facts
 from bigbatch.errors import LoopError
-from bigbatch.gradients.gradient_hooks import weak_method
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.controller import Controller
@@ -19,11 +18,12 @@ from bigbatch.policies.policy import Decision
 from bigbatch.state_checks import loads_state
 from bigbatch.training.measuring_interval import MeasuringInterval
 from bigbatch.training.past_steps import PastSteps
-from bigbatch.training.rank_facts import RankFacts
 from bigbatch.training.step_planner import StepPlanner
 from bigbatch.training.step_rates import StepRates
-from bigbatch.training.step_statistics import StepStatistics
+from bigbatch.training.step_sums import StepStatistics
 from bigbatch.training.training_parts import TrainingParts
+
+_DECIDES = "what decides a step"
 
 
 class Update:
@@ -67,7 +67,7 @@ class Update:
         self.planner = StepPlanner(
             controller, constraints, interval, batches, compares=is_vr, warns=warns
         )
-        self.facts = RankFacts(parts.collectives, weak_method(self._facts))
+        self._weightings: set[int] = set()  # of each rank, once it was asked
         self.settings = {  # as text; must be equal on all ranks
             **{name: repr(value) for name, value in vars(constraints).items()},
             "remainder": repr(batches.remainder),
@@ -127,9 +127,10 @@ class Update:
             RankError: the ranks differ in what decides a step.
         """
         self.settle()
-        self.facts.compare(step.checksums)
+        parts = self.parts
+        parts.collectives.require_equal(step.checksums, _DECIDES, self._texts)
         self._require_ready()
-        planner, rates, past, parts = self.planner, self.rates, self.past, self.parts
+        planner, rates, past = self.planner, self.rates, self.past
         number, reader = parts.meter.step + 1, parts.reader
         target_batch_size = planner.controller.decision.batch_size
         complete, measured = planner.is_complete(step.samples), step.statistics is not None
@@ -213,10 +214,41 @@ class Update:
             raise LoopError("update() failed half way; load an earlier checkpoint")
         self.rates.changes.examine(self.past.epoch, self.rates.clock.scheduler)
 
-    # what must be equal on all ranks
+    # what must be equal on all ranks: [Note: Agreement of ranks]
+
+    def checksum(self, *, waits: bool = False) -> float:
+        """A checksum of what decides a step, which every step of several ranks sends with its sums.
+
+        It is of the state before the decision, so it tells of a difference one step after it came
+        up, before the optimizer steps.
+
+        Args:
+            waits: whether to wait for the device.
+        """
+        return checksum(repr(self._facts(waits)))
+
+    def require_equal_ranks(self, subject: str) -> None:
+        """Raises RankError if the ranks differ in what decides a step. Collective."""
+        if (collectives := self.parts.collectives).ranks > 1:
+            rows = collectives.all_gather(self.checksum(waits=True), subject=subject)
+            collectives.require_equal([value for (value,) in rows], subject, self._texts)
+
+    def require_same_weighting(self, weighting: int) -> None:
+        """Raises LoopError unless losses are weighted alike everywhere; collective at first."""
+        if not self._weightings:
+            rows = self.parts.collectives.all_gather(weighting)
+            self._weightings = {round(value) for (value,) in rows}
+        if self._weightings != {weighting}:
+            raise LoopError(
+                "weight= is given on some ranks, or in some steps, and not in others; if "
+                "gradients are sharded a variance-reduced optimizer needs it always or never"
+            )
+
+    def _texts(self) -> dict[str, str]:
+        return facts_of(self._facts())
 
     def _facts(self, waits: bool = True) -> dict[str, Any]:
-        """What must be equal on all ranks, by name; see [Note: Agreement of ranks]."""
+        """What must be equal on all ranks, by name."""
         parts, past, planner, clock = self.parts, self.past, self.planner, self.rates.clock
         return {
             **optimizer_facts(parts.optimizer, parts.kind, waits=waits),

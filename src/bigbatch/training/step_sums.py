@@ -1,0 +1,182 @@
+"""What the host reads of a step: its sums over all ranks, in one wait."""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bigbatch.gradients import GradientSource
+from bigbatch.gradients.dtypes import stacked, to_device, widest_float, without_autocast
+from bigbatch.statistics.meter import GradientMeter
+from bigbatch.statistics.noise_scale import GradientStatistics
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+# [Note: A step that measures nothing]
+# It is light: its gradients are looked at once, for the skipping of a step that is not finite.
+# Nothing is planned or decided, and in one process nothing is weighed: the mean of one backward
+# over its labels needs no factor, so they are not counted. What the host reads, the loss, can wait
+# until the end of the step, for one wait in all. Where the optimizer skips a step on the device
+# (torch's fused ones read `found_inf`), it waits until the next step ends: by then the device is
+# past it. `Update.settle` does everything that depends on it, before anything else reads what the
+# step has changed.
+# Under DDP all ranks have the same mean gradient, so each sees by itself whether it is finite. What
+# else they sum is known before the last backward, and is sent while that runs.
+
+
+@dataclass
+class StepStatistics:
+    """Everything that a decision rests on, read from the step's gradients; equal on all ranks."""
+
+    samples: int  # samples of the step, over all ranks
+    micro_batches: int  # backwards of the step, over all ranks
+    elapsed_seconds: float  # time spent training so far, mean over the ranks
+    previous_seconds: float  # time of the step before, mean over the ranks; 0 if unknown
+    checksums: list[float] = field(default_factory=list)  # of each rank's state; must be equal
+    # what the host may read later
+    statistics: GradientStatistics | None = None  # None if it could not be measured
+    loss: float = math.nan  # mean loss over the batch
+    finite: bool = True  # whether every gradient is finite
+    vanishes: bool = False  # whether every gradient is zero
+    weight_per_sample: float | None = None  # mean weight of a sample; None if it is unknown
+
+
+class StepSums:
+    """Sums of one step over all ranks, on the device until the host reads them in one wait.
+
+    Args:
+        meter: measures the gradients, complete.
+        losses: the mean loss of each micro-batch that counts.
+        weights: n_d of each.
+        counts: what this rank knows: [weight, micro-batches, weighting, samples, has gradient,
+            seconds of the step before, seconds spent training, checksum].
+        is_light: see [Note: A step that measures nothing].
+        summed: waits for the `local_totals` of all ranks; None if they were not sent before.
+        found_inf: 1 where the optimizer skips the step; None if the host decides that.
+    """
+
+    def __init__(
+        self,
+        meter: GradientMeter,
+        losses: list[Tensor],
+        weights: list[float],
+        counts: list[float],
+        *,
+        is_light: bool,
+        summed: Callable[[], Tensor] | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        self.counts, self.found_inf = counts, found_inf
+        self._weights, self._ranks = weights, meter.source.ranks
+        self._values: list[float] = []  # once the host has read them
+        source, device = meter.source, meter.source.parameters[0].device
+        self._copied: torch.Event | None = None
+        if not is_light:
+            if self._ranks > 1:
+                first = local_totals(source, losses, weights, counts)
+            else:  # which knows its counts, and weighs the losses once it has read them
+                first = to_device(torch.stack(losses), device)
+            self._device_values = meter.measure(weights, first)
+            return
+        checks = [found_inf] if found_inf is not None else _norms(source)
+        if summed is None:
+            self._device_values = stacked([*losses, *checks])
+        else:
+            of_rank = stacked(checks)
+            of_ranks = summed()
+            self._device_values = torch.cat([of_ranks, of_rank.to(of_ranks.dtype)])
+        if found_inf is not None and device.type != "cpu":  # now, as the next step's work is queued
+            self._device_values = self._device_values.to("cpu", non_blocking=True)
+            self._copied = torch.Event(device.type)
+            self._copied.record()
+
+    @property
+    def values(self) -> list[float]:
+        """[*losses of this process, or `totals` of several, *the meter's or a light step's]."""
+        if not self._values:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._values = self._device_values.tolist()
+        return self._values
+
+    @property
+    def totals(self) -> list[float]:
+        """[weight * loss, *counts] over all ranks; the seconds and the checksum are of each."""
+        if self._ranks > 1:
+            return self.values[: 7 + 2 * self._ranks]
+        return [weighted_sum(self._weights, self.values), *self.counts]
+
+    @property
+    def checks(self) -> list[float]:
+        """Of a light step: `found_inf`, or the norm of each gradient."""
+        return self.values[len(self._weights) if self._ranks == 1 else 7 + 2 * self._ranks :]
+
+
+def _norms(source: GradientSource) -> Sequence[Tensor]:
+    grads = _local_grads(source)
+    if not grads:
+        return [torch.zeros((), device=source.parameters[0].device)]
+    return torch._foreach_norm(grads)
+
+
+def _local_grads(source: GradientSource) -> list[Tensor]:
+    """The gradients without a graph, which a backward with create_graph leaves."""
+    grads = source.local_grads()
+    return [grad.detach() for grad in grads] if any(map(_REQUIRES_GRAD, grads)) else grads
+
+
+def found_inf_of(source: GradientSource, nan_loss: Tensor | None) -> Tensor | None:
+    """1 on the device if a gradient is not finite, or the loss is nan, else 0.
+
+    Args:
+        source: the gradients, complete.
+        nan_loss: the mean loss over labels, which is nan without any; None for another loss.
+    Returns:
+        None if the gradients are of several types or devices, which one call cannot check.
+    """
+    grads = _local_grads(source)
+    if len({(grad.dtype, grad.device) for grad in grads}) != 1:
+        return None
+    device = source.parameters[0].device
+    if nan_loss is not None:  # infinite where it is nan
+        grads = [*grads, nan_loss.to(grads[0].dtype).nan_to_num(math.inf, 0.0, 0.0)]
+    found_inf, one = torch.zeros((), device=device), torch.ones((), device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, one)
+    return found_inf
+
+
+def weighted_sum(weights: Iterable[float], losses: Iterable[float]) -> float:
+    """The sum of weight * loss; nan of infinite losses of both signs."""
+    products = [*map(operator.mul, weights, losses)]
+    try:
+        return math.fsum(products)
+    except (OverflowError, ValueError):
+        return float(sum(products))
+
+
+def local_totals(
+    source: GradientSource, losses: list[Tensor], weights: list[float], counts: list[float]
+) -> Tensor:
+    """[weight * loss, *counts] of this rank, to be summed over the ranks.
+
+    The last two are messages: zeros stand where those of other ranks are added.
+    """
+    device = source.parameters[0].device
+    k, dtype = len(weights), widest_float(device)
+    *counts, seconds, checksum = counts
+    messages = [0.0] * (2 * source.ranks)
+    messages[2 * source.rank : 2 * source.rank + 2] = seconds, checksum
+    if device.type == "cpu":
+        total = weighted_sum(weights, map(float, losses))
+        return torch.tensor([total, *counts, *messages], dtype=dtype)
+    numbers = torch.tensor([*weights, *counts, *messages], dtype=dtype, device="cpu")
+    numbers = to_device(numbers, device)
+    if not losses:
+        return torch.cat([numbers.new_zeros(1), numbers])
+    with without_autocast(device):
+        loss = numbers[:k] @ to_device(torch.stack(losses), device, dtype)
+    return torch.cat([loss[None], numbers[k:]])
