@@ -102,13 +102,6 @@ def test_every_fixes_the_interval(clock):
     assert [*range(1, 41)] == measured(trained(adaptive(clock, every=1), 40))
 
 
-@pytest.mark.parametrize("settings", [{}, {"groups": 2}, {"optimizer": VRSGD, "every": 0}])
-def test_one_micro_batch_is_refused_where_it_is_compared_with_nothing(clock, settings):
-    with pytest.raises(SettingError, match="nothing to compare within a step"):
-        adaptive(clock, min_micro_batches=1, **settings)
-    assert 1 == adaptive(clock, min_micro_batches=1, every=0).plan.micro_batches
-
-
 def test_a_meter_that_measures_every_third_step_fixes_it_too(clock):
     train = adaptive(clock, meter={"every": 3})
     assert [1, 4, 7, 10] == measured(trained(train, 12))

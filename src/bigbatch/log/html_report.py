@@ -43,6 +43,11 @@ _EXPLANATION = (
     "for the last quarter of the curves; what is outside is left out."
 )
 
+_CONSECUTIVE = (
+    "measured values compare two consecutive steps. What the first step changes counts as noise, "
+    "so such a noise scale is usually too high, the more the longer the steps are."
+)
+
 
 def require_ending(out: Path, endings: Sequence[str] = _ENDINGS) -> None:
     """Raises SettingError where the file would be of another kind."""
@@ -232,6 +237,10 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
         yield "</section>"
     yield "</div>\n</div>"
     yield note(_EXPLANATION)
+    for history in started:
+        count = len([row for row in history.rows if row.get("compared") == "consecutive steps"])
+        if count:
+            yield note(f"{history.label}: {count} {_CONSECUTIVE}")
     yield "<h2>Settings</h2>"
     for history in histories:
         lines = (f"{name}: {value}" for name, value in history.settings.items())

@@ -85,7 +85,9 @@ class AdaptiveBatch:
         fixed_micro_batch: let every backward have `micro_batch` samples, except at the end of an
             epoch; the batch then changes by multiples of ranks x micro_batch.
         min_micro_batches: fewest backwards of a measured step over all ranks; default 4, and 8 with
-            a `VarianceReduced` optimizer (under fully_shard, 8 per rank).
+            a `VarianceReduced` optimizer (under fully_shard, 8 per rank). 1 never cuts a step: on
+            one rank, steps of one backward are measured by comparing two consecutive ones. This
+            estimate is biased by the length of a step; docs/policies.md says when to choose it.
         lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise);
             if it has `state_dict` and `load_state_dict`, its state is saved too.
         transport: let betas and decoupled weight decay keep their half-lives in samples, for batch
@@ -406,6 +408,7 @@ class AdaptiveBatch:
                 "ranks": self._parts.collectives.ranks,
                 "stream": position["stream"],
                 "random": random_state(),
+                "first_of_pair": self._update.first_of_pair,
             },
         }
 
@@ -485,7 +488,7 @@ class AdaptiveBatch:
             self.batches.virtual_ranks,
             micro_batch,
             options.get("fixed_micro_batch", False),
-            self._min_micro_batches(options),
+            self._min_micro_batches(options.get("min_micro_batches")),
             self.meter.groups,
         )
 
@@ -499,14 +502,14 @@ class AdaptiveBatch:
             )
         return of_meter if of_meter > 1 else every
 
-    def _min_micro_batches(self, options: LoopOptions) -> int:
+    def _min_micro_batches(self, requested: int | None) -> int:
         """Fewest backwards per step over all ranks; over shards, only one rank's are compared."""
-        parts, requested = self._parts, options.get("min_micro_batches")
-        is_alone = self.batches.virtual_ranks == 1 and self._every(options) != 0
-        if requested == 1 and (is_alone or parts.reader is not None or self.meter.groups):
+        parts = self._parts
+        others = {"a variance-reduced optimizer": parts.reader, "groups=": self.meter.groups}
+        if requested == 1 and (found := [name for name, one in others.items() if one is not None]):
             raise SettingError(
-                "min_micro_batches=1 leaves nothing to compare within a step; pass at least 2 or "
-                "leave it out, with groups=8 if one backward is measured, or every=0 if none is"
+                f"min_micro_batches=1 measures by two steps, and {found[0]} compares gradients "
+                "within one; pass at least 2, or leave it out"
             )
         if parts.reader is None:
             return 4 if requested is None else requested

@@ -18,12 +18,17 @@ class MeasuringInterval:
     A measured step that cannot decide (the end of an epoch, a gradient that is not finite) is
     followed by another one, in addition.
 
+    Where two consecutive steps are compared, the first of them does not decide either, so the one
+    after it is measured too: for n of 1 and 2 these are all steps, in pairs.
+
     Args:
         every: n for the whole run; 0 measures no step.
+        pairs: whether two consecutive steps are compared. A step that is measured in addition is
+            then followed by others until one decides.
     """
 
-    def __init__(self, every: int | None = None) -> None:
-        self._fixed = every
+    def __init__(self, every: int | None = None, *, pairs: bool = False) -> None:
+        self._fixed, self._pairs = every, pairs
         self.start(0, again=False)
 
     def start(self, step: int, *, again: bool) -> None:
@@ -47,4 +52,5 @@ class MeasuringInterval:
 
     def end_step(self, *, decides: bool) -> None:
         """Ends a step, which decides unless it was measured in vain."""
-        self.start(self._step + 1, again=self._is_nth and not decides)
+        was_measured = self.due if self._pairs else self._is_nth
+        self.start(self._step + 1, again=was_measured and not decides)

@@ -13,6 +13,7 @@ from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
 from bigbatch.data.micro_batches import StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
+from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
 from bigbatch.log.step_record import StepRecord
@@ -66,7 +67,8 @@ class Step:
         self._weighting: str | None = None
         self._sums: StepSums | None = None  # once complete
         # [Note: A step that measures nothing]
-        is_read = self._parts.reader is not None or self._parts.meter.due
+        parts = self._parts
+        is_read = parts.reader is not None or parts.meter.due or parts.compares
         self._is_light = not is_read and self._source.reducer.replicas == self._source.ranks
         self._counts_labels = True  # unless its only backward is a mean over them
         self._summed: Callable[[], Tensor] | None = None  # what the ranks have sent, if light
@@ -416,7 +418,7 @@ class Step:
                 "their gradients lack a part of it; add them between two steps, after step.update()"
             )
         self._optimizer_steps = parts.optimizer_steps
-        found_inf = None
+        found_inf, pair_sums = None, self._compare_steps()
         if self._is_light and self._source.ranks == 1 and parts.skips_on_device:
             found_inf = found_inf_of(self._source, None if self._counts_labels else losses[0])
         self._sums = StepSums(
@@ -427,6 +429,7 @@ class Step:
             is_light=self._is_light,
             summed=self._summed,
             found_inf=found_inf,
+            pair_sums=pair_sums,
         )
         if self._counts_labels:
             self._correct_weight(self._sums)
@@ -463,6 +466,21 @@ class Step:
         if total not in (0, self._expected_weight):
             self._source.scale(self._expected_weight / total)
 
+    def _compare_steps(self) -> Tensor | None:
+        """Sums over this step and the one before; None if they are not compared."""
+        pairs, source, scaler = self._parts.pairs, self._source, self._parts.scaler
+        if pairs is None:
+            return None
+        if not self._parts.compares or len(self._weights) != 1:
+            pairs.forget()
+            return None
+        scale: float | Tensor = self._weights[0] / self._expected_weight
+        if scaler is not None:
+            device = source.parameters[0].device
+            scale = scaler.scale(torch.tensor(scale, dtype=widest_float(device), device=device))
+        gradients = [source.local_grad(p) for p in source.parameters]
+        return pairs.add(source.parameters, gradients, self._weights[0], scale)
+
     def _statistics(self, sums: StepSums) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
         ranks, meter = self._source.ranks, self._parts.meter
@@ -478,6 +496,10 @@ class Step:
         elif not meter.due:
             *_, refusal, sqnorm = sums.values
             finite, vanishes = math.isfinite(sqnorm), sqnorm == 0
+            if self._parts.pairs is not None and sums.pair_sums:
+                pair = self._parts.pairs.statistics(sums.pair_sums)
+                is_known = math.isfinite(pair.grad_sqnorm + pair.grad_variance)
+                statistics = _in_samples(pair, round(total)) if is_known else None
             if self._source.group_tap is not None:
                 self._source.refuse_groups(refusal_of_sums(refusal))
         else:

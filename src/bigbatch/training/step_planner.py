@@ -65,6 +65,12 @@ class StepPlanner:
         """Whether a step of so many samples was as large as planned, or a whole pass."""
         return self._batches.is_complete(samples, self.plan)
 
+    def unmeasured(self, *, awaits_next: bool) -> str:
+        """Why the present step does not decide if it is not measured."""
+        if awaits_next:  # two steps are compared, and it is the first
+            return "not measured yet; the next step is compared with this one"
+        return f"not measured; one step in {self.interval.every} is"
+
     def decide(
         self,
         step: StepStatistics,
@@ -72,7 +78,7 @@ class StepPlanner:
         past: PastSteps,
         lr_decay: float | None,
         complete: bool,
-        every: int | None,
+        unmeasured: str,
     ) -> Decision:
         """The decision on the next batch size; the present one if this step cannot decide.
 
@@ -81,7 +87,7 @@ class StepPlanner:
             past: the steps before.
             lr_decay: scheduled rate over its largest so far.
             complete: `is_complete` of the step.
-            every: the interval of measured steps when it began.
+            unmeasured: `unmeasured` of the step.
         """
         controller = self.controller
         present = controller.decision
@@ -90,7 +96,7 @@ class StepPlanner:
         elif not complete:
             reason = "the end of an epoch does not decide"
         elif step.statistics is None and controller.needs_measurement:
-            reason = f"not measured; one step in {every} is"
+            reason = unmeasured
         elif controller.repeat(step.samples):
             return present
         else:

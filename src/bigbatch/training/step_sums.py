@@ -57,6 +57,7 @@ class StepSums:
         is_light: see [Note: A step that measures nothing].
         summed: waits for the `local_totals` of all ranks; None if they were not sent before.
         found_inf: 1 where the optimizer skips the step; None if the host decides that.
+        pair_sums: sums over this step and the one before; None if they are not compared.
     """
 
     def __init__(
@@ -69,17 +70,21 @@ class StepSums:
         is_light: bool,
         summed: Callable[[], Tensor] | None,
         found_inf: Tensor | None,
+        pair_sums: Tensor | None,
     ) -> None:
         self.counts, self.found_inf = counts, found_inf
         self._weights, self._ranks = weights, meter.source.ranks
         self._values: list[float] = []  # once the host has read them
         source, device = meter.source, meter.source.parameters[0].device
         self._copied: torch.Event | None = None
+        self._pair_values = 0 if pair_sums is None else len(pair_sums)
         if not is_light:
             if self._ranks > 1:
                 first = local_totals(source, losses, weights, counts)
             else:  # which knows its counts, and weighs the losses once it has read them
                 first = to_device(torch.stack(losses), device)
+            if pair_sums is not None:
+                first = torch.cat([first, pair_sums])
             self._device_values = meter.measure(weights, first)
             return
         checks = [found_inf] if found_inf is not None else _norms(source)
@@ -109,6 +114,12 @@ class StepSums:
         if self._ranks > 1:
             return self.values[: 7 + 2 * self._ranks]
         return [weighted_sum(self._weights, self.values), *self.counts]
+
+    @property
+    def pair_sums(self) -> list[float]:
+        """The sums over this step and the one before; empty if they are not compared."""
+        first = len(self._weights)
+        return self.values[first : first + self._pair_values]
 
     @property
     def checks(self) -> list[float]:

@@ -8,6 +8,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.gradients.gradient_hooks import weak_method
 from bigbatch.optim.variance_reduced import micro_batch_optimizer
+from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.loss_check import LossCheck
 from bigbatch.training.oom_hints import OomHints
@@ -35,6 +36,8 @@ class TrainingParts:
         self.oom_hints = OomHints(collectives.rank, collectives.ranks, external=external)
         self.warns = collectives.rank == 0  # whether this rank warns
         self.loss_check = LossCheck(warns=self.warns, has_scaler=self.scaler is not None)
+        self.pairs: ConsecutiveSteps | None = None  # if steps of one backward are compared
+        self.compares = False  # whether the present step is one of a pair
         self.optimizer_steps = 0  # calls of optimizer.step(), by anybody
         hook = weak_method(self._count_optimizer_step)
         ensure_step_hooks(optimizer).register_step_post_hook(hook)

@@ -1,5 +1,7 @@
 """The end of a step: decides, steps the optimizer and the schedule, counts, plans the next."""
 
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,6 +18,7 @@ from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.plan import PlanConstraints
 from bigbatch.policies.policy import Decision
 from bigbatch.state_checks import loads_state
+from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
 from bigbatch.training.measuring_interval import MeasuringInterval
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.step_planner import StepPlanner
@@ -24,6 +27,10 @@ from bigbatch.training.step_sums import StepStatistics
 from bigbatch.training.training_parts import TrainingParts
 
 _DECIDES = "what decides a step"
+_NO_PAIR = (
+    "no step was measured in the first pass: min_micro_batches=1 compares two steps of one pass, "
+    "of similar sizes, and there were none; take smaller batches, or leave min_micro_batches out"
+)
 
 
 class Update:
@@ -59,7 +66,9 @@ class Update:
         self.rates = StepRates(
             parts.optimizer, lr_scaling, controller, transport=transport, is_vr=is_vr, warns=warns
         )
-        interval = MeasuringInterval(every)
+        if constraints.min_micro_batches == 1 and parts.collectives.ranks == 1:
+            parts.pairs = ConsecutiveSteps(parts.meter.layers, parts.meter.confidence)
+        interval = MeasuringInterval(every, pairs=parts.pairs is not None)
         if needs.statistics:
             interval.require_statistics(f"policy={type(controller.policy).__name__}")
         if lr_scaling == "adascale":
@@ -79,15 +88,33 @@ class Update:
         self._half_done = False  # whether a step has failed after it may have changed something
         # reads the last step, where the host has not: [Note: A step that measures nothing]
         self._unsettled: Callable[[], None] | None = None
-        parts.meter.at_step(0, due=interval.due)
+        self._start_step(0)
 
     # between two steps
 
     def end_pass(self) -> None:
         """Counts an epoch; the length of the loader is known now."""
         self.settle()
+        if (pairs := self.parts.pairs) is not None:
+            pairs.forget()  # the next pass has the same samples, so both steps may share some
+            needs = self.planner.controller.needs.statistics
+            is_due = needs and self.planner.interval.every is not None
+            if self.parts.warns and is_due and math.isnan(self.past.noise_scale):
+                warnings.warn(_NO_PAIR, stacklevel=3)
         self.planner.limit_batch()
         self.past.epoch += 1
+
+    def _start_step(self, number: int) -> None:
+        """Lets the meter read a measured step, unless its one gradient is compared with another."""
+        parts, is_due = self.parts, self.planner.interval.due
+        has_pair = parts.pairs is not None and self.planner.plan.micro_batches == 1
+        parts.compares = is_due and has_pair
+        parts.meter.at_step(number, due=is_due and not has_pair)
+
+    @property
+    def first_of_pair(self) -> dict[str, Any] | None:
+        """A state of the step that the next one is compared with; None if there is none."""
+        return None if self.parts.pairs is None else self.parts.pairs.state_dict()
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
@@ -134,8 +161,8 @@ class Update:
         number, reader = parts.meter.step + 1, parts.reader
         target_batch_size = planner.controller.decision.batch_size
         complete, measured = planner.is_complete(step.samples), step.statistics is not None
-        every = planner.interval.every
-        decide = partial(planner.decide, past=past, complete=complete, every=every)
+        unmeasured = planner.unmeasured(awaits_next=parts.compares)
+        decide = partial(planner.decide, past=past, complete=complete, unmeasured=unmeasured)
         decision = None
         with rates.in_force(step.samples, step.statistics) as lr:
             self._half_done = True
@@ -151,7 +178,9 @@ class Update:
         past.samples += step.samples
         past.add_to_history(step.samples, step.loss, step.previous_seconds, measured=measured)
         planner.end_step(finite=step.finite, complete=complete, measured=measured)
-        parts.meter.at_step(number, due=planner.interval.due)
+        if parts.pairs is not None and not step.finite:
+            parts.pairs.forget()
+        self._start_step(number)
         record = StepRecord.unread(
             self.settle,
             step=number,
@@ -296,4 +325,6 @@ class Update:
         self.parts.zero_grad()
         step = past.steps + past.skipped
         self.planner.interval.start(step, again=state["measures_again"])
-        self.parts.meter.at_step(step, due=self.planner.interval.due)
+        if self.parts.pairs is not None:
+            self.parts.pairs.load_state_dict(own.get("first_of_pair"))
+        self._start_step(step)
