@@ -82,8 +82,7 @@ class Step:
                 yield batch
                 if self._pending is not None:
                     raise LoopError("a micro-batch was left without step.backward(loss)")
-        except BaseException:
-            # for a backward of the user's own
+        except BaseException:  # a backward of the user's own may follow
             self._source.reducer.set_requires_gradient_sync(True)
             raise
         finally:

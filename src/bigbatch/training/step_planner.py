@@ -14,7 +14,7 @@ from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.step_sums import StepStatistics
 from bigbatch.training.training_parts import TrainingParts
 
-_LARGEST, _STEPS = 16, 32  # n, and the steps for each 1 of it
+_LARGEST, _STEPS = 16, 32  # the largest n, and t / n below it
 
 
 # [Note: Which steps are measured]
@@ -50,8 +50,7 @@ class StepPlanner:
 
     def start(self, step: int, *, again: bool) -> None:
         """Starts the step of this number; measures it again if the last one should have decided."""
-        self.every = self._every or None
-        """The present n; None if no step is measured."""
+        self.every = self._every or None  # the present n; None if no step is measured
         if self._every is None:
             self.every = min(_LARGEST, 1 << (max(1, step // _STEPS).bit_length() - 1))
         self._is_nth = self.every is not None and step % self.every == 0

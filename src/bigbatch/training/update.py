@@ -23,8 +23,6 @@ from bigbatch.training.step_rates import StepRates
 from bigbatch.training.step_sums import StepStatistics
 from bigbatch.training.training_parts import TrainingParts
 
-_DECIDES = "what decides a step"
-
 
 class Update:
     """Ends the steps of a training, one after the other; arguments as of `AdaptiveBatch`.
@@ -116,10 +114,9 @@ class Update:
             RankError: the ranks differ in what decides a step.
         """
         self.settle()
-        parts = self.parts
-        parts.collectives.require_equal(step.checksums, _DECIDES, self._texts)
+        parts, planner, rates, past = self.parts, self.planner, self.rates, self.past
+        parts.collectives.require_equal(step.checksums, "what decides a step", self._texts)
         self._require_ready()
-        planner, rates, past = self.planner, self.rates, self.past
         target_batch_size = planner.controller.decision.batch_size
         complete = planner.is_complete(step.samples)
         decide = partial(planner.decide, complete=complete, every=planner.every)
