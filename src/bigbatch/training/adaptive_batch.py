@@ -219,7 +219,7 @@ class AdaptiveBatch:
     @property
     def every(self) -> int | None:
         """Interval from one measured step to the next, at present; None if none is measured."""
-        return self._update.planner.interval.every
+        return self._update.planner.every
 
     @property
     def plan(self) -> BatchPlan:

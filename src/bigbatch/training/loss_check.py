@@ -1,17 +1,17 @@
 """Finds losses that are no mean over their samples: scaled, divided, summed, or over elements."""
 
 import gc
-import math
 from typing import Any
 
 from torch import Tensor
 from torch.amp import GradScaler
 
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.gradients.groups.backward_graph import leaf_of, saved_tensor, shape_of
+from bigbatch.gradients.groups.backward_graph import Node, leaf_of, saved_tensor, shape_of
 from bigbatch.loop_warning import warn_in_loop
 from bigbatch.training.loss_weights import (
     MEAN,
+    NONE,
     SUM,
     Term,
     factor_of,
@@ -25,8 +25,7 @@ from bigbatch.training.loss_weights import (
 _EXAMINED = 8  # losses of a training: its code does not change
 _SUMS = ("NansumBackward0", "SumBackward0", "SumBackward1")
 _MAX_DIVISOR = 1024  # micro-batches by which a loss may have been divided
-_MIN_LOG_RATIO = math.log(1.4)  # of two sizes that are compared
-_CHANGES = 4  # changes of size that the loss has followed, and no other change
+_ADDED_UP = ("AbsBackward0", "PowBackward0")  # by hand, as losses that are not reduced
 _OF_LABELS = (
     "the loss is no plain mean over its labels ({}): they weigh {{:g}} each in one micro-batch and "
     "{{:g}} in another, and step.backward weighs it by samples; pass weight= with the sum of these "
@@ -44,14 +43,12 @@ _REMEDY = (
 
 
 class LossCheck:
-    """Examines the first losses of a training, and how the loss of a step changes with its size."""
+    """Examines the first losses of a training, and those that have means over labels."""
 
     def __init__(self, *, warns: bool, has_scaler: bool) -> None:
         self._warns, self._has_scaler = warns, has_scaler
         self.examined = {"samples", "labels", "given"}  # weightings whose losses are examined
         self._searched, self._count, self._has_labels = False, 0, False
-        self._previous: tuple[float, float] | None = None  # (size, loss) of the step before
-        self._changes: int | None = 0  # None: the loss is no sum
         self._divisors: dict[object, list[float]] = {}  # by the term and its samples
         self._of_step: list[tuple[object, list[Any], str]] = []  # not compared yet
 
@@ -93,28 +90,7 @@ class LossCheck:
                 values = [divisor] if term.factor is None else [divisor, divisor / term.factor]
                 self._of_step.append((key, values, message))
 
-    def compare(self, size: float, loss: float) -> None:
-        """Compares the mean micro-batch size and loss of a step with those of the step before."""
-        if self._of_step:
-            self._compare_divisors()
-        previous, self._previous = self._previous, (size, loss)
-        if self._changes is None or not previous or size == previous[0]:
-            return
-        if not 0 < loss < math.inf > previous[1] > 0:
-            return
-        log_ratio = math.log(size / previous[0])
-        if abs(log_ratio) < _MIN_LOG_RATIO:
-            return
-        follows = 0.5 < math.log(loss / previous[1]) / log_ratio < 1.5
-        self._changes = self._changes + 1 if follows else None
-        if self._changes == _CHANGES:
-            self._warn(
-                f"the loss grows with the samples of a micro-batch ({_CHANGES} times in a row, now "
-                f"{previous[1]:.4g} -> {loss:.4g} for {previous[0]:g} -> {size:g} samples), as a "
-                f"sum over samples does; {_REMEDY}"
-            )
-
-    def _compare_divisors(self) -> None:
+    def end_step(self) -> None:
         """Warns of a term that is a mean over different numbers in two micro-batches."""
         noted, self._of_step = self._of_step, []
         for key, values, message in noted:
@@ -141,7 +117,7 @@ class LossCheck:
             )
 
     def _warn(self, message: str) -> None:
-        self.examined, self._changes, self._of_step = set(), None, []  # one is enough
+        self.examined, self._of_step = set(), []  # one is enough
         if self._warns:
             warn_in_loop(message)
 
@@ -156,15 +132,23 @@ def _is_scale(factor: Tensor) -> bool:
 
 
 def _sum_message(terms: list[Term], samples: int) -> str:
-    """A message about a loss function with reduction='sum' among the terms; else empty."""
+    """A message about a sum over samples among the terms; else empty."""
     for node in (term.node for term in terms if term.is_added and samples > 1):
         is_penalty = any(leaf_of(operand) is not None for operand, _ in node.next_functions)
-        if getattr(node, "_saved_reduction", None) == SUM and not is_penalty:
-            return (
-                f'the loss of a micro-batch of {samples} samples is a sum (reduction="sum", '
-                f"{node.name()}); {_REMEDY}"
-            )
+        if _adds_up(node, samples) and not is_penalty:
+            kind = node.name()
+            return f"the loss of a micro-batch of {samples} samples is a sum ({kind}); {_REMEDY}"
     return ""
+
+
+def _adds_up(node: Node, samples: int) -> bool:
+    """Whether a node is the sum of a loss function, of squares or of absolute values."""
+    if node.name() not in _SUMS:
+        return bool(getattr(node, "_saved_reduction", None) == SUM)
+    summed, _ = edge = node.next_functions[0]
+    if summed is None or shape_of(*edge)[:1] != (samples,):
+        return False
+    return summed.name() in _ADDED_UP or getattr(summed, "_saved_reduction", None) == NONE
 
 
 def _divisor(term: Term) -> Tensor | float | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.backward_graph import Node, node_names, saved_tensor, shape_of
 
-MEAN, SUM = 1, 2  # `reduction` of torch's loss functions, in their nodes
+NONE, MEAN, SUM = 0, 1, 2  # `reduction` of torch's loss functions, in their nodes
 
 _CASTS = node_names("Alias Clone ReshapeAlias Squeeze ToCopy UnsafeView Unsqueeze View")
 _CASTS |= {"SqueezeBackward1", "SqueezeBackward2"}
@@ -45,13 +45,9 @@ def label_weights(loss: Tensor, samples: int) -> Tensor | None:
     torch divides by the sum of n_i: with class weights, or where `ignore_index` leaves labels out,
     not by the number of samples. So a batch's mean is that of its micro-batches weighted by n_i.
 
-    Args:
-        loss: a mean `cross_entropy` or `nll_loss`, also of images and sequences, with label
-            smoothing, or times a number.
-        samples: B.
-    Returns:
-        The weights, or their sum, (1,), if the labels are no multiple of the samples; None if the
-        loss is something else, a sum of several terms for example.
+    Gives their sum, (1,), if the labels are no multiple of the samples; None unless the loss is a
+    mean `cross_entropy` or `nll_loss`, also of images and sequences, with label smoothing, or times
+    a number.
     """
     node = mean_over_labels(loss, samples)
     if node is None:

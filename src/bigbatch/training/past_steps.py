@@ -1,8 +1,6 @@
 """What the steps so far have left: counts, the last records, seconds, averages."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from bigbatch.log.step_record import StepRecord
@@ -10,17 +8,13 @@ from bigbatch.policies.goodput import LossTrend
 from bigbatch.policies.step_time import StepTimes
 from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
+from bigbatch.training.step_sums import StepStatistics
 
 _NOISE_STEPS = 16  # measured steps over which the noise is averaged for a branch test
 
 
 class PastSteps:
-    """Counts the steps of a training, and keeps of them what decisions and states need.
-
-    Args:
-        ranks: processes that share the steps.
-        keeps_history: whether the policy reads times of steps and the trend of the loss.
-    """
+    """Counts the steps of a training, and keeps of them what decisions and states need."""
 
     def __init__(self, ranks: int, *, keeps_history: bool) -> None:
         self.epoch = self.samples = self.steps = self.skipped = 0
@@ -30,10 +24,10 @@ class PastSteps:
         self.step_seconds = 0.0  # of the last step, on this rank; 0 before the first
         self.step_times, self.loss_trend = StepTimes(ranks), LossTrend()
         self._noise = NoiseAverage(_NOISE_STEPS, "steps")  # of measured steps
-        self.keeps_history = keeps_history
+        self.keeps_history = keeps_history  # for a policy that reads times and losses
         self._timed: tuple[int, bool] | None = None  # the last step: its size, whether measured
         self._earlier_seconds = 0.0  # before the last resumption
-        self._started = self._step_started = time.perf_counter()
+        self._started = self.step_started = time.perf_counter()
 
     @property
     def elapsed_seconds(self) -> float:
@@ -46,41 +40,23 @@ class PastSteps:
         average = self._noise
         return GradientStatistics(average.grad_sqnorm, average.grad_variance, 1, 0).noise_scale
 
-    @contextmanager
-    def stopped_clock(self) -> Iterator[None]:
-        """Does something between two steps whose time is not the next step's."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._step_started += time.perf_counter() - started
-
-    def count(self, *, finite: bool) -> None:
-        """Counts a step, skipped if its gradient is not finite."""
-        self.steps += finite
-        self.skipped += not finite
-
-    def add(self, record: StepRecord) -> None:
-        """Adds the record of a step, which the host may not have read."""
-        self.record = record
-        if record.statistics is not None:
+    def add(self, record: StepRecord, step: StepStatistics) -> None:
+        """Adds a step, of which the host may not have read everything."""
+        self.record, self.samples = record, record.samples
+        if (measured := step.statistics) is not None:
             self.last_measured = record
-            self._noise.add(record.statistics)
-
-    def add_to_history(self, samples: int, loss: float, seconds: float, *, measured: bool) -> None:
-        """Adds the loss of a step, and the seconds of the one before it, if the policy reads it."""
-        if not self.keeps_history:
-            return
-        self.loss_trend.add(samples, loss)
-        if self._timed is not None:
-            batch_size, was_measured = self._timed
-            self.step_times.add(batch_size, seconds, measured=was_measured)
-        self._timed = samples, measured
+            self._noise.add(measured)
+        if self.keeps_history:
+            self.loss_trend.add(step.samples, step.loss)
+            if self._timed is not None:
+                size, was_measured = self._timed
+                self.step_times.add(size, step.previous_seconds, measured=was_measured)
+            self._timed = step.samples, measured is not None
 
     def end_step(self) -> None:
         """The next step starts now."""
         now = time.perf_counter()
-        self.step_seconds, self._step_started = now - self._step_started, now
+        self.step_seconds, self.step_started = now - self.step_started, now
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks."""
@@ -99,7 +75,7 @@ class PastSteps:
         self.weight_per_sample = None if weight is None else float(weight)
         self._earlier_seconds = float(own["elapsed_seconds"])
         self.step_seconds = float(own["step_seconds"])
-        self._started = self._step_started = time.perf_counter()
+        self._started = self.step_started = time.perf_counter()
         self.step_times.load(state["step_times"])
         self._timed = None
         self.loss_trend.load(state["loss_trend"])

@@ -2,8 +2,8 @@
 
 import math
 import operator
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -20,80 +20,58 @@ def scale_lr(optimizer: Optimizer, factor: float) -> AbstractContextManager[list
 
         lr <- factor lr,   and after the block lr as it was, to the last bit
 
-    Schedulers never see the factor. A tensor stays the same tensor, as compiled and captured steps
-    need; one that several groups share is multiplied once. A factor of 1 changes nothing, so an
-    optimizer that sets learning rates inside its `step()` needs `lr_scaling=None`.
+    Gives the rates in force, one per group; nan for a group without one. A tensor stays the same
+    tensor, as compiled and captured steps need; one that several groups share is multiplied once.
+    A factor of 1 changes nothing, so an optimizer may then set rates inside its `step()`.
 
-    Returns:
-        The learning rates in force, one per group; nan for a group without one.
     Raises:
-        SettingError: another factor, one for a group without a learning rate, or a learning rate
-            that is not a finite number of at least 0.
-        LoopError: at the block's end, if a learning rate was set inside it; the old ones are
-            restored.
+        SettingError: a factor or a rate that is not a finite number of at least 0.
+        LoopError: at the block's end, if a rate was set inside it; the old ones are restored.
     """
     factor = float(factor)
     if not 0 <= factor < math.inf:
         raise SettingError(f"the learning-rate factor {factor} is not finite, or negative")
-    return nullcontext(rates_of(optimizer)) if factor == 1 else _ScaledRates(optimizer, factor)
+    return nullcontext(rates_of(optimizer)) if factor == 1 else _scaled(optimizer, factor)
 
 
-class _ScaledRates:
-    """The learning rates times a factor, from entering on until leaving."""
-
-    def __init__(self, optimizer: Optimizer, factor: float) -> None:
-        self._optimizer, self._factor = optimizer, factor
-        self._groups = [*optimizer.param_groups]
-        self._saved: list[Any] = [*map(_LR, self._groups)]
-        for number, lr in enumerate(self._saved):
-            if lr is None:
-                raise SettingError(
-                    f"parameter group {number} has no learning rate to scale; give it lr=, or pass "
-                    "lr_scaling=None"
+@contextmanager
+def _scaled(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
+    groups = [*optimizer.param_groups]
+    saved: list[Any] = [*map(_LR, groups)]
+    for number, lr in enumerate(saved):
+        if lr is None:
+            raise SettingError(
+                f"parameter group {number} has no learning rate to scale; give it lr=, or pass "
+                "lr_scaling=None"
+            )
+    tensors = {lr: lr.detach().clone() for lr in saved if isinstance(lr, Tensor)}
+    rates_of(optimizer)  # raises an error for what is no rate
+    try:
+        for tensor in tensors:
+            tensor.detach().mul_(factor)
+        for group, lr in zip(groups, saved, strict=True):
+            if not isinstance(lr, Tensor):
+                group["lr"] = lr * factor
+        rates = rates_of(optimizer)
+        scaled = RateSnapshot(groups)
+        yield rates
+        for number, _, lr in scaled.changes():
+            other = lr.item() if isinstance(lr, Tensor) else lr
+            if other != rates[number]:
+                raise LoopError(
+                    f"the learning rate of parameter group {number} was set to {other} during the "
+                    f"step, where AdaptiveBatch had set {rates[number]}; set it between the steps, "
+                    "or pass lr_scaling=None"
                 )
-        self._tensors = {lr: lr.detach().clone() for lr in self._saved if isinstance(lr, Tensor)}
-
-    def __enter__(self) -> list[float]:
-        rates_of(self._optimizer)  # raises an error for what is no rate
-        try:
-            for tensor in self._tensors:
-                tensor.detach().mul_(self._factor)
-            for group, lr in zip(self._groups, self._saved, strict=True):
-                if not isinstance(lr, Tensor):
-                    group["lr"] = lr * self._factor
-            rates = rates_of(self._optimizer)
-        except BaseException:
-            self._restore()
-            raise
-        self._rates, self._scaled = rates, RateSnapshot(self._groups)
-        return rates
-
-    def __exit__(self, kind: object, *_unused: object) -> None:
-        try:
-            for number, _, lr in self._scaled.changes() if kind is None else ():
-                other, rate = lr.item() if isinstance(lr, Tensor) else lr, self._rates[number]
-                if other != rate:
-                    raise LoopError(
-                        f"the learning rate of parameter group {number} was set to {other} during "
-                        f"the step, where AdaptiveBatch had set {rate}; set it between the steps, "
-                        "or pass lr_scaling=None"
-                    )
-        finally:
-            self._restore()
-
-    def _restore(self) -> None:
-        for group, lr in zip(self._groups, self._saved, strict=True):
+    finally:
+        for group, lr in zip(groups, saved, strict=True):
             group["lr"] = lr
-        for tensor, value in self._tensors.items():
+        for tensor, value in tensors.items():
             tensor.detach().copy_(value)
 
 
 class RateSnapshot:
-    """The learning rates of some parameter groups at one time.
-
-    Args:
-        groups: the groups.
-    """
+    """The learning rates of some parameter groups at one time."""
 
     def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
         self.groups = [*groups]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +34,6 @@ _MIXED = (
     "weight= always, the number of samples if it is meant, or never"
 )
 
-_NOTHING = nullcontext()
-
 _WEIGHT = Kind(NotNegative)  # once, since a weight is checked for each micro-batch
 
 
@@ -51,10 +49,9 @@ class Step:
     def __init__(
         self, micro_batches: StepBatches | ExternalStep, trained: list[Tensor], update: Update
     ) -> None:
-        self.begun = self.ended = False  # whether a micro-batch was given out; after `update`
+        self.ended = False  # whether `update` is done
         self._micro_batches, self._trained, self._update = micro_batches, trained, update
-        self._parts, self._past = update.parts, update.past
-        self._source = self._parts.meter.source
+        self._parts, self._source = update.parts, update.parts.meter.source
         # samples, here and on all ranks, of the micro-batch whose backward is still to come
         self._pending: tuple[int, int] | None = None
         self._backwards = 0  # micro-batches done on this rank
@@ -81,15 +78,13 @@ class Step:
         hints = self._parts.oom_hints
         try:
             for batch, samples, global_samples in self._micro_batches:
-                self._pending, self.begun = (samples, global_samples), True
-                hints.samples = samples
+                self._pending, hints.samples = (samples, global_samples), samples
                 # before the forward, which reads it
                 self._source.reducer.set_requires_gradient_sync(self._micro_batches.last)
                 yield batch
                 if self._pending is not None:
                     raise LoopError("a micro-batch was left without step.backward(loss)")
-        except BaseException:
-            # for a backward of the user's own
+        except BaseException:  # a backward of the user's own may follow
             self._source.reducer.set_requires_gradient_sync(True)
             raise
         finally:
@@ -106,6 +101,11 @@ class Step:
         return self._micro_batches.last
 
     @property
+    def begun(self) -> bool:
+        """Whether a micro-batch was given out."""
+        return self._pending is not None or self._backwards > 0
+
+    @property
     def waiting(self) -> bool:
         """Whether a micro-batch was given out whose backward is still to come."""
         return self._pending is not None
@@ -117,7 +117,7 @@ class Step:
         Raises:
             LoopError: before the last micro-batch's backward, or after `update()`.
         """
-        loss_sum, weight_sum, *_ = self._require_complete("loss").totals
+        loss_sum, weight_sum, *_ = self._require_complete("loss").read()
         return loss_sum / weight_sum if weight_sum else math.nan  # no label counts
 
     @property
@@ -127,7 +127,7 @@ class Step:
         Raises:
             LoopError: before the last micro-batch's backward, or after `update()`.
         """
-        return round(self._require_complete("samples").totals[4])
+        return round(self._require_complete("samples").read()[4])
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Adds this micro-batch's share of the mean gradient to `.grad`.
@@ -146,12 +146,18 @@ class Step:
             SettingError: a weight that is negative, not a finite number, or of another shape.
             GradientError: `.grad` was written to by other code.
         """
-        with self.weighted_backward(loss, weight) as factor:
-            if factor or self._source.ranks > 1:  # the other ranks wait for this backward
-                weighted, scaler = weighted_loss(loss, factor), self._parts.scaler
-                if scaler is not None and factor:
-                    weighted = scaler.scale(weighted)
-                weighted.backward()  # type: ignore[no-untyped-call]
+        number, factor = self._begin(loss, loss, weight)
+        try:
+            with self._micro_batch(number):
+                if factor or self._source.ranks > 1:  # the other ranks wait for this backward
+                    weighted, scaler = weighted_loss(loss, factor), self._parts.scaler
+                    if scaler is not None and factor:
+                        weighted = scaler.scale(weighted)
+                    weighted.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self.advise(error)
+            raise
+        self._end()
 
     @contextmanager
     def weighted_backward(
@@ -168,18 +174,17 @@ class Step:
         """
         number, factor = self._begin(loss, loss if root is None else root, weight)
         try:
-            micro_batch = self._source.micro_batch(number) if number else self._source.idle()
-            with self._reduced_micro_batch(number), micro_batch:
+            with self._micro_batch(number):
                 yield factor
         except Exception as error:
             self.advise(error)
             raise
-        self._end(number, loss)
+        self._end()
 
     def _begin(
         self, loss: Tensor, root: Tensor, weight: float | Tensor | None
     ) -> tuple[float, float]:
-        """n_d of the micro-batch whose backward comes now, and the factor of its loss."""
+        """Counts the micro-batch whose backward comes now; its n_d, and the factor of its loss."""
         if self._pending is None:
             raise LoopError(
                 "step.backward was called twice for one micro-batch, or outside `for ... in step`; "
@@ -203,18 +208,18 @@ class Step:
             self._expected_weight = number
         elif not self._expected_weight:
             self._expect_weight(number, samples)
-        if self._source.ranks > 1 and self._micro_batches.last:
-            self._elapsed_seconds = self._past.elapsed_seconds
-            if self._is_light:
-                self._summed = self._send_totals(loss, number)
-        # a micro-batch of weight 0 only keeps this rank in step with the others
-        return number, number * self._source.ranks / self._expected_weight if number else 0.0
-
-    def _end(self, number: float, loss: Tensor) -> None:
-        """Counts a micro-batch whose backward is done."""
         if number:
             self._weights.append(number)
             self._losses.append(loss.detach() if loss.ndim == 0 else loss.detach().reshape(()))
+        if self._source.ranks > 1 and self._micro_batches.last:
+            self._elapsed_seconds = self._update.past.elapsed_seconds
+            if self._is_light:  # what the ranks sum is known
+                own = local_totals(self._source, self._losses, self._weights, self._counts())
+                self._summed = self._source.reducer.start_all_reduce(own)
+        # a micro-batch of weight 0 only keeps this rank in step with the others
+        return number, number and number * self._source.ranks / self._expected_weight
+
+    def _end(self) -> None:
         if self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)
         self._pending, self._parts.oom_hints.samples = None, 0
@@ -225,14 +230,15 @@ class Step:
         self, loss: Tensor, root: Tensor, weight: float | Tensor | None, samples: int
     ) -> tuple[float, float | Tensor | None]:
         """n_d of a micro-batch, and the weights of its samples if they differ."""
-        labels, weighting = None, "given"
+        weights: Any = weight
+        weighting = "given"
         if weight is None:
             is_only = self._source.ranks == 1 and self._micro_batches.last and not self._backwards
             if self._is_light and is_only:  # the mean of one backward is the step's
                 self._counts_labels = mean_over_labels(root, samples) is None
             else:
-                labels = label_weights(root, samples)
-            weighting = "samples" if labels is None and self._counts_labels else "labels"
+                weights = label_weights(root, samples)
+            weighting = "samples" if weights is None and self._counts_labels else "labels"
         if weighting in self._parts.loss_check.examined:
             # micro-batches of the step on this rank, if all are as large as this one
             accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
@@ -240,22 +246,21 @@ class Step:
         if self._weighting not in (None, weighting):
             if "given" in (weighting, self._weighting):
                 raise LoopError(_MIXED)
-            labels = self._even_weights(labels, samples)
+            weights = self._even_weights(weights, samples)
         self._weighting = self._weighting or weighting
-        if weight is not None:
-            if isinstance(weight, Tensor):
-                weight = weight.detach().cpu()  # one wait for the device
-            return _as_number(weight, samples), weight
-        if labels is None:
+        if weights is None:
             return samples, None
-        labels = labels.detach().cpu()  # one wait for the device
-        number = math.fsum(labels.tolist())
+        if isinstance(weights, Tensor):
+            weights = weights.detach().cpu()  # one wait for the device
+        if weight is not None:
+            return _as_number(weights, samples), weights
+        number = math.fsum(weights.tolist())
         # no label of the step counts: its loss is nan, as in any loop, and it is skipped; other
         # ranks may have labels, see `_correct_weight`
         is_lost = self._source.ranks == 1 and self._micro_batches.last and not self._weights
-        return (samples, None) if is_lost and not number else (number, labels)
+        return (samples, None) if is_lost and not number else (number, weights)
 
-    def _even_weights(self, labels: Tensor | None, samples: int) -> Tensor | None:
+    def _even_weights(self, labels: Any, samples: int) -> Tensor | None:
         """The weights of a micro-batch in a step of the other kind, where all samples have one.
 
         So an auxiliary loss may be added in some micro-batches, or another task take its turn.
@@ -320,10 +325,14 @@ class Step:
         if sums.found_inf is not None and is_weighed and self._update.can_wait:
             self._end_unread(sums)
         else:
-            with self.optimizer_step() as finite:
-                self.step_optimizer(finite)
-        assert self._past.record is not None
-        return self._past.record
+            statistics = self._statistics(sums)
+            self._require_untouched(vanishes=statistics.vanishes)
+            with self._update.end_step(statistics):
+                self.step_optimizer(statistics.finite)
+        self.ended = True
+        record = self._update.past.record
+        assert record is not None
+        return record
 
     @contextmanager
     def optimizer_step(self) -> Iterator[bool]:
@@ -350,7 +359,6 @@ class Step:
                 optimizer.step()
             finally:
                 del optimizer.found_inf
-        self.ended = True
 
     def _require_untouched(self, *, vanishes: bool) -> None:
         """Raises an error if anybody else has stepped the optimizer, or written to `.grad`."""
@@ -382,22 +390,29 @@ class Step:
     def _expect_weight(self, weight: float, samples: int) -> None:
         """Expects a sum of the step's weights, the same on all ranks; `_complete` corrects it."""
         self._update.settle()  # for the weights of the last step
-        per_sample = 1.0 if self._weighting == "samples" else self._past.weight_per_sample
+        per_sample = 1.0 if self._weighting == "samples" else self._update.past.weight_per_sample
         if not per_sample:  # the first step: ranks may begin with different weights
             rows = self._parts.collectives.all_gather(weight / samples)
             per_sample = math.fsum(value for (value,) in rows) / len(rows) or 1.0
         self._expected_weight = per_sample * self._micro_batches.samples
 
-    def _reduced_micro_batch(self, weight: float) -> AbstractContextManager[None]:
+    def _micro_batch(self, weight: float) -> AbstractContextManager[None]:
+        """Inside runs the backward of the present micro-batch."""
+        own = self._source.micro_batch(weight) if weight else self._source.idle()
+        return own if self._parts.reduced is None else self._reduced_too(own, weight)
+
+    @contextmanager
+    def _reduced_too(self, own: AbstractContextManager[None], weight: float) -> Iterator[None]:
         """For an optimizer over sharded parameters, which reads sums over the ranks' backwards."""
-        if (reduced := self._parts.reduced) is None:
-            return _NOTHING
-        self._update.require_same_weighting(self._weighting_code)
+        reduced = self._parts.reduced
+        assert reduced is not None
         assert self._pending is not None
+        self._update.require_same_weighting(self._weighting_code)
         total = float(self._pending[1])
         if not (self._weighting == "samples" and self._micro_batches.samples_known):
             total = math.fsum(row[0] for row in self._parts.collectives.all_gather(weight))
-        return reduced.micro_batch(total) if total else reduced.idle()
+        with reduced.micro_batch(total) if total else reduced.idle(), own:
+            yield
 
     @property
     def _weighting_code(self) -> int:
@@ -407,8 +422,8 @@ class Step:
 
     def _complete(self) -> None:
         """Sums over the ranks what the host will read; corrects `.grad` if the weights differ."""
-        parts, weights, losses = self._parts, self._weights, self._losses
-        if self._source.ranks == 1 and not weights:
+        parts, losses = self._parts, self._losses
+        if self._source.ranks == 1 and not losses:
             raise LoopError(_NO_WEIGHT)
         trained = trained_parameters(parts.optimizer)
         same = [*map(id, trained)] == [*map(id, self._trained)]
@@ -424,8 +439,8 @@ class Step:
         self._sums = StepSums(
             parts.meter,
             losses,
-            weights,
-            [] if self._summed else self._counts(weights),
+            self._weights,
+            [] if self._summed else self._counts(),
             is_light=self._is_light,
             summed=self._summed,
             found_inf=found_inf,
@@ -434,33 +449,26 @@ class Step:
         if self._counts_labels:
             self._correct_weight(self._sums)
 
-    def _counts(self, weights: list[float]) -> list[float]:
+    def _counts(self) -> list[float]:
         """What this rank knows of the step; see `StepSums`."""
+        is_shared, past = self._source.ranks > 1, self._update.past
         return [
-            math.fsum(weights),
+            math.fsum(self._weights),
             self._backwards,
-            self._weighting_code,
+            is_shared and self._weighting_code,
             self._samples,
-            self._source.ranks > 1 and has_gradient(self._source),  # one process looks if it must
-            self._past.step_seconds,
-            self._elapsed_seconds or self._past.elapsed_seconds,
-            self._update.checksum() if self._source.ranks > 1 else 0.0,
+            is_shared and has_gradient(self._source),  # one process looks if it must
+            past.step_seconds,
+            self._elapsed_seconds or past.elapsed_seconds,
+            is_shared and self._update.checksum(),
         ]
-
-    def _send_totals(self, loss: Tensor, weight: float) -> Callable[[], Tensor]:
-        """Sends what the ranks sum of a light step: [Note: A step that measures nothing]."""
-        with torch.no_grad():
-            losses = [*self._losses, loss.detach().reshape(())] if weight else self._losses
-            weights = [*self._weights, weight] if weight else self._weights
-            totals = local_totals(self._source, losses, weights, self._counts(weights))
-        return self._source.reducer.start_all_reduce(totals)
 
     def _correct_weight(self, sums: StepSums) -> None:
         """Corrects `.grad` where the sum of the weights is not the expected one."""
         total = math.fsum(self._weights)
         if self._source.ranks > 1:  # over all of them; needs no wait if the weights are samples
             is_known = self._weighting == "samples" and self._micro_batches.samples_known
-            total = self._micro_batches.samples if is_known else sums.totals[1]
+            total = self._micro_batches.samples if is_known else sums.read()[1]
         if not total and self._weighting != "labels":
             raise LoopError(_NO_WEIGHT)
         if total not in (0, self._expected_weight):
@@ -484,13 +492,14 @@ class Step:
     def _statistics(self, sums: StepSums) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
         ranks, meter = self._source.ranks, self._parts.meter
-        loss, weight, micro_batches, weighting, total, has_grad, *rest = sums.totals
+        loss, weight, micro_batches, weighting, total, has_grad, *rest = sums.read()
         seconds, *messages = rest
         if weighting not in (0, ranks, ranks * (1 + ranks)):  # equal on all ranks
             raise LoopError(_MIXED)
         statistics = None
         if self._is_light:
-            finite, vanishes = all(map(math.isfinite, sums.checks)), not any(sums.checks)
+            checks = sums.values[sums.head :]
+            finite, vanishes = all(map(math.isfinite, checks)), not any(checks)
             if sums.found_inf is not None:
                 finite, vanishes = vanishes, False
         elif not meter.due:

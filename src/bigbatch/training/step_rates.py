@@ -5,8 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch.optim import Optimizer
-
 from bigbatch.errors import SettingError
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
@@ -14,6 +12,7 @@ from bigbatch.policies.policy import Fixed, has_state
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
+from bigbatch.training.training_parts import TrainingParts
 from bigbatch.training.transport import require_transportable, transported
 
 
@@ -22,13 +21,8 @@ class StepRates:
 
         rate = scheduled rate x rule(batch size, base batch, statistics) x lr_factor of the policy
 
-    Args:
-        optimizer: the optimizer that has the rates.
-        lr_scaling: the rule.
-        controller: the policy's own factor, and the base batch.
-        transport: whether half-lives are kept in samples.
-        is_vr: whether the optimizer is variance-reduced.
-        warns: whether this rank warns.
+    With `transport` half-lives are kept in samples.
+
     Raises:
         SettingError: an unknown rule, or one that counteracts the policy; or transport does not go
             with the optimizer or the bounds.
@@ -36,20 +30,19 @@ class StepRates:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        parts: TrainingParts,
         lr_scaling: LRScaling,
         controller: Controller,
         *,
         transport: bool,
-        is_vr: bool,
-        warns: bool,
     ) -> None:
+        optimizer, is_vr = parts.optimizer, parts.reader is not None
         self.rule = repr(lr_scaling) if isinstance(lr_scaling, str | None) else "a function"
         self.clock = BaseBatchScheduler(controller.base_batch, optimizer)
         self.clock.follows_rates = controller.needs.lr_decay
         policy = type(controller.policy).__name__
         follower = policy if controller.needs.lr_decay else ""
-        self.changes = LRChanges(optimizer, warns=warns, follower=follower)
+        self.changes = LRChanges(optimizer, warns=parts.warns, follower=follower)
         self._optimizer, self._controller, self._transports = optimizer, controller, transport
         self._scaling: Any = resolve_scaling(lr_scaling, controller.base_batch)
         if (needed := controller.needs.lr_scaling) not in ("any", lr_scaling):
@@ -66,8 +59,8 @@ class StepRates:
         """The factor that a step of each size would have, not measured; keeps the rule's state."""
         scaling = self._scaling if has_state(self._scaling) else None
         saved = None if scaling is None else copy.deepcopy(scaling.state_dict())
-        lr_factor = self._controller.decision.lr_factor
-        factors = tuple(self._scale(batch_size, None) * lr_factor for batch_size in batch_sizes)
+        base_batch, lr_factor = self.clock.base_batch, self._controller.decision.lr_factor
+        factors = tuple(self._scaling(size, base_batch, None) * lr_factor for size in batch_sizes)
         if scaling is not None:
             scaling.load_state_dict(saved)
         return factors
@@ -76,7 +69,7 @@ class StepRates:
         self, samples: int, statistics: GradientStatistics | None
     ) -> AbstractContextManager[list[float]]:
         """The rates of a step of so many samples inside the block, one per group."""
-        scale = self._scale(samples, statistics)
+        scale: float = self._scaling(samples, self.clock.base_batch, statistics)
         scaled = scale_lr(self._optimizer, scale * self._controller.decision.lr_factor)
         return self._transported(scaled, samples, scale) if self._transports else scaled
 
@@ -88,11 +81,6 @@ class StepRates:
         ratio = samples / self.clock.base_batch
         with scaled as rates, transported(self._optimizer, ratio, scale):
             yield rates
-
-    def _scale(self, batch_size: int, statistics: GradientStatistics | None) -> float:
-        """The part of the factor that follows from the batch size."""
-        scale: float = self._scaling(batch_size, self.clock.base_batch, statistics)
-        return scale
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks."""

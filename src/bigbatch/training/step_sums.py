@@ -74,7 +74,9 @@ class StepSums:
     ) -> None:
         self.counts, self.found_inf = counts, found_inf
         self._weights, self._ranks = weights, meter.source.ranks
-        self._values: list[float] = []  # once the host has read them
+        # how many of `values` are the losses of this process, or the totals of several
+        self.head = len(weights) if self._ranks == 1 else 7 + 2 * self._ranks
+        self.values: list[float] = []  # then the meter's, or the checks of a light step; once read
         source, device = meter.source, meter.source.parameters[0].device
         self._copied: torch.Event | None = None
         self._pair_values = 0 if pair_sums is None else len(pair_sums)
@@ -87,7 +89,11 @@ class StepSums:
                 first = torch.cat([first, pair_sums])
             self._device_values = meter.measure(weights, first)
             return
-        checks = [found_inf] if found_inf is not None else _norms(source)
+        if found_inf is not None:
+            checks: Sequence[Tensor] = [found_inf]
+        else:
+            grads = _local_grads(source)
+            checks = torch._foreach_norm(grads) if grads else [torch.zeros((), device=device)]
         if summed is None:
             self._device_values = stacked([*losses, *checks])
         else:
@@ -99,39 +105,20 @@ class StepSums:
             self._copied = torch.Event(device.type)
             self._copied.record()
 
-    @property
-    def values(self) -> list[float]:
-        """[*losses of this process, or `totals` of several, *the meter's or a light step's]."""
-        if not self._values:
+    def read(self) -> list[float]:
+        """[weight * loss, *counts] over all ranks; the seconds and the checksum are of each."""
+        if not self.values:
             if self._copied is not None:
                 self._copied.synchronize()
-            self._values = self._device_values.tolist()
-        return self._values
-
-    @property
-    def totals(self) -> list[float]:
-        """[weight * loss, *counts] over all ranks; the seconds and the checksum are of each."""
+            self.values = self._device_values.tolist()
         if self._ranks > 1:
-            return self.values[: 7 + 2 * self._ranks]
+            return self.values[: self.head]
         return [weighted_sum(self._weights, self.values), *self.counts]
 
     @property
     def pair_sums(self) -> list[float]:
         """The sums over this step and the one before; empty if they are not compared."""
-        first = len(self._weights)
-        return self.values[first : first + self._pair_values]
-
-    @property
-    def checks(self) -> list[float]:
-        """Of a light step: `found_inf`, or the norm of each gradient."""
-        return self.values[len(self._weights) if self._ranks == 1 else 7 + 2 * self._ranks :]
-
-
-def _norms(source: GradientSource) -> Sequence[Tensor]:
-    grads = _local_grads(source)
-    if not grads:
-        return [torch.zeros((), device=source.parameters[0].device)]
-    return torch._foreach_norm(grads)
+        return self.values[self.head : self.head + self._pair_values]
 
 
 def _local_grads(source: GradientSource) -> list[Tensor]:
@@ -141,13 +128,9 @@ def _local_grads(source: GradientSource) -> list[Tensor]:
 
 
 def found_inf_of(source: GradientSource, nan_loss: Tensor | None) -> Tensor | None:
-    """1 on the device if a gradient is not finite, or the loss is nan, else 0.
+    """1 on the device if a gradient is not finite, or `nan_loss`, a mean over labels, has none.
 
-    Args:
-        source: the gradients, complete.
-        nan_loss: the mean loss over labels, which is nan without any; None for another loss.
-    Returns:
-        None if the gradients are of several types or devices, which one call cannot check.
+    None if the gradients are of several types or devices, which one call cannot check.
     """
     grads = _local_grads(source)
     if len({(grad.dtype, grad.device) for grad in grads}) != 1:

@@ -21,10 +21,7 @@ _SKIPPING = {SGD, Adagrad, Adam, AdamW}  # their fused step reads `found_inf`
 class TrainingParts:
     """Meter, optimizer, scaler and ranks of a training; what warns of a step's mistakes.
 
-    Args:
-        meter: reads the gradients.
-        optimizer: steps once per update.
-        external: whether another loop gives the micro-batches.
+    `external` is whether another loop gives the micro-batches.
     """
 
     def __init__(self, meter: GradientMeter, optimizer: Optimizer, *, external: bool) -> None:
@@ -41,12 +38,6 @@ class TrainingParts:
         self.optimizer_steps = 0  # calls of optimizer.step(), by anybody
         hook = weak_method(self._count_optimizer_step)
         ensure_step_hooks(optimizer).register_step_post_hook(hook)
-
-    @property
-    def kind(self) -> str:
-        """The optimizer in words, equal on all ranks."""
-        reader = self.reader
-        return type(self.optimizer).__name__ if reader is None else reader.describe()
 
     @property
     def skips_on_device(self) -> bool:

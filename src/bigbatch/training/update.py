@@ -1,6 +1,7 @@
 """The end of a step: decides, steps the optimizer and the schedule, counts, plans the next."""
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,7 +11,7 @@ from typing import Any
 from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rank_consistency import checksum, facts_of, optimizer_facts
-from bigbatch.errors import LoopError
+from bigbatch.errors import LoopError, SettingError
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.controller import Controller
@@ -19,14 +20,12 @@ from bigbatch.policies.plan import PlanConstraints
 from bigbatch.policies.policy import Decision
 from bigbatch.state_checks import loads_state
 from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
-from bigbatch.training.measuring_interval import MeasuringInterval
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.step_planner import StepPlanner
 from bigbatch.training.step_rates import StepRates
 from bigbatch.training.step_sums import StepStatistics
 from bigbatch.training.training_parts import TrainingParts
 
-_DECIDES = "what decides a step"
 _NO_PAIR = (
     "no step was measured in the first pass: min_micro_batches=1 compares two steps of one pass, "
     "of similar sizes, and there were none; take smaller batches, or leave min_micro_batches out"
@@ -34,16 +33,8 @@ _NO_PAIR = (
 
 
 class Update:
-    """Ends the steps of a training, one after the other.
+    """Ends the steps of a training, one after the other; arguments as of `AdaptiveBatch`.
 
-    Args:
-        parts: what the steps work with.
-        batches: the micro-batches.
-        controller: decides the batch size.
-        constraints: what every plan has to keep.
-        lr_scaling: how the learning rate follows the batch size.
-        every: n, to measure every n-th step; None for the default.
-        transport: whether half-lives are kept in samples.
     Raises:
         SettingError: as `StepRates`; or no step is measured, and something needs statistics.
     """
@@ -59,23 +50,19 @@ class Update:
         every: int | None = None,
         transport: bool = False,
     ) -> None:
-        warns, is_vr, needs = parts.warns, parts.reader is not None, controller.needs
         self.parts = parts
         self.log: RunLog | None = None  # gets the record of every step
-        self.past = PastSteps(parts.collectives.ranks, keeps_history=needs.history)
-        self.rates = StepRates(
-            parts.optimizer, lr_scaling, controller, transport=transport, is_vr=is_vr, warns=warns
-        )
+        self.past = PastSteps(parts.collectives.ranks, keeps_history=controller.needs.history)
+        self.rates = StepRates(parts, lr_scaling, controller, transport=transport)
+        readers = [f"policy={type(controller.policy).__name__}"] * controller.needs.statistics
+        readers += ['lr_scaling="adascale"'] * (lr_scaling == "adascale")
+        if every == 0 and readers:
+            raise SettingError(
+                f"{readers[0]} needs measured steps, and every=0 measures none; leave every= out"
+            )
         if constraints.min_micro_batches == 1 and parts.collectives.ranks == 1:
             parts.pairs = ConsecutiveSteps(parts.meter.layers, parts.meter.confidence)
-        interval = MeasuringInterval(every, pairs=parts.pairs is not None)
-        if needs.statistics:
-            interval.require_statistics(f"policy={type(controller.policy).__name__}")
-        if lr_scaling == "adascale":
-            interval.require_statistics('lr_scaling="adascale"')
-        self.planner = StepPlanner(
-            controller, constraints, interval, batches, compares=is_vr, warns=warns
-        )
+        self.planner = StepPlanner(parts, batches, controller, constraints, self.past, every)
         self._weightings: set[int] = set()  # of each rank, once it was asked
         self.settings = {  # as text; must be equal on all ranks
             **{name: repr(value) for name, value in vars(constraints).items()},
@@ -88,7 +75,6 @@ class Update:
         self._half_done = False  # whether a step has failed after it may have changed something
         # reads the last step, where the host has not: [Note: A step that measures nothing]
         self._unsettled: Callable[[], None] | None = None
-        self._start_step(0)
 
     # between two steps
 
@@ -98,18 +84,11 @@ class Update:
         if (pairs := self.parts.pairs) is not None:
             pairs.forget()  # the next pass has the same samples, so both steps may share some
             needs = self.planner.controller.needs.statistics
-            is_due = needs and self.planner.interval.every is not None
+            is_due = needs and self.planner.every is not None
             if self.parts.warns and is_due and math.isnan(self.past.noise_scale):
                 warnings.warn(_NO_PAIR, stacklevel=3)
         self.planner.limit_batch()
         self.past.epoch += 1
-
-    def _start_step(self, number: int) -> None:
-        """Lets the meter read a measured step, unless its one gradient is compared with another."""
-        parts, is_due = self.parts, self.planner.interval.due
-        has_pair = parts.pairs is not None and self.planner.plan.micro_batches == 1
-        parts.compares = is_due and has_pair
-        parts.meter.at_step(number, due=is_due and not has_pair)
 
     @property
     def first_of_pair(self) -> dict[str, Any] | None:
@@ -125,19 +104,21 @@ class Update:
         """
         self.settle()
         self._require_ready()
-        with self.past.stopped_clock():
-            try:
-                yield
-            finally:
-                self.rates.changes.note()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.past.step_started += time.perf_counter() - started
+            self.rates.changes.note()
 
     # the end of a step
 
     @property
     def can_wait(self) -> bool:
         """Whether nothing that is done before the next step ends depends on what the host reads."""
-        reads_all = self.past.keeps_history or self.rates.clock.follows_rates
-        return self.planner.is_certain and not reads_all
+        controller = self.planner.controller
+        is_certain = controller.repeats or controller.needs_measurement  # whatever the loss is
+        return is_certain and not (self.past.keeps_history or self.rates.clock.follows_rates)
 
     @contextmanager
     def end_step(
@@ -154,20 +135,17 @@ class Update:
             RankError: the ranks differ in what decides a step.
         """
         self.settle()
-        parts = self.parts
-        parts.collectives.require_equal(step.checksums, _DECIDES, self._texts)
+        parts, planner, rates, past = self.parts, self.planner, self.rates, self.past
+        parts.collectives.require_equal(step.checksums, "what decides a step", self._texts)
         self._require_ready()
-        planner, rates, past = self.planner, self.rates, self.past
-        number, reader = parts.meter.step + 1, parts.reader
         target_batch_size = planner.controller.decision.batch_size
-        complete, measured = planner.is_complete(step.samples), step.statistics is not None
-        unmeasured = planner.unmeasured(awaits_next=parts.compares)
-        decide = partial(planner.decide, past=past, complete=complete, unmeasured=unmeasured)
+        complete = planner.is_complete(step.samples)
+        decide = partial(planner.decide, complete=complete, unmeasured=planner.unmeasured)
         decision = None
         with rates.in_force(step.samples, step.statistics) as lr:
             self._half_done = True
             if read is None and not rates.clock.follows_rates:
-                decision = decide(step, lr_decay=rates.clock.lr_decay)
+                decision = decide(step, lr_decay=None)
             yield
         if read is None:
             if step.finite:
@@ -175,31 +153,26 @@ class Update:
             if decision is None:  # by the next step's rate
                 decision = decide(step, lr_decay=rates.clock.lr_decay)
         self._half_done = False
-        past.samples += step.samples
-        past.add_to_history(step.samples, step.loss, step.previous_seconds, measured=measured)
-        planner.end_step(finite=step.finite, complete=complete, measured=measured)
-        if parts.pairs is not None and not step.finite:
-            parts.pairs.forget()
-        self._start_step(number)
+        planner.end_step(step, complete=complete)
         record = StepRecord.unread(
             self.settle,
-            step=number,
+            step=parts.meter.step,
             epoch=past.epoch,
-            samples=past.samples,
+            samples=past.samples + step.samples,
             batch_size=step.samples,
             target_batch_size=target_batch_size,
             micro_batches=step.micro_batches,
             lr=tuple(lr),
             statistics=step.statistics,
             elapsed_seconds=step.elapsed_seconds,
-            every=planner.interval.every,
-            gsnr=reader.gsnr if reader is not None and step.finite else None,
+            every=planner.every,
+            gsnr=parts.reader.gsnr if parts.reader is not None and step.finite else None,
         )
-        past.add(record)
-        if read is not None:
+        past.add(record, step)
+        if decision is None:
+            assert read is not None
             self._unsettled = partial(self._settle, record, read, decide)
         else:
-            assert decision is not None
             self._complete(record, step, decision)
         rates.changes.note(past.epoch)
         parts.zero_grad()
@@ -229,12 +202,14 @@ class Update:
 
     def _complete(self, record: StepRecord, step: StepStatistics, decision: Decision) -> None:
         """Counts a step that was read, and logs its record."""
-        self.past.count(finite=step.finite)
-        self.past.weight_per_sample = step.weight_per_sample or self.past.weight_per_sample
+        past = self.past
+        past.steps += step.finite
+        past.skipped += not step.finite
+        past.weight_per_sample = step.weight_per_sample or past.weight_per_sample
         record.complete(loss=step.loss, skipped=not step.finite, decision=decision)
         if self.log is not None:
             self.log.record(record)
-        self.parts.loss_check.compare(step.samples / step.micro_batches, step.loss)
+        self.parts.loss_check.end_step()
 
     def _require_ready(self) -> None:
         """Checks that all is as the last step left it."""
@@ -246,13 +221,10 @@ class Update:
     # what must be equal on all ranks: [Note: Agreement of ranks]
 
     def checksum(self, *, waits: bool = False) -> float:
-        """A checksum of what decides a step, which every step of several ranks sends with its sums.
+        """A checksum of what decides a step, which several ranks send with the sums of each.
 
         It is of the state before the decision, so it tells of a difference one step after it came
         up, before the optimizer steps.
-
-        Args:
-            waits: whether to wait for the device.
         """
         return checksum(repr(self._facts(waits)))
 
@@ -279,8 +251,9 @@ class Update:
     def _facts(self, waits: bool = True) -> dict[str, Any]:
         """What must be equal on all ranks, by name."""
         parts, past, planner, clock = self.parts, self.past, self.planner, self.rates.clock
+        kind = parts.reader.describe() if parts.reader else type(parts.optimizer).__name__
         return {
-            **optimizer_facts(parts.optimizer, parts.kind, waits=waits),
+            **optimizer_facts(parts.optimizer, kind, waits=waits),
             "controller": planner.controller.facts(),
             **self.settings,
             "epoch": past.epoch,
@@ -293,8 +266,8 @@ class Update:
             "the log": "given" if self.log is not None else None,
             "the plan": planner.plan,
             "the meter's step": parts.meter.step,
-            "the interval of measured steps": planner.interval.every,
-            "whether the next step is measured": planner.interval.due,
+            "the interval of measured steps": planner.every,
+            "whether the next step is measured": planner.due,
             "the meter's confidence": parts.meter.confidence,
         }
 
@@ -324,7 +297,6 @@ class Update:
         self._half_done = False
         self.parts.zero_grad()
         step = past.steps + past.skipped
-        self.planner.interval.start(step, again=state["measures_again"])
         if self.parts.pairs is not None:
             self.parts.pairs.load_state_dict(own.get("first_of_pair"))
-        self._start_step(step)
+        self.planner.start(step, again=state["measures_again"])
