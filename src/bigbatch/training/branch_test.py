@@ -82,22 +82,6 @@ class BranchTestResult:
         return "\n".join(lines)
 
 
-def _require_supported(parts: TrainingParts, batches: object) -> None:
-    """Raises SettingError for a loop in which branches cannot train."""
-    problem = ""
-    if not isinstance(batches, Batches):
-        problem = "another loop gives the micro-batches; run the test in a loop over a loader"
-    elif parts.reader is not None:
-        problem = (
-            f"{type(parts.optimizer).__name__} needs the gradient of each micro-batch of the loop; "
-            "test with its base optimizer, at the same learning rate"
-        )
-    elif parts.scaler is not None:
-        problem = "a GradScaler may skip steps of a branch; use bfloat16, which needs none"
-    if problem:
-        raise SettingError(f"a branch test is not possible: {problem}")
-
-
 def branch_test(
     model: nn.Module,
     update: Update,
@@ -107,9 +91,20 @@ def branch_test(
 ) -> BranchTestResult:
     """Trains the branches and restores everything; see `AdaptiveBatch.branch_test`. Collective."""
     parts = update.parts
-    _require_supported(parts, batches)
-    assert isinstance(batches, Batches)
     ranks, source = parts.collectives.ranks, parts.meter.source
+    if not isinstance(batches, Batches):
+        raise SettingError(
+            "another loop gives the micro-batches; run a branch test in a loop over a loader"
+        )
+    if parts.reader is not None:
+        raise SettingError(
+            f"{type(parts.optimizer).__name__} needs the gradient of each micro-batch of the loop; "
+            "run a branch test with its base optimizer, at the same learning rate"
+        )
+    if parts.scaler is not None:
+        raise SettingError(
+            "a GradScaler may skip steps of a branch; use bfloat16, which needs none"
+        )
     left = None if batches.samples is None else batches.samples - batches.open * batches.consumed
     arguments = update.planner.plan.batch_size, ranks, averaging_steps(parts.optimizer)
     plan = request.plan(*arguments, left)
