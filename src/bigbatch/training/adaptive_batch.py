@@ -44,16 +44,14 @@ _NOT_ENDED = (
 
 
 # [Note: Resuming]
-# A state has two parts. "shared" is equal on all ranks: counts, controller, scheduler, timings of
-# steps, the number of samples that the pass has consumed. "own" is of one rank: its seconds, its
-# position in its loader, its random states. So on as many ranks each loads its own state, and the
-# run is the same to the last bit; on another number of ranks any shared part will do.
-# Nothing is communicated in saving: a rank that saves alone would wait for the others forever.
-# Loading has one order. The settings of both runs are compared before anything changes. Counts and
-# decisions come before the batches, whose sampler gets the epoch; the batches come before the
-# bounds of the batch size, since only a resumed loader may know its length. Random states come
-# last: reading up to the position draws numbers (shuffling, augmentation), as it did in the run
-# that was saved. Then the log may cut its rows, since nothing can refuse the state any more.
+# A state has two parts. "shared" is equal on all ranks; "own" is of one rank: its seconds, position
+# in its loader, random states. On as many ranks each loads its own state, and the run is the same
+# to the last bit; on another number of ranks any shared part will do. Saving communicates nothing:
+# a rank that saves alone would wait for the others forever.
+# Loading has one order. Settings are compared before anything changes. Counts and decisions come
+# before the batches, whose sampler gets the epoch; the batches before the bounds of the batch size,
+# since only a resumed loader may know its length. Random states are last but one: reading up to the
+# position draws numbers. Then the log may cut its rows, since nothing can refuse the state now.
 
 
 class AdaptiveBatch:
@@ -157,7 +155,7 @@ class AdaptiveBatch:
             self.controller,
             constraints,
             options.get("lr_scaling", "sqrt"),
-            every=self._every(options),
+            every=options.get("every"),
             transport=options.get("transport", False),
         )
         hook = model.register_forward_hook(parts.oom_hints, always_call=True)
@@ -456,9 +454,10 @@ class AdaptiveBatch:
 
     def _bind_source(self) -> None:
         """Lets one set of hooks serve the meter and the optimizer, inside step.backward only."""
-        if self.meter.loss != "weighted":
+        if (self.meter.loss, self.meter.every) != ("weighted", 1):
             raise SettingError(
-                'AdaptiveBatch weighs the losses itself: GradientMeter(loss="weighted")'
+                "AdaptiveBatch weighs the losses and chooses the measured steps itself: leave out "
+                "loss= and every= of GradientMeter, and pass AdaptiveBatch(every=)"
             )
         require_steppable(self.optimizer)
         self.meter.source.explicit = True
@@ -492,35 +491,22 @@ class AdaptiveBatch:
             self.meter.groups,
         )
 
-    def _every(self, options: LoopOptions) -> int | None:
-        """The n that is given, here or to the meter; None for the default cadence."""
-        every, of_meter = options.get("every"), self.meter.every
-        if every is not None and of_meter > 1:
-            raise SettingError(
-                f"every={every} and GradientMeter(every={of_meter}) each say how often steps are "
-                "measured; pass one"
-            )
-        return of_meter if of_meter > 1 else every
-
     def _min_micro_batches(self, requested: int | None) -> int:
         """Fewest backwards per step over all ranks; over shards, only one rank's are compared."""
         parts = self._parts
-        others = {"a variance-reduced optimizer": parts.reader, "groups=": self.meter.groups}
-        if requested == 1 and (found := [name for name, one in others.items() if one is not None]):
-            raise SettingError(
-                f"min_micro_batches=1 measures by two steps, and {found[0]} compares gradients "
-                "within one; pass at least 2, or leave it out"
-            )
-        if parts.reader is None:
-            return 4 if requested is None else requested
         ranks = 1 if parts.reduced is None else parts.collectives.ranks
-        if requested is not None and parts.reduced is not None and requested < 2 * ranks:
+        name, fewest, default = "", 1, 4
+        if parts.reader is not None:
+            name, fewest, default = "a variance-reduced optimizer", 2 * ranks, 8 * ranks
+        elif self.meter.groups is not None:
+            name, fewest = "groups=", 2
+        if requested is not None and requested < fewest:
+            on_each = f", on each of {ranks} ranks under fully_shard" * (ranks > 1)
             raise SettingError(
-                f"min_micro_batches={requested} on {ranks} ranks may be fewer than 2 on each; a "
-                "variance-reduced optimizer compares those of one rank under fully_shard, which "
-                f"reduces gradients in every backward; pass at least {2 * ranks}, or leave it out"
+                f"min_micro_batches={requested}: {name} compares gradients within a step{on_each}; "
+                f"pass at least {fewest}, or leave it out"
             )
-        return 8 * ranks if requested is None else requested
+        return default if requested is None else requested
 
     def _build_log(self, options: LoopOptions) -> RunLog | None:
         """The log with the settings of this loop, which the user's own settings complete."""
@@ -538,7 +524,7 @@ class AdaptiveBatch:
             "micro_batch": self._update.planner.max_micro_batch,
             "lr_scaling": str(rule).lower() if isinstance(rule, str | None) else "a function",
             "groups": self.meter.groups,
-            "every": self._every(options),
+            "every": options.get("every"),
             "optimizer": type(self.optimizer).__name__,
             "world_size": self._parts.collectives.ranks,
         }
