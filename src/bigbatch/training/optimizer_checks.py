@@ -24,15 +24,11 @@ def require_steppable(optimizer: Any) -> None:
         )
     hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
     if hooks is None:
-        reason = f"{name} is a wrapper that no hook can be put on"
-        if name == "AcceleratedOptimizer":
-            raise SettingError(
-                f"{reason}; use bigbatch.integrations.accelerate.adaptive_batch, or pass the "
-                "optimizer inside it (optimizer.optimizer)"
-            )
         raise SettingError(
-            f"{reason}, and the optimizer inside it alone would lose what it adds (privacy, "
-            "commits, averages); use it in a loop of your own, which a GradientMeter can measure"
+            f"{name} is a wrapper that no hook can be put on, and the optimizer inside it alone "
+            "would lose what it adds (privacy, commits, averages); use it in a loop of your own, "
+            "which a GradientMeter can measure; one that accelerate prepared is for "
+            "bigbatch.integrations.accelerate.adaptive_batch"
         )
     if not isinstance(hooks, OrderedDict):
         raise SettingError(
