@@ -4,7 +4,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, NoReturn, Unpack
+from typing import Annotated, Any, Unpack
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -15,7 +15,7 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rng_state import random_state, restore_random_state
-from bigbatch.errors import LengthError, LoopError, RunError, SettingError, StateError
+from bigbatch.errors import LoopError, RunError, SettingError, StateError
 from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.log.run_log import RunLog
@@ -256,11 +256,6 @@ class AdaptiveBatch:
         self._update.rates.clock.scheduler_batch = samples
 
     @property
-    def elapsed_seconds(self) -> float:
-        """Time spent training, over all resumptions."""
-        return self._update.past.elapsed_seconds
-
-    @property
     def base_step(self) -> int:
         """Base batches of samples consumed, floor(samples / `scheduler_batch`).
 
@@ -340,15 +335,6 @@ class AdaptiveBatch:
         while self.epoch < total:
             yield self.epoch
 
-    def __len__(self) -> NoReturn:
-        raise LengthError(
-            "the number of steps in an epoch follows from batch sizes that are still to be "
-            "decided; train.base_steps(epochs) counts base batches, train.steps the steps so far"
-        )
-
-    def __bool__(self) -> bool:
-        return True
-
     def __iter__(self) -> Iterator["Step"]:
         """One pass over the loader; after a `break`, the rest of it."""
         self._require_whole()
@@ -400,7 +386,7 @@ class AdaptiveBatch:
             "version": _STATE_VERSION,
             "shared": {**self._update.state_dict(), "pass": position["pass"]},
             "own": {
-                "elapsed_seconds": self.elapsed_seconds,
+                "elapsed_seconds": self._update.past.elapsed_seconds,
                 "step_seconds": self._update.past.step_seconds,
                 "rank": self._parts.collectives.rank,
                 "ranks": self._parts.collectives.ranks,

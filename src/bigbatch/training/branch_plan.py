@@ -55,16 +55,19 @@ class BranchRequest:
     repeats: int = DEFAULT_REPEATS
     held_aside: int | None = None  # as in `BranchPlan`
 
-    def plan(
-        self, batch_size: int, ranks: int, memory: tuple[float, str], available: int | None
-    ) -> BranchPlan:
+    def plan(self, batch_size: int, ranks: int, average: int, available: int | None) -> BranchPlan:
         """The sizes of the test: by default as long as the available samples allow.
 
+        Args:
+            batch_size: the present one.
+            ranks: processes that share each batch.
+            average: `averaging_steps` of the optimizer; no branch may be shorter.
+            available: samples that the pass still has; None if unknown.
         Raises:
             SettingError: nothing fits, or sizes that cannot work.
         """
         sizes = self._sizes(batch_size, ranks)
-        largest, average = sizes[-1], math.ceil(memory[0])
+        largest = sizes[-1]
         if self.samples is None:
             fewest = max(_FEWEST_STEPS, average)
             steps = range(max(_MOST_STEPS, 2 * fewest), fewest - 1, -1)
@@ -72,7 +75,7 @@ class BranchRequest:
         elif self.samples // largest >= (fewest := max(2, average)):
             lengths = [self.samples]
         else:
-            averages = f", and the optimizer averages over {fewest} ({memory[1]})" * (fewest > 2)
+            averages = f", and the optimizer averages over {fewest}" * (fewest > 2)
             raise SettingError(
                 f"samples={self.samples} are {self.samples // largest} steps of the largest batch, "
                 f"{largest}{averages}; pass samples={fewest * largest} or more, or smaller "
@@ -110,21 +113,18 @@ class BranchRequest:
         return sizes
 
 
-def averaging_steps(optimizer: Optimizer) -> tuple[float, str]:
-    """The most steps over which the optimizer averages gradients, 1 / (1 - b), and the setting b.
+def averaging_steps(optimizer: Optimizer) -> int:
+    """The most steps over which the optimizer averages gradients: 1 / (1 - momentum or beta1).
 
     Averages of squares (beta2) are left out: see docs/decisions/0018.
 
     Example:
         >>> from torch import nn, optim
-        >>> steps, setting = averaging_steps(optim.SGD(nn.Linear(1, 1).parameters(), momentum=0.9))
-        >>> round(steps), setting
-        (10, 'momentum=0.9')
+        >>> averaging_steps(optim.SGD(nn.Linear(1, 1).parameters(), momentum=0.9))
+        10
     """
-    longest = (1.0, "")
-    for group in optimizer.param_groups:
-        beta1 = next(iter(group.get("betas") or ()), None)
-        for name, value in (("momentum", group.get("momentum")), ("beta1", beta1)):
-            if 0 < (share := float(value or 0)) < 1:  # 1 / (1 - 0.9) is not quite 10
-                longest = max(longest, (round(1 / (1 - share), 6), f"{name}={share:g}"))
-    return longest
+    groups = optimizer.param_groups
+    shares = [group.get("momentum") or 0 for group in groups]
+    shares += [(group.get("betas") or (0,))[0] for group in groups]
+    longest = max((1 / (1 - float(b)) for b in shares if 0 < float(b) < 1), default=1)
+    return math.ceil(round(longest, 6))  # 1 / (1 - 0.9) is not quite 10
