@@ -83,9 +83,8 @@ class AdaptiveBatch:
         fixed_micro_batch: let every backward have `micro_batch` samples, except at the end of an
             epoch; the batch then changes by multiples of ranks x micro_batch.
         min_micro_batches: fewest backwards of a measured step over all ranks; default 4, and 8 with
-            a `VarianceReduced` optimizer (under fully_shard, 8 per rank). 1 never cuts a step: on
-            one rank, steps of one backward are measured by comparing two consecutive ones. This
-            estimate is biased by the length of a step; docs/policies.md says when to choose it.
+            a `VarianceReduced` optimizer (under fully_shard, 8 per rank). 1 never cuts a step, and
+            on one rank compares consecutive steps, a biased estimate. See docs/policies.md.
         lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise);
             if it has `state_dict` and `load_state_dict`, its state is saved too.
         transport: let betas and decoupled weight decay keep their half-lives in samples, for batch
@@ -95,7 +94,7 @@ class AdaptiveBatch:
             BatchNorm is refused. See docs/groups.md.
         every: n, to measure every n-th step; only measured steps are cut into `min_micro_batches`.
             0 measures none. By default n is 1 in the first 64 steps, then 2, 4, 8, and 16 from step
-            512 on: all of 64 steps are measured, 160 of 512, and 128 + T / 16 of T above.
+            512 on.
         log: folder, or a `RunLog` with options of its own, that gets a row per step for `bigbatch
             report`, `compare` and `replay`. See docs/logs.md.
         scheduler: a scheduler that counts steps, advanced once per base batch of samples; or a
@@ -293,25 +292,22 @@ class AdaptiveBatch:
 
             S(B) = S_min (1 + B / B_crit)
 
-        S(B) is the number of samples in which batch size B reaches a loss, from this state, with
-        the learning rate that `lr_scaling` gives to B. So B_crit belongs to this rule at this rate,
-        and to the length of the branches; docs/policies.md says where it means little. A repeat
-        trains every branch on the same samples, which no other repeat has, and compares losses on
-        other samples again.
+        S(B) is the number of samples in which batch size B reaches a loss, from this state, at the
+        learning rate that `lr_scaling` gives to B; docs/policies.md says where B_crit means little.
+        A repeat trains every branch on the same samples, which no other repeat has, and compares
+        losses on other samples again.
 
         Call it between two steps. Afterwards, also after an error, all is as before to the last
-        bit: weights, buffers, `.grad`, the optimizer, training modes, random states, the position
-        in the loader, and this loop. What hooks of yours keep elsewhere is not restored. The
-        samples are the next ones of the loader; they wait in memory until steps take them.
+        bit; what hooks of yours keep elsewhere is not restored. The samples are the next ones of
+        the loader; they wait in memory until steps take them.
 
         Args:
             loss_of: batch -> mean loss over its samples, one number; moves the batch to the device.
             batch_sizes: batch sizes of the branches, multiples of the ranks; default: 1/2, 1, 2 and
                 4 times the present one.
             samples: samples that each branch trains on, over all ranks; default: 16 steps of the
-                largest batch, or twice the optimizer's average of gradients if that is longer, or
-                as many as the pass still has. The average must fit in: 10 steps of the largest
-                batch for momentum or beta1 = 0.9.
+                largest batch, twice the optimizer's average of gradients if that is longer (10
+                steps for momentum or beta1 = 0.9, which must fit in), or what the pass still has.
             repeats: repeats with other samples, at least 2.
             held_aside: samples on which losses are compared; default `samples` / 2.
         Returns:

@@ -76,12 +76,17 @@ class BaseBatchScheduler:
         if self.follows_rates:
             self._note_rate()
         ticks, self._samples = divmod(self._samples + samples, self.scheduler_batch)
-        if self._scheduler is not None:
-            for _ in range(int(ticks)):
-                self._tick(self._scheduler)
-                if self.follows_rates:
-                    self._note_rate()
-            self._last_count = _count(self._scheduler)
+        if (scheduler := self._scheduler) is None:
+            return
+        end = last_tick(scheduler)
+        for _ in range(int(ticks)):
+            if end is None or _count(scheduler) < end:
+                scheduler.step()
+            else:
+                self._stay(scheduler)
+            if self.follows_rates:
+                self._note_rate()
+        self._last_count = _count(scheduler)
 
     @property
     def lr_decay(self) -> float | None:
@@ -108,11 +113,7 @@ class BaseBatchScheduler:
                 f"{_count(scheduler)}; step.update() advances it: leave scheduler.step() out"
             )
 
-    def _tick(self, scheduler: LRScheduler) -> None:
-        end = last_tick(scheduler)
-        if end is None or _count(scheduler) < end:
-            scheduler.step()
-            return
+    def _stay(self, scheduler: LRScheduler) -> None:
         self._ticks_after_end += 1
         if self._ticks_after_end == 2:  # T ticks start at tick 0, so one is always too many
             warn_in_loop(
@@ -123,18 +124,11 @@ class BaseBatchScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """A state for `load_state_dict`, the scheduler's own state included."""
-        groups = self._optimizer.param_groups
-        saved = (
-            None
-            if self._scheduler is None
-            else {
-                "class": type(self._scheduler).__name__,
-                "state": self._scheduler.state_dict(),
-                "groups": [
-                    {key: group[key] for key in _SCHEDULED if key in group} for group in groups
-                ],
-            }
-        )
+        scheduler, groups, saved = self._scheduler, self._optimizer.param_groups, None
+        if scheduler is not None:
+            values = [{key: group[key] for key in _SCHEDULED if key in group} for group in groups]
+            name = type(scheduler).__name__
+            saved = {"class": name, "state": scheduler.state_dict(), "groups": values}
         return {
             "samples": self._samples,
             "base_batch": self.scheduler_batch,
