@@ -396,14 +396,14 @@ class AdaptiveBatch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes where `state` was saved, in the middle of an epoch too. Collective.
 
-        Load model, optimizer and scaler yourself. Policy, bounds and every other setting are those
-        given at construction; a warning names what has changed. On as many ranks each loads its
-        own state, and resumes bit for bit (docs/ranks.md has the one exception). On another number
-        of ranks any rank's state will do: the run continues with the same samples, and random
-        states stay as they are. Random states are restored last, so load this last.
+        Load model, optimizer and scaler before, since random states are restored last, and set the
+        same scheduler. Settings are those given at construction; a warning names what has changed.
+        On as many ranks each loads its own state, and resumes bit for bit (docs/ranks.md has the
+        one exception). On another number of ranks any rank's state will do: the run continues with
+        the same samples, and random states stay as they are.
 
         Raises:
-            StateError: the state is of another version, or of other data.
+            StateError: the state is of another version, of other data, or of another scheduler.
         """
         if state["version"] != _STATE_VERSION:
             raise StateError(
@@ -458,7 +458,7 @@ class AdaptiveBatch:
             )
 
     def _build_constraints(self, options: LoopOptions, *, has_size: bool) -> PlanConstraints:
-        """What every plan has to keep; one error names all sizes that the loader does not say."""
+        """What every plan has to keep."""
         micro_batch = options.get("micro_batch") or self.batches.batch_size
         if micro_batch is None or not has_size:
             missing = ["micro_batch="] * (micro_batch is None) + ["batch_size="] * (not has_size)

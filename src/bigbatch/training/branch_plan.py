@@ -58,11 +58,8 @@ class BranchRequest:
     def plan(self, batch_size: int, ranks: int, average: int, available: int | None) -> BranchPlan:
         """The sizes of the test: by default as long as the available samples allow.
 
-        Args:
-            batch_size: the present one.
-            ranks: processes that share each batch.
-            average: `averaging_steps` of the optimizer; no branch may be shorter.
-            available: samples that the pass still has; None if unknown.
+        No branch has fewer steps than the optimizer averages over (`averaging_steps`).
+
         Raises:
             SettingError: nothing fits, or sizes that cannot work.
         """
@@ -117,11 +114,6 @@ def averaging_steps(optimizer: Optimizer) -> int:
     """The most steps over which the optimizer averages gradients: 1 / (1 - momentum or beta1).
 
     Averages of squares (beta2) are left out: see docs/decisions/0018.
-
-    Example:
-        >>> from torch import nn, optim
-        >>> averaging_steps(optim.SGD(nn.Linear(1, 1).parameters(), momentum=0.9))
-        10
     """
     groups = optimizer.param_groups
     shares = [group.get("momentum") or 0 for group in groups]

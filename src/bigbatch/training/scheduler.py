@@ -17,9 +17,8 @@ from bigbatch.training.scaled_lr import RateSnapshot
 _NO_SCHEDULER = (
     "and no scheduler is known: a schedule that counts updates ends in the wrong place, since "
     "their number follows the batch size. Pass AdaptiveBatch(scheduler=scheduler) (to a trainer, "
-    "as its own), which advances it once per base batch of samples, and leave scheduler.step() "
-    "out. If you set the rate by a function of the iteration number, pass that, scheduler=get_lr, "
-    "and leave out the lines that set it. A single change by hand stays as you make it"
+    "as its own) and leave scheduler.step() out; or pass the function of the iteration number, "
+    "scheduler=get_lr, and leave its lines out. A single change by hand stays as you make it"
 )
 _TWO_SCHEDULES = (
     "and the scheduler that was passed sets it too, from the samples: leave out the lines that set "
@@ -216,14 +215,7 @@ def _require_advanceable(scheduler: object, optimizer: Optimizer) -> None:
 
 
 def last_tick(scheduler: LRScheduler) -> int | None:
-    """The tick at which a schedule has its last rate, counted from 0; None if unknown.
-
-    Example:
-        >>> from torch import optim
-        >>> optimizer = optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-        >>> last_tick(lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40))
-        39
-    """
+    """The tick at which a schedule has its last rate, counted from 0; None if unknown."""
     if isinstance(scheduler, ChainedScheduler):
         return min(filter(None, map(last_tick, scheduler._schedulers)), default=None)
     if isinstance(scheduler, lr_scheduler.SequentialLR):

@@ -41,12 +41,7 @@ def ema_decay(decay: Share, batch_size: Count, base_batch: Count) -> float:
 def require_transportable(
     optimizer: Optimizer, base_batch: int, min_batch: int, max_batch: int | None, *, is_vr: bool
 ) -> None:
-    """Checks that `transported` knows what to do with an optimizer and with these batch sizes.
-
-    Raises:
-        SettingError: the optimizer has no betas, L2 weight decay, or momenta of its own; or the
-            bounds are wider than what was measured.
-    """
+    """Raises SettingError for an optimizer or batch sizes with which `transported` cannot help."""
     name, problem = type(optimizer).__name__, ""
     if is_vr:
         problem = f"{name}, whose own averages (beta3, those of GSNR) would not follow"
