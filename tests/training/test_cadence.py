@@ -231,7 +231,7 @@ def test_the_end_of_an_epoch_and_a_skipped_step_are_measured_again(clock):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"meter": {"every": 3}}, r"every= of GradientMeter, and pass AdaptiveBatch\(every="),
+        ({"meter": {"every": 3}}, r"every=1\), and AdaptiveBatch\(every=n"),
         ({"every": -1}, "every=-1 must be a whole number of at least 0"),
         (
             {"every": 0, "policy": bb.SimiGrad()},

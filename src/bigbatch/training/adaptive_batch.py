@@ -438,8 +438,8 @@ class AdaptiveBatch:
         """Lets one set of hooks serve the meter and the optimizer, inside step.backward only."""
         if (self.meter.loss, self.meter.every) != ("weighted", 1):
             raise SettingError(
-                "AdaptiveBatch weighs the losses and chooses the measured steps itself: leave out "
-                "loss= and every= of GradientMeter, and pass AdaptiveBatch(every=)"
+                "AdaptiveBatch weighs the losses and chooses the measured steps itself: "
+                'GradientMeter(loss="weighted", every=1), and AdaptiveBatch(every=n)'
             )
         require_steppable(self.optimizer)
         self.meter.source.explicit = True
