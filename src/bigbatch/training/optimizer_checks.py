@@ -26,8 +26,8 @@ def require_steppable(optimizer: Any) -> None:
         raise SettingError(
             f"{name} is a wrapper that no hook can be put on, and the optimizer inside it alone "
             "would lose what it adds (privacy, commits, averages); use it in a loop of your own, "
-            "which a GradientMeter can measure; one that accelerate prepared is for "
-            "bigbatch.integrations.accelerate.adaptive_batch"
+            "which a GradientMeter can measure. For one that accelerate prepared, use "
+            "bigbatch.integrations.accelerate.adaptive_batch, or pass the optimizer inside it"
         )
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     for parameter in parameters:
