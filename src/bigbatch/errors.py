@@ -3,7 +3,6 @@
     BigbatchError
       ValueError: SettingError, BatchError, StateError
       RuntimeError: GradientError, LoopError, RankError, RunError
-      TypeError: LengthError
       ImportError: MissingPackageError
 
 A message says what broke, with the value, then what is allowed or what to do.
@@ -36,10 +35,6 @@ class GradientError(BigbatchError, RuntimeError):
 
 class LoopError(BigbatchError, RuntimeError):
     """The training loop left out a call, repeated one, or made one too early."""
-
-
-class LengthError(BigbatchError, TypeError):
-    """A length is not known beforehand; a TypeError, as Python raises and tqdm expects."""
 
 
 class BatchError(BigbatchError, ValueError):

@@ -141,7 +141,7 @@ def test_estimated_stepping_batches_are_base_batches(settings, total, recwarn):
 
     scheduler = watch.trainer.lr_scheduler_configs[0].scheduler
     assert (total, total - 1) == (scheduler.total_steps, scheduler.last_epoch)  # from 0: its end
-    assert not said(recwarn, "is built for")
+    assert not said(recwarn, "reaches its end")
     assert 1 == watch.trainer.accumulate_grad_batches
 
 
@@ -195,7 +195,7 @@ def test_other_numbers_of_the_trainer_count_base_batches_too():
 
 @pytest.mark.parametrize("total", [96, 6])
 def test_a_schedule_that_ends_elsewhere_than_the_training_is_said(total):
-    with pytest.warns(UserWarning, match=rf"is built for {total} steps.*advances it 24 times"):
+    with pytest.warns(UserWarning, match=rf"end in {total - 1} steps.*advances it 24 times"):
         fit(
             adaptive(bb.Fixed(4 * MICRO), min_micro_batches=2),
             loader(192),

@@ -149,7 +149,7 @@ def several(parameters):
 
 UNSTEPPABLE = {
     r"LBFGS\.step\(\) needs a closure": torch.optim.LBFGS,
-    r"keeps its hooks in a dict; let it set _optimizer_step_post_hooks = OrderedDict\(\)": (
+    "Lookahead is a wrapper that no hook can be put on": (
         lambda parameters: Lookahead(torch.optim.SGD(parameters, lr=0.1), dict)
     ),
     "Hookless is a wrapper that no hook can be put on": (

@@ -77,6 +77,7 @@ def test_the_adaptive_loop_with_every_setting(model, loader):
     restored = bb.AdaptiveBatch(
         model, optimizer, loader, policy=bb.SimiGrad(target=0.3), batch_size=128
     )
+    restored.scheduler = OneCycleLR(optimizer, 0.4, total_steps=restored.base_steps(4))
     restored.load_state_dict(train.state_dict())
     assert (4, []) == (restored.epoch, list(restored.epochs(4)))
 

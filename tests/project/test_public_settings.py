@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import bigbatch as bb
-from bigbatch.errors import LengthError, LoopError, SettingError
+from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim import LAMB, LARS, VRLAMB, VRLARS, VRSGD, VarianceReduced, VRAdam
 
 
@@ -348,13 +348,6 @@ def test_an_optimizer_that_evaluates_the_loss_itself_is_refused():
     optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(SettingError, match=r"LBFGS.step\(\) needs a closure"):
         bb.AdaptiveBatch(model, optimizer, loader, policy=bb.SimiGrad())
-
-
-def test_a_training_says_why_it_has_no_length_and_is_true():
-    train = adaptive()
-    assert train
-    with pytest.raises(LengthError, match=r"base_steps"):
-        len(train)
 
 
 @pytest.mark.parametrize("loss", [None, 0.3, "loss", np.float64(0.3)])

@@ -370,8 +370,11 @@ def test_another_loop_may_give_the_micro_batches():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"optimizer": VRSGD}, "measures by two steps, and a variance-reduced optimizer compares"),
-        ({"groups": 2}, "measures by two steps, and groups= compares"),
+        (
+            {"optimizer": VRSGD},
+            "a variance-reduced optimizer compares gradients within a step; pass at least 2",
+        ),
+        ({"groups": 2}, "groups= compares gradients within a step; pass at least 2"),
     ],
 )
 def test_what_compares_gradients_within_a_step_is_refused(settings, message):

@@ -4,7 +4,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, NoReturn, Unpack
+from typing import Annotated, Any, Unpack
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -15,7 +15,7 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rng_state import random_state, restore_random_state
-from bigbatch.errors import LengthError, LoopError, RunError, SettingError, StateError
+from bigbatch.errors import LoopError, RunError, SettingError, StateError
 from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.log.run_log import RunLog
@@ -44,16 +44,14 @@ _NOT_ENDED = (
 
 
 # [Note: Resuming]
-# A state has two parts. "shared" is equal on all ranks: counts, controller, scheduler, timings of
-# steps, the number of samples that the pass has consumed. "own" is of one rank: its seconds, its
-# position in its loader, its random states. So on as many ranks each loads its own state, and the
-# run is the same to the last bit; on another number of ranks any shared part will do.
-# Nothing is communicated in saving: a rank that saves alone would wait for the others forever.
-# Loading has one order. The settings of both runs are compared before anything changes. Counts and
-# decisions come before the batches, whose sampler gets the epoch; the batches come before the
-# bounds of the batch size, since only a resumed loader may know its length. Random states come
-# last: reading up to the position draws numbers (shuffling, augmentation), as it did in the run
-# that was saved. Then the log may cut its rows, since nothing can refuse the state any more.
+# A state has two parts. "shared" is equal on all ranks; "own" is of one rank: its seconds, position
+# in its loader, random states. On as many ranks each loads its own state, and the run is the same
+# to the last bit; on another number of ranks any shared part will do. Saving communicates nothing:
+# a rank that saves alone would wait for the others forever.
+# Loading has one order. Settings are compared before anything changes. Counts and decisions come
+# before the batches, whose sampler gets the epoch; the batches before the bounds of the batch size,
+# since only a resumed loader may know its length. Random states are last but one: reading up to the
+# position draws numbers. Then the log may cut its rows, since nothing can refuse the state now.
 
 
 class AdaptiveBatch:
@@ -85,9 +83,8 @@ class AdaptiveBatch:
         fixed_micro_batch: let every backward have `micro_batch` samples, except at the end of an
             epoch; the batch then changes by multiples of ranks x micro_batch.
         min_micro_batches: fewest backwards of a measured step over all ranks; default 4, and 8 with
-            a `VarianceReduced` optimizer (under fully_shard, 8 per rank). 1 never cuts a step: on
-            one rank, steps of one backward are measured by comparing two consecutive ones. This
-            estimate is biased by the length of a step; docs/policies.md says when to choose it.
+            a `VarianceReduced` optimizer (under fully_shard, 8 per rank). 1 never cuts a step, and
+            on one rank compares consecutive steps, a biased estimate. See docs/policies.md.
         lr_scaling: "sqrt", "linear", "adascale", None, or a function of (batch, base, noise);
             if it has `state_dict` and `load_state_dict`, its state is saved too.
         transport: let betas and decoupled weight decay keep their half-lives in samples, for batch
@@ -97,7 +94,7 @@ class AdaptiveBatch:
             BatchNorm is refused. See docs/groups.md.
         every: n, to measure every n-th step; only measured steps are cut into `min_micro_batches`.
             0 measures none. By default n is 1 in the first 64 steps, then 2, 4, 8, and 16 from step
-            512 on: all of 64 steps are measured, 160 of 512, and 128 + T / 16 of T above.
+            512 on.
         log: folder, or a `RunLog` with options of its own, that gets a row per step for `bigbatch
             report`, `compare` and `replay`. See docs/logs.md.
         scheduler: a scheduler that counts steps, advanced once per base batch of samples; or a
@@ -157,7 +154,7 @@ class AdaptiveBatch:
             self.controller,
             constraints,
             options.get("lr_scaling", "sqrt"),
-            every=self._every(options),
+            every=options.get("every"),
             transport=options.get("transport", False),
         )
         hook = model.register_forward_hook(parts.oom_hints, always_call=True)
@@ -258,11 +255,6 @@ class AdaptiveBatch:
         self._update.rates.clock.scheduler_batch = samples
 
     @property
-    def elapsed_seconds(self) -> float:
-        """Time spent training, over all resumptions."""
-        return self._update.past.elapsed_seconds
-
-    @property
     def base_step(self) -> int:
         """Base batches of samples consumed, floor(samples / `scheduler_batch`).
 
@@ -300,25 +292,22 @@ class AdaptiveBatch:
 
             S(B) = S_min (1 + B / B_crit)
 
-        S(B) is the number of samples in which batch size B reaches a loss, from this state, with
-        the learning rate that `lr_scaling` gives to B. So B_crit belongs to this rule at this rate,
-        and to the length of the branches; docs/policies.md says where it means little. A repeat
-        trains every branch on the same samples, which no other repeat has, and compares losses on
-        other samples again.
+        S(B) is the number of samples in which batch size B reaches a loss, from this state, at the
+        learning rate that `lr_scaling` gives to B; docs/policies.md says where B_crit means little.
+        A repeat trains every branch on the same samples, which no other repeat has, and compares
+        losses on other samples again.
 
         Call it between two steps. Afterwards, also after an error, all is as before to the last
-        bit: weights, buffers, `.grad`, the optimizer, training modes, random states, the position
-        in the loader, and this loop. What hooks of yours keep elsewhere is not restored. The
-        samples are the next ones of the loader; they wait in memory until steps take them.
+        bit; what hooks of yours keep elsewhere is not restored. The samples are the next ones of
+        the loader; they wait in memory until steps take them.
 
         Args:
             loss_of: batch -> mean loss over its samples, one number; moves the batch to the device.
             batch_sizes: batch sizes of the branches, multiples of the ranks; default: 1/2, 1, 2 and
                 4 times the present one.
             samples: samples that each branch trains on, over all ranks; default: 16 steps of the
-                largest batch, or twice the optimizer's average of gradients if that is longer, or
-                as many as the pass still has. The average must fit in: 10 steps of the largest
-                batch for momentum or beta1 = 0.9.
+                largest batch, twice the optimizer's average of gradients if that is longer (10
+                steps for momentum or beta1 = 0.9, which must fit in), or what the pass still has.
             repeats: repeats with other samples, at least 2.
             held_aside: samples on which losses are compared; default `samples` / 2.
         Returns:
@@ -341,15 +330,6 @@ class AdaptiveBatch:
         """The remaining epochs of `total`; a resumed run begins with the one it was in."""
         while self.epoch < total:
             yield self.epoch
-
-    def __len__(self) -> NoReturn:
-        raise LengthError(
-            "the number of steps in an epoch follows from batch sizes that are still to be "
-            "decided; train.base_steps(epochs) counts base batches, train.steps the steps so far"
-        )
-
-    def __bool__(self) -> bool:
-        return True
 
     def __iter__(self) -> Iterator["Step"]:
         """One pass over the loader; after a `break`, the rest of it."""
@@ -402,7 +382,7 @@ class AdaptiveBatch:
             "version": _STATE_VERSION,
             "shared": {**self._update.state_dict(), "pass": position["pass"]},
             "own": {
-                "elapsed_seconds": self.elapsed_seconds,
+                "elapsed_seconds": self._update.past.elapsed_seconds,
                 "step_seconds": self._update.past.step_seconds,
                 "rank": self._parts.collectives.rank,
                 "ranks": self._parts.collectives.ranks,
@@ -416,14 +396,14 @@ class AdaptiveBatch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes where `state` was saved, in the middle of an epoch too. Collective.
 
-        Load model, optimizer and scaler yourself. Policy, bounds and every other setting are those
-        given at construction; a warning names what has changed. On as many ranks each loads its
-        own state, and resumes bit for bit (docs/ranks.md has the one exception). On another number
-        of ranks any rank's state will do: the run continues with the same samples, and random
-        states stay as they are. Random states are restored last, so load this last.
+        Load model, optimizer and scaler before, since random states are restored last, and set the
+        same scheduler. Settings are those given at construction; a warning names what has changed.
+        On as many ranks each loads its own state, and resumes bit for bit (docs/ranks.md has the
+        one exception). On another number of ranks any rank's state will do: the run continues with
+        the same samples, and random states stay as they are.
 
         Raises:
-            StateError: the state is of another version, or of other data.
+            StateError: the state is of another version, of other data, or of another scheduler.
         """
         if state["version"] != _STATE_VERSION:
             raise StateError(
@@ -456,9 +436,10 @@ class AdaptiveBatch:
 
     def _bind_source(self) -> None:
         """Lets one set of hooks serve the meter and the optimizer, inside step.backward only."""
-        if self.meter.loss != "weighted":
+        if (self.meter.loss, self.meter.every) != ("weighted", 1):
             raise SettingError(
-                'AdaptiveBatch weighs the losses itself: GradientMeter(loss="weighted")'
+                "AdaptiveBatch weighs the losses and chooses the measured steps itself: "
+                'GradientMeter(loss="weighted", every=1), and AdaptiveBatch(every=n)'
             )
         require_steppable(self.optimizer)
         self.meter.source.explicit = True
@@ -477,7 +458,7 @@ class AdaptiveBatch:
             )
 
     def _build_constraints(self, options: LoopOptions, *, has_size: bool) -> PlanConstraints:
-        """What every plan has to keep; one error names all sizes that the loader does not say."""
+        """What every plan has to keep."""
         micro_batch = options.get("micro_batch") or self.batches.batch_size
         if micro_batch is None or not has_size:
             missing = ["micro_batch="] * (micro_batch is None) + ["batch_size="] * (not has_size)
@@ -492,35 +473,22 @@ class AdaptiveBatch:
             self.meter.groups,
         )
 
-    def _every(self, options: LoopOptions) -> int | None:
-        """The n that is given, here or to the meter; None for the default cadence."""
-        every, of_meter = options.get("every"), self.meter.every
-        if every is not None and of_meter > 1:
-            raise SettingError(
-                f"every={every} and GradientMeter(every={of_meter}) each say how often steps are "
-                "measured; pass one"
-            )
-        return of_meter if of_meter > 1 else every
-
     def _min_micro_batches(self, requested: int | None) -> int:
         """Fewest backwards per step over all ranks; over shards, only one rank's are compared."""
         parts = self._parts
-        others = {"a variance-reduced optimizer": parts.reader, "groups=": self.meter.groups}
-        if requested == 1 and (found := [name for name, one in others.items() if one is not None]):
-            raise SettingError(
-                f"min_micro_batches=1 measures by two steps, and {found[0]} compares gradients "
-                "within one; pass at least 2, or leave it out"
-            )
-        if parts.reader is None:
-            return 4 if requested is None else requested
         ranks = 1 if parts.reduced is None else parts.collectives.ranks
-        if requested is not None and parts.reduced is not None and requested < 2 * ranks:
+        name, fewest, default = "", 1, 4
+        if parts.reader is not None:
+            name, fewest, default = "a variance-reduced optimizer", 2 * ranks, 8 * ranks
+        elif self.meter.groups is not None:
+            name, fewest = "groups=", 2
+        if requested is not None and requested < fewest:
+            on_each = f", on each of {ranks} ranks under fully_shard" * (ranks > 1)
             raise SettingError(
-                f"min_micro_batches={requested} on {ranks} ranks may be fewer than 2 on each; a "
-                "variance-reduced optimizer compares those of one rank under fully_shard, which "
-                f"reduces gradients in every backward; pass at least {2 * ranks}, or leave it out"
+                f"min_micro_batches={requested}: {name} compares gradients within a step{on_each}; "
+                f"pass at least {fewest}, or leave it out"
             )
-        return 8 * ranks if requested is None else requested
+        return default if requested is None else requested
 
     def _build_log(self, options: LoopOptions) -> RunLog | None:
         """The log with the settings of this loop, which the user's own settings complete."""
@@ -538,7 +506,7 @@ class AdaptiveBatch:
             "micro_batch": self._update.planner.max_micro_batch,
             "lr_scaling": str(rule).lower() if isinstance(rule, str | None) else "a function",
             "groups": self.meter.groups,
-            "every": self._every(options),
+            "every": options.get("every"),
             "optimizer": type(self.optimizer).__name__,
             "world_size": self._parts.collectives.ranks,
         }

@@ -55,32 +55,41 @@ class BranchRequest:
     repeats: int = DEFAULT_REPEATS
     held_aside: int | None = None  # as in `BranchPlan`
 
-    def plan(
-        self, batch_size: int, ranks: int, memory: tuple[float, str], available: int | None
-    ) -> BranchPlan:
-        """The sizes of the test.
+    def plan(self, batch_size: int, ranks: int, average: int, available: int | None) -> BranchPlan:
+        """The sizes of the test: by default as long as the available samples allow.
+
+        No branch has fewer steps than the optimizer averages over (`averaging_steps`).
 
         Raises:
             SettingError: nothing fits, or sizes that cannot work.
         """
         sizes = self._sizes(batch_size, ranks)
-        fewest = max(_FEWEST_STEPS, math.ceil(memory[0]))
-        if self.samples is not None:
-            self._require_length(self.samples, sizes[-1], memory)
-        least = self._of(sizes, self.samples or fewest * sizes[-1], ranks)
-        left = math.inf if available is None else available
-        if least.read > left:
+        largest = sizes[-1]
+        if self.samples is None:
+            fewest = max(_FEWEST_STEPS, average)
+            steps = range(max(_MOST_STEPS, 2 * fewest), fewest - 1, -1)
+            lengths = [largest * each for each in steps]
+        elif self.samples // largest >= (fewest := max(2, average)):
+            lengths = [self.samples]
+        else:
+            averages = f", and the optimizer averages over {fewest}" * (fewest > 2)
             raise SettingError(
-                f"a branch test of batches {list(sizes)} with samples={least.samples}, repeats="
-                f"{least.repeats} and held_aside={least.held_aside} reads {least.read} samples, "
-                f"and {available} are left in this pass; call it earlier in a pass, or pass "
-                "smaller sizes"
+                f"samples={self.samples} are {self.samples // largest} steps of the largest batch, "
+                f"{largest}{averages}; pass samples={fewest * largest} or more, or smaller "
+                "batch_sizes"
             )
-        if self.samples is not None:
-            return least
-        longer = range(max(_MOST_STEPS, 2 * fewest), fewest, -1)
-        plans = (self._of(sizes, steps * sizes[-1], ranks) for steps in longer)
-        return next((plan for plan in plans if plan.read <= left), least)
+        for samples in lengths:
+            samples -= samples % ranks
+            held_aside = max(1, samples // 2) if self.held_aside is None else self.held_aside
+            held_aside = -(-held_aside // ranks) * ranks
+            plan = BranchPlan(sizes, samples, self.repeats, held_aside)
+            if available is None or plan.read <= available:
+                return plan
+        raise SettingError(
+            f"a branch test of batches {list(sizes)} with samples={plan.samples}, repeats="
+            f"{plan.repeats} and held_aside={plan.held_aside} reads {plan.read} samples, and "
+            f"{available} are left in this pass; call it earlier in a pass, or pass smaller sizes"
+        )
 
     def _sizes(self, batch_size: int, ranks: int) -> tuple[int, ...]:
         if self.batch_sizes is None:
@@ -100,39 +109,14 @@ class BranchRequest:
             )
         return sizes
 
-    def _require_length(self, samples: int, largest: int, memory: tuple[float, str]) -> None:
-        steps, fewest = samples // largest, max(2, math.ceil(memory[0]))
-        if steps < fewest:
-            averages = f", and the optimizer averages over {fewest} ({memory[1]})" * (fewest > 2)
-            raise SettingError(
-                f"samples={samples} are {steps} steps of the largest batch, {largest}{averages}; "
-                f"pass samples={fewest * largest} or more, or smaller batch_sizes"
-            )
 
-    def _of(self, sizes: tuple[int, ...], samples: int, ranks: int) -> BranchPlan:
-        samples -= samples % ranks
-        held_aside = max(1, samples // 2) if self.held_aside is None else self.held_aside
-        held_aside = -(-held_aside // ranks) * ranks
-        return BranchPlan(sizes, samples, self.repeats, held_aside)
-
-
-def averaging_steps(optimizer: Optimizer) -> tuple[float, str]:
-    """The most steps over which the optimizer averages gradients, 1 / (1 - b), and the setting b.
+def averaging_steps(optimizer: Optimizer) -> int:
+    """The most steps over which the optimizer averages gradients: 1 / (1 - momentum or beta1).
 
     Averages of squares (beta2) are left out: see docs/decisions/0018.
-
-    Example:
-        >>> from torch import nn, optim
-        >>> steps, setting = averaging_steps(optim.SGD(nn.Linear(1, 1).parameters(), momentum=0.9))
-        >>> round(steps), setting
-        (10, 'momentum=0.9')
     """
-    longest = (1.0, "")
-    for group in optimizer.param_groups:
-        beta1 = next(iter(group.get("betas") or ()), None)
-        for name, value in (("momentum", group.get("momentum")), ("beta1", beta1)):
-            share = float(value or 0.0)
-            if 0 < share < 1:
-                # 1 / (1 - 0.9) is not quite 10
-                longest = max(longest, (round(1 / (1 - share), 6), f"{name}={share:g}"))
-    return longest
+    groups = optimizer.param_groups
+    shares = [group.get("momentum") or 0 for group in groups]
+    shares += [(group.get("betas") or (0,))[0] for group in groups]
+    longest = max((1 / (1 - float(b)) for b in shares if 0 < float(b) < 1), default=1)
+    return math.ceil(round(longest, 6))  # 1 / (1 - 0.9) is not quite 10

@@ -22,7 +22,6 @@ from bigbatch.training.loss_check import one_number
 from bigbatch.training.loss_weights import label_weights, weighted_loss
 from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.snapshot import TrainingSnapshot
-from bigbatch.training.training_parts import TrainingParts
 from bigbatch.training.update import Update
 
 LossOf = Callable[[Batch], Tensor]
@@ -82,22 +81,6 @@ class BranchTestResult:
         return "\n".join(lines)
 
 
-def _require_supported(parts: TrainingParts, batches: object) -> None:
-    """Raises SettingError for a loop in which branches cannot train."""
-    problem = ""
-    if not isinstance(batches, Batches):
-        problem = "another loop gives the micro-batches; run the test in a loop over a loader"
-    elif parts.reader is not None:
-        problem = (
-            f"{type(parts.optimizer).__name__} needs the gradient of each micro-batch of the loop; "
-            "test with its base optimizer, at the same learning rate"
-        )
-    elif parts.scaler is not None:
-        problem = "a GradScaler may skip steps of a branch; use bfloat16, which needs none"
-    if problem:
-        raise SettingError(f"a branch test is not possible: {problem}")
-
-
 def branch_test(
     model: nn.Module,
     update: Update,
@@ -107,9 +90,18 @@ def branch_test(
 ) -> BranchTestResult:
     """Trains the branches and restores everything; see `AdaptiveBatch.branch_test`. Collective."""
     parts = update.parts
-    _require_supported(parts, batches)
-    assert isinstance(batches, Batches)
     ranks, source = parts.collectives.ranks, parts.meter.source
+    if not isinstance(batches, Batches):
+        raise SettingError(
+            "another loop gives the micro-batches; run a branch test in a loop over a loader"
+        )
+    if parts.reader is not None:
+        raise SettingError(
+            f"{type(parts.optimizer).__name__} needs the gradient of each micro-batch of the loop; "
+            "run a branch test with its base optimizer, at the same learning rate"
+        )
+    if parts.scaler is not None:
+        raise SettingError("a GradScaler may skip steps of a branch; use bfloat16 instead of one")
     left = None if batches.samples is None else batches.samples - batches.open * batches.consumed
     arguments = update.planner.plan.batch_size, ranks, averaging_steps(parts.optimizer)
     plan = request.plan(*arguments, left)
@@ -123,8 +115,7 @@ def branch_test(
             undo.callback(source.restart)
             undo.callback(snapshot.restore)
             undo.callback(source.reducer.set_requires_gradient_sync, True)
-            micro_batch = update.planner.max_micro_batch
-            branches = _Branches(parts, loss_of, samples, snapshot, plan, micro_batch)
+            branches = _Branches(update, loss_of, samples, snapshot, plan)
             first_losses, losses = branches.train(factors)
     curves = []
     for size, rows in zip(plan.batch_sizes, losses, strict=True):
@@ -151,17 +142,17 @@ class _Branches:
 
     def __init__(
         self,
-        parts: TrainingParts,
+        update: Update,
         loss_of: LossOf,
         samples: SampleBuffer,
         snapshot: TrainingSnapshot,
         plan: BranchPlan,
-        micro_batch: int,
     ) -> None:
+        parts, self._micro_batch = update.parts, update.planner.max_micro_batch
         self._optimizer, self._source = parts.optimizer, parts.meter.source
         self._collectives, self._ranks = parts.collectives, parts.collectives.ranks
-        self._loss_of, self._samples, self._snapshot = loss_of, samples, snapshot
-        self._plan, self._micro_batch = plan, micro_batch
+        self._loss_of, self._samples = loss_of, samples
+        self._snapshot, self._plan = snapshot, plan
         self._weightings: set[str] = set()  # of all losses, where they matter
 
     def train(self, factors: tuple[float, ...]) -> tuple[list[float], list[list[list[float]]]]:

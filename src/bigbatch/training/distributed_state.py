@@ -22,10 +22,9 @@ class DistributedState:
         state["train"] = DistributedState(train)
         dcp.save(state, checkpoint_id=folder)  # or dcp.async_save, or dcp.load and set_state_dict
 
-    `train.state_dict()` has a part that differs between ranks, and DCP keeps one value per key, so
-    all ranks would load that of some rank. This class packs the states of all ranks into one value,
-    whose key and type do not depend on their number. On as many ranks each loads its own state and
-    resumes bit for bit; on another number all load rank 0's and continue with the same samples.
+    `train.state_dict()` differs between ranks, and DCP keeps one value per key, so all would load
+    that of some rank. On as many ranks each now loads its own state and resumes bit for bit; on
+    another number all load rank 0's and continue with the same samples.
 
     Args:
         train: the training.
@@ -52,9 +51,8 @@ class DistributedState:
         Raises:
             StateError: they are damaged, not from this class, of another version, or of other data.
         """
-        states = _unpack(memoryview(state[_KEY]))
-        rank, ranks = self._collectives.rank, self._collectives.ranks
-        data = states[rank if len(states) == ranks else 0]
+        states, own = _unpack(memoryview(state[_KEY])), self._collectives
+        data = states[own.rank if len(states) == own.ranks else 0]
         self._train.load_state_dict(_unpack(data.numpy()))
 
 

@@ -43,21 +43,18 @@ def largest_micro_batch(
 
     Sizes are doubled from that of the loader's first batch, then bisected. Each is tried on copies
     of that batch, which should be as large as batches get (the longest sequences), in two optimizer
-    steps of two backwards. On a GPU, a size is also too large if the allocator has to free its
-    cache and retry.
+    steps of two backwards.
 
-    Afterwards, also after an error, everything is restored: weights, buffers, gradients, the
-    optimizer (by its state dict), training modes, random states, the loader's order. The copies are
-    in the CPU's memory, so they take none of a GPU's. Attributes that a forward sets stay as they
-    are. Call it before a GradientMeter or AdaptiveBatch is made.
+    Afterwards, also after an error, everything is restored from copies on the CPU: weights,
+    buffers, gradients, the optimizer (by its state dict), training modes, random states, the
+    loader's order. Attributes that a forward sets stay as they are. Call it before a GradientMeter
+    or AdaptiveBatch is made.
 
     Ranks try the same sizes; a size that is too large for one is too large for all. Under DDP no
     rank waits for one that runs out of memory. Under fully_shard (FSDP2), or with SyncBatchNorm, a
     forward waits for the other ranks, so a rank that fails alone leaves them waiting until the
-    group's timeout: choose `most` so that every size that is tried surely fits.
-
-    Most systems kill a process before they refuse it memory of the CPU: give `most` there too, or
-    limit the process (`ulimit -v`).
+    group's timeout: choose `most` so that every size that is tried surely fits. Do so for memory of
+    the CPU too, where most systems kill a process first, or limit the process (`ulimit -v`).
 
     Args:
         model: the model as it is trained: wrapped, on its device, in its mode.
@@ -91,7 +88,7 @@ def largest_micro_batch(
     torch.cuda.empty_cache()
     try:
         batch = _first_batch(resumable)
-        trial = _Trial(model, optimizer, loss_of, batch, source, collectives, snapshot)
+        trial = _Trial(model, optimizer, loss_of, batch, collectives, snapshot)
         rows = collectives.all_gather(count_samples(batch), most)
         start, most = (int(min(column)) for column in zip(*rows, strict=True))
         bound = math.ceil(most / (1 - margin))
@@ -129,17 +126,15 @@ class _Trial:
     optimizer: Optimizer
     loss_of: Callable[[Batch], Tensor]
     batch: Batch
-    source: GradientSource
     collectives: HostCollectives
     snapshot: TrainingSnapshot
 
     def fits(self, size: int) -> bool:
         """Collective. Restores everything."""
         failure: Exception | None = None  # for another reason than lack of memory
-        retries = self._alloc_retries()
         try:
             self._train(size)
-            too_large = self._alloc_retries() > retries
+            too_large = False
         except Exception as error:
             too_large = is_out_of_memory(error)
             failure = None if too_large else error
@@ -168,12 +163,6 @@ class _Trial:
                 for _ in range(2):  # the first backward makes .grad
                     (self.loss_of(batch) / 2).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-
-    def _alloc_retries(self) -> int:
-        """How often the allocators of the GPUs freed their cache to be able to continue."""
-        devices = {p.device for p in self.source.parameters if p.is_cuda}
-        stats = [torch.cuda.memory_stats(device) for device in devices]
-        return sum(of_device.get("num_alloc_retries", 0) for of_device in stats)
 
 
 @contextmanager

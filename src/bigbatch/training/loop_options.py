@@ -32,14 +32,7 @@ def loop_options(**options: Unpack[LoopOptions]) -> LoopOptions:
 
 
 def copy_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options for one more training by the same trainer: objects that have a state are copied.
-
-    Example:
-        >>> from bigbatch import Controller, SimiGrad
-        >>> options = {"policy": Controller(SimiGrad(0.2), batch_size=8), "base_batch": 8}
-        >>> copy_options(options)["policy"] is options["policy"]
-        False
-    """
+    """Options for one more training by the same trainer: objects that have a state are copied."""
     return {
         name: copy.deepcopy(value) if has_state(value) and name != "log" else value
         for name, value in options.items()

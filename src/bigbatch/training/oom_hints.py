@@ -47,15 +47,15 @@ class OomHints:
 
     def _remedy(self) -> str:
         """The size of the micro-batch, and the size to try next."""
-        several, half = self._ranks > 1, self.samples // 2
-        this_rank = f" on rank {self._rank} of {self._ranks}" if several else ""
-        all_ranks = " on every rank" if several else ""
-        prefix = f"bigbatch: this micro-batch{this_rank} had"
-        if self.samples <= 1:
-            return f"{prefix} 1 sample; activation checkpointing needs less memory"
-        if self._external:
-            return f"{prefix} {self.samples} samples; give the loader batch_size={half}{all_ranks}"
-        return (
-            f"{prefix} {self.samples} samples; set micro_batch={half}{all_ranks}, or find it by "
-            "bb.largest_micro_batch(model, optimizer, loader, loss_of)"
-        )
+        on_rank, on_all = "", ""
+        if self._ranks > 1:
+            on_rank, on_all = f" on rank {self._rank} of {self._ranks}", " on every rank"
+        half = self.samples // 2
+        find = "bb.largest_micro_batch(model, optimizer, loader, loss_of)"
+        remedy = f"set micro_batch={half}{on_all}, or find it by {find}"
+        if half == 0:
+            remedy = "activation checkpointing needs less memory"
+        elif self._external:
+            remedy = f"give the loader batch_size={half}{on_all}"
+        plural = "s" * (self.samples > 1)
+        return f"bigbatch: this micro-batch{on_rank} had {self.samples} sample{plural}; {remedy}"

@@ -22,22 +22,12 @@ def require_steppable(optimizer: Any) -> None:
             f"{len(optimizer)} optimizers are given as a {name}, and one can be stepped; make one, "
             "with a parameter group and its lr for each of them"
         )
-    hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
-    if hooks is None:
-        reason = f"{name} is a wrapper that no hook can be put on"
-        if name == "AcceleratedOptimizer":
-            raise SettingError(
-                f"{reason}; use bigbatch.integrations.accelerate.adaptive_batch, or pass the "
-                "optimizer inside it (optimizer.optimizer)"
-            )
+    if not isinstance(getattr(optimizer, "_optimizer_step_post_hooks", None), OrderedDict):
         raise SettingError(
-            f"{reason}, and the optimizer inside it alone would lose what it adds (privacy, "
-            "commits, averages); use it in a loop of your own, which a GradientMeter can measure"
-        )
-    if not isinstance(hooks, OrderedDict):
-        raise SettingError(
-            f"{name} does not call torch.optim.Optimizer.__init__, and keeps its hooks in a "
-            f"{type(hooks).__name__}; let it set _optimizer_step_post_hooks = OrderedDict()"
+            f"{name} is a wrapper that no hook can be put on, and the optimizer inside it alone "
+            "would lose what it adds (privacy, commits, averages); use it in a loop of your own, "
+            "which a GradientMeter can measure. For one that accelerate prepared, use "
+            "bigbatch.integrations.accelerate.adaptive_batch, or pass the optimizer inside it"
         )
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     for parameter in parameters:

@@ -17,9 +17,8 @@ from bigbatch.training.scaled_lr import RateSnapshot
 _NO_SCHEDULER = (
     "and no scheduler is known: a schedule that counts updates ends in the wrong place, since "
     "their number follows the batch size. Pass AdaptiveBatch(scheduler=scheduler) (to a trainer, "
-    "as its own), which advances it once per base batch of samples, and leave scheduler.step() "
-    "out. If you set the rate by a function of the iteration number, pass that, scheduler=get_lr, "
-    "and leave out the lines that set it. A single change by hand stays as you make it"
+    "as its own) and leave scheduler.step() out; or pass the function of the iteration number, "
+    "scheduler=get_lr, and leave its lines out. A single change by hand stays as you make it"
 )
 _TWO_SCHEDULES = (
     "and the scheduler that was passed sets it too, from the samples: leave out the lines that set "
@@ -35,9 +34,8 @@ class BaseBatchScheduler:
 
     `scheduler_batch` is the base batch, unless another one is set. So a schedule written for it
     keeps its shape over the data whatever the batch size does. Samples below a whole tick count
-    for the next one. A scheduler that has ended stays at its end: a OneCycleLR, which would raise,
-    a CosineAnnealingLR, which would rise again, a SequentialLR that ends with one of them, a
-    ChainedScheduler as soon as one of its parts has ended.
+    for the next one. A scheduler stays at its `last_tick`, where a OneCycleLR would raise and a
+    cosine would rise again.
     """
 
     def __init__(self, base_batch: int, optimizer: Optimizer) -> None:
@@ -50,15 +48,13 @@ class BaseBatchScheduler:
         self._rate = self._peak_rate = 0.0  # scheduled: the present one, and the largest so far
         self._last_count: int | None = None  # the scheduler's own count after its last tick here
         self._ticks_after_end = 0
-        self._pending_state: dict[str, Any] | None = None  # of a scheduler that is not set yet
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler that is advanced; from a function, one is made; None drops a loaded one.
+        """The scheduler that is advanced; from a function, one is made.
 
         Raises:
             SettingError: it cannot be advanced in base batches.
-            StateError: the loaded state is of another class.
         """
         return self._scheduler
 
@@ -67,26 +63,29 @@ class BaseBatchScheduler:
         if callable(scheduler) and not isinstance(scheduler, type | nn.Module):
             scheduler = RateFunction(self._optimizer, scheduler)
         if scheduler is None:
-            self._pending_state = None
             self._rate = self._peak_rate = 0.0
         else:
             _require_advanceable(scheduler, self._optimizer)
         self._scheduler = scheduler
-        self._resume()
+        self._last_count, self._ticks_after_end = None, 0
 
     def advance(self, samples: int) -> None:
         """Adds the samples of one optimizer step and ticks once per full `scheduler_batch`."""
         self.require_ready()
         if self.follows_rates:
             self._note_rate()
-        self._samples += samples
-        ticks, self._samples = divmod(self._samples, self.scheduler_batch)
-        if self._scheduler is not None:
-            for _ in range(int(ticks)):
-                self._tick(self._scheduler)
-                if self.follows_rates:
-                    self._note_rate()
-            self._last_count = _count(self._scheduler)
+        ticks, self._samples = divmod(self._samples + samples, self.scheduler_batch)
+        if (scheduler := self._scheduler) is None:
+            return
+        end = last_tick(scheduler)
+        for _ in range(int(ticks)):
+            if end is None or _count(scheduler) < end:
+                scheduler.step()
+            else:
+                self._stay(scheduler)
+            if self.follows_rates:
+                self._note_rate()
+        self._last_count = _count(scheduler)
 
     @property
     def lr_decay(self) -> float | None:
@@ -105,16 +104,7 @@ class BaseBatchScheduler:
         self._peak_rate = max(self._peak_rate, self._rate)
 
     def require_ready(self) -> None:
-        """Checks that `advance` can be called, before anything is changed.
-
-        Raises:
-            LoopError: the scheduler was advanced elsewhere too, or one was loaded and not set.
-        """
-        if self._pending_state is not None:
-            raise LoopError(
-                f"the loaded state is that of a {self._pending_state['class']}, which is not set; "
-                "set train.scheduler after loading, or set it to None to continue without"
-            )
+        """Raises LoopError, before a change, if somebody else has advanced the scheduler too."""
         scheduler = self._scheduler
         if scheduler is not None and self._last_count not in (None, _count(scheduler)):
             raise LoopError(
@@ -122,10 +112,7 @@ class BaseBatchScheduler:
                 f"{_count(scheduler)}; step.update() advances it: leave scheduler.step() out"
             )
 
-    def _tick(self, scheduler: LRScheduler) -> None:
-        if not _has_ended(scheduler):
-            scheduler.step()
-            return
+    def _stay(self, scheduler: LRScheduler) -> None:
         self._ticks_after_end += 1
         if self._ticks_after_end == 2:  # T ticks start at tick 0, so one is always too many
             warn_in_loop(
@@ -136,74 +123,57 @@ class BaseBatchScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """A state for `load_state_dict`, the scheduler's own state included."""
-        scheduler = self._pending_state
-        if self._scheduler is not None:
-            scheduler = {
-                "class": type(self._scheduler).__name__,
-                "state": self._scheduler.state_dict(),
-                "groups": [
-                    {key: copy.deepcopy(group[key]) for key in _SCHEDULED if key in group}
-                    for group in self._optimizer.param_groups
-                ],
-            }
+        scheduler, groups, saved = self._scheduler, self._optimizer.param_groups, None
+        if scheduler is not None:
+            values = [{key: group[key] for key in _SCHEDULED if key in group} for group in groups]
+            name = type(scheduler).__name__
+            saved = {"class": name, "state": scheduler.state_dict(), "groups": values}
         return {
             "samples": self._samples,
             "base_batch": self.scheduler_batch,
             "peak_rate": self._peak_rate,
-            "scheduler": scheduler,
+            "scheduler": copy.deepcopy(saved),
         }
 
     @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved state; the scheduler may be set later.
-
-        Raises:
-            StateError: the saved scheduler has counted other base batches.
-        """
-        saved = state["base_batch"]
-        if state["scheduler"] is not None and saved != self.scheduler_batch:
-            remedy = (
-                f"resume with base_batch={saved}"
-                if self.scheduler_batch == self.base_batch
-                else "resume with the loader and the processes of the saved run"
-            )
-            raise StateError(
-                f"the saved schedule has counted base batches of {saved} samples, these are of "
-                f"{self.scheduler_batch}; {remedy}"
-            )
-        self._samples, self._peak_rate = float(state["samples"]), float(state["peak_rate"])
-        self._pending_state = state["scheduler"]
-        self._resume()
-
-    def _resume(self) -> None:
-        """Loads the pending state into the scheduler, once both are known.
+        """Continues from a saved state.
 
         A scheduler that was built after the optimizer's state was loaded has overwritten the
         groups' values, so they are restored too.
+
+        Raises:
+            StateError: the saved scheduler is another one, or has counted other base batches.
         """
+        saved, batch = copy.deepcopy(state["scheduler"]), state["base_batch"]
+        groups, name = self._optimizer.param_groups, type(self._scheduler).__name__
+        if saved is not None:
+            if saved["class"] != name:
+                raise StateError(
+                    f"the saved scheduler is a {saved['class']}, not a {name}; set "
+                    "train.scheduler to the same one before loading, and to another one afterwards"
+                )
+            if batch != self.scheduler_batch:
+                raise StateError(
+                    f"the saved schedule has counted base batches of {batch} samples, these are of "
+                    f"{self.scheduler_batch}; resume with base_batch={batch}, or, of a scheduler "
+                    "from accelerate, with the loader and the processes of the saved run"
+                )
+            if len(saved["groups"]) != len(groups):
+                raise StateError(
+                    f"the saved schedule is for {len(saved['groups'])} parameter groups, the "
+                    f"optimizer has {len(groups)}; build it with the same groups"
+                )
+            assert self._scheduler is not None
+            self._scheduler.load_state_dict(saved["state"])
+            for group, values in zip(groups, saved["groups"], strict=True):
+                for key, value in values.items():
+                    if isinstance(group[key], Tensor):
+                        group[key].fill_(float(value))
+                    else:
+                        group[key] = value
+        self._samples, self._peak_rate = float(state["samples"]), float(state["peak_rate"])
         self._last_count, self._ticks_after_end = None, 0
-        if self._scheduler is None or self._pending_state is None:
-            return
-        saved, name = copy.deepcopy(self._pending_state), type(self._scheduler).__name__
-        groups = self._optimizer.param_groups
-        if saved["class"] != name:
-            raise StateError(
-                f"the saved scheduler is a {saved['class']}, not a {name}; build the same one, or "
-                "load first and set train.scheduler to None, then to the new one"
-            )
-        if len(saved["groups"]) != len(groups):
-            raise StateError(
-                f"the saved schedule is for {len(saved['groups'])} parameter groups, the optimizer "
-                f"has {len(groups)}; build it with the same groups"
-            )
-        self._scheduler.load_state_dict(saved["state"])
-        for group, values in zip(groups, saved["groups"], strict=True):
-            for key, value in values.items():
-                if isinstance(group[key], Tensor):
-                    group[key].fill_(float(value))
-                else:
-                    group[key] = value
-        self._pending_state = None
 
 
 class RateFunction(LambdaLR):
@@ -235,49 +205,26 @@ def _require_advanceable(scheduler: object, optimizer: Optimizer) -> None:
             "ReduceLROnPlateau needs a metric at every step; call its step(metric) in your own "
             "loop and leave scheduler=None"
         )
-    if any(kind.__name__ == "AcceleratedScheduler" for kind in type(scheduler).__mro__):
-        raise SettingError(
-            "a scheduler that accelerate prepared advances once for each process; pass the one "
-            "inside it, scheduler.scheduler"
-        )
     if not isinstance(scheduler, LRScheduler):
-        raise SettingError(f"scheduler={scheduler!r} is not a torch LRScheduler")
+        raise SettingError(
+            f"scheduler={scheduler!r} is not a torch LRScheduler; of one that accelerate prepared, "
+            "which advances once for each process, pass the one inside it, scheduler.scheduler"
+        )
     if scheduler.optimizer.param_groups is not optimizer.param_groups:  # a wrapper forwards them
         raise SettingError("the scheduler belongs to another optimizer than the one that trains")
 
 
-def _has_ended(scheduler: LRScheduler) -> bool:
-    """Whether the next tick would move it beyond its end; False if it stays there by itself."""
-    if isinstance(scheduler, lr_scheduler.OneCycleLR):
-        return bool(scheduler.last_epoch >= scheduler.total_steps - 1)
-    if isinstance(scheduler, lr_scheduler.CosineAnnealingLR):
-        return bool(scheduler.last_epoch >= scheduler.T_max)
-    if isinstance(scheduler, lr_scheduler.SequentialLR):
-        return _has_ended(scheduler._schedulers[-1])
+def last_tick(scheduler: LRScheduler) -> int | None:
+    """The tick at which a schedule has its last rate, counted from 0; None if unknown."""
     if isinstance(scheduler, ChainedScheduler):
-        return any(map(_has_ended, scheduler._schedulers))
-    return False
-
-
-def total_ticks(scheduler: LRScheduler) -> int | None:
-    """Ticks that a scheduler was built for, such as `num_training_steps`; None if unknown.
-
-    Example:
-        >>> from torch import nn, optim
-        >>> optimizer = optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-        >>> total_ticks(lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40))
-        40
-    """
-    if isinstance(scheduler, ChainedScheduler):
-        return min(filter(None, map(total_ticks, scheduler._schedulers)), default=None)
+        return min(filter(None, map(last_tick, scheduler._schedulers)), default=None)
     if isinstance(scheduler, lr_scheduler.SequentialLR):
-        last = total_ticks(scheduler._schedulers[-1])
-        return None if last is None else scheduler._milestones[-1] + last
+        last = last_tick(scheduler._schedulers[-1])
+        return None if last is None else last + sum(scheduler._milestones[-1:])
     if isinstance(scheduler, LambdaLR):  # Hugging Face's are partials
-        keywords = getattr(scheduler.lr_lambdas[0], "keywords", {})
-        return keywords.get("num_training_steps")
+        return getattr(scheduler.lr_lambdas[0], "keywords", {}).get("num_training_steps")
     if isinstance(scheduler, lr_scheduler.OneCycleLR):
-        return scheduler.total_steps
+        return scheduler.total_steps - 1
     if isinstance(scheduler, lr_scheduler.CosineAnnealingLR):
         return scheduler.T_max
     return scheduler.total_iters if isinstance(scheduler, lr_scheduler.PolynomialLR) else None
@@ -322,12 +269,9 @@ class LRChanges:
             self._follower = ""
         if self._noted is None or epoch != self._epoch:
             return
-        for index, rate, present in self._noted.changes():
-            ids = [*map(id, self._optimizer.param_groups)]
-            changed = id(self._noted.groups[index])
-            number = ids.index(changed) if changed in ids else None
+        for number, rate, present in self._noted.changes():
             is_tensor = isinstance(rate, Tensor) or isinstance(present, Tensor)
-            if number is not None and (is_tensor or rate != present):
+            if is_tensor or rate != present:
                 rates_of(self._optimizer)  # raises an error for what is no rate
                 self._warns = False
                 change = "" if is_tensor else f" from {rate:.6g} to {present:.6g}"

@@ -1,6 +1,6 @@
 """Saves everything that a trial of some steps changes, and restores it."""
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from bigbatch.gradients import MADE_LATE, are_freed, parameters_of
 from bigbatch.training.optimizer_checks import trained_parameters
 
 
-class ForwardSnapshot:
+class ForwardSnapshot(AbstractContextManager[object]):
     """What forwards of a model may change: buffers, training modes, random states.
 
     As a context manager it restores them at the block's end.
@@ -25,27 +25,26 @@ class ForwardSnapshot:
         self._modules = [(m, m.training, dict(m._buffers)) for m in model.modules()]
         self._values = _copies([*model.buffers()])
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Restores everything; may be called repeatedly."""
         for module, training, buffers in self._modules:
             module.training = training
             module._buffers.update(buffers)
-        _restore_copies(self._values)
+        for tensor, value in self._values:
+            tensor.copy_(value)
         restore_random_state(self._random)
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, *_: object) -> None:
         self.restore()
 
 
-class TrainingSnapshot:
+class TrainingSnapshot(ForwardSnapshot):
     """Everything that a trial changes; tensors are copied to the CPU."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(model)
         self._model, self._optimizer = model, optimizer
-        self._forwards = ForwardSnapshot(model)
         self._fsdp_roots = _fsdp_roots(model)
         if any(not hasattr(root, "reset_iter_state") for root in self._fsdp_roots):
             raise SettingError(
@@ -62,7 +61,7 @@ class TrainingSnapshot:
         self._parameters = [
             (p, p.requires_grad, None if p.grad is None else p.grad.cpu()) for p in parameters
         ]
-        self._values = _copies(tree_leaves([[*parameters], self._state, vars(optimizer)]))
+        self._values += _copies(tree_leaves([[*parameters], self._state, vars(optimizer)]))
 
     def restore(self) -> None:
         """Restores everything; may be called repeatedly."""
@@ -76,7 +75,7 @@ class TrainingSnapshot:
         for parameter, requires_grad, grad in self._parameters:
             parameter.requires_grad_(requires_grad)
             parameter.grad = None if grad is None else grad.to(parameter.device)
-        _restore_copies(self._values)
+        super().restore()
         self._optimizer.load_state_dict(self._state)
         for loaded, (group, saved) in zip(self._optimizer.param_groups, self._groups, strict=True):
             loaded.update(saved)  # loading has copied a learning rate that is a tensor
@@ -85,7 +84,6 @@ class TrainingSnapshot:
         if "param_groups" in vars(self._optimizer):  # a wrapper may forward those of another
             self._group_list[:] = [group for group, _ in self._groups]
             self._optimizer.param_groups = self._group_list
-        self._forwards.restore()
 
 
 def _attributes(thing: Any, depth: int) -> list[dict[str, Any]]:
@@ -109,9 +107,3 @@ def _copies(leaves: list[Any]) -> list[tuple[Tensor, Tensor]]:
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values()
     shards = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
     return [(shard.detach(), shard.detach().to("cpu", copy=True)) for shard in shards]
-
-
-@torch.no_grad()
-def _restore_copies(copies: list[tuple[Tensor, Tensor]]) -> None:
-    for tensor, value in copies:
-        tensor.copy_(value)

@@ -41,38 +41,28 @@ def ema_decay(decay: Share, batch_size: Count, base_batch: Count) -> float:
 def require_transportable(
     optimizer: Optimizer, base_batch: int, min_batch: int, max_batch: int | None, *, is_vr: bool
 ) -> None:
-    """Checks that `transported` knows what to do with an optimizer and with these batch sizes.
-
-    Raises:
-        SettingError: the optimizer has no betas, L2 weight decay, or momenta of its own; or the
-            bounds are wider than what was measured.
-    """
-    name = type(optimizer).__name__
+    """Raises SettingError for an optimizer or batch sizes with which `transported` cannot help."""
+    name, problem = type(optimizer).__name__, ""
     if is_vr:
-        raise SettingError(
-            f"transport=True with {name}, whose own averages would not follow (beta3, and those of "
-            "GSNR); leave transport out, or pass the base optimizer"
-        )
+        problem = f"{name}, whose own averages (beta3, those of GSNR) would not follow"
     for number, group in enumerate(optimizer.param_groups):
-        if "betas" not in group:
-            raise SettingError(
-                f"transport=True needs betas, and parameter group {number} of {name} has none; use "
-                "AdamW or another optimizer that has them, or leave transport out"
+        betas, decay = group.get("betas"), group.get("weight_decay", 0)
+        if betas is None or any(isinstance(beta, Tensor) for beta in betas):
+            kind = "no betas" if betas is None else "betas that are tensors"
+            problem = problem or f"parameter group {number} of {name} has {kind}"
+        elif decay and not _is_decoupled(optimizer, group):
+            problem = problem or (
+                f"the weight_decay={decay} of {name} is added to the gradient, or does not say "
+                "that it is decoupled (decoupled_weight_decay=True in its group)"
             )
-        decay = group.get("weight_decay", 0)
-        if decay and not _is_decoupled(optimizer, group):
-            raise SettingError(
-                f"transport=True: the weight_decay={decay} of {name} is added to the gradient, or "
-                "does not say that it is decoupled (decoupled_weight_decay=True in its group); use "
-                "AdamW, or weight_decay=0"
-            )
+    if problem:
+        raise SettingError(f"transport=True: {problem}; use AdamW, or leave transport out")
     low, high = -(-base_batch // RANGE), RANGE * base_batch
     if min_batch < low or max_batch is None or max_batch > high:
         raise SettingError(
             f"transport=True: batch sizes from {min_batch} to {max_batch} around base_batch="
-            f"{base_batch}; it helps within a factor of {RANGE}, and at 16 it was worse than none "
-            "in some trainings (.0718 for .0538, docs/policies.md); pass a policy, or a "
-            f"Controller, with min_batch={low} and max_batch={high}"
+            f"{base_batch}; it helps within a factor of {RANGE} (docs/policies.md); pass a policy, "
+            f"or a Controller, with min_batch={low} and max_batch={high}"
         )
 
 
@@ -84,26 +74,21 @@ def transported(optimizer: Optimizer, ratio: float, lr_factor: float) -> Iterato
 
     `lr_factor` is in the learning rate already, so the decay of a step, rate x weight decay, is
     multiplied by `ratio`. A ratio beyond the measured range, such as that of the last samples of an
-    epoch, counts as its end. A tensor stays the same tensor.
+    epoch, counts as its end.
     """
     ratio = min(max(ratio, 1 / RANGE), RANGE)
-    groups = [group for group in optimizer.param_groups if "betas" in group]
+    groups = [*optimizer.param_groups]
     saved = [{name: group[name] for name in _TRANSPORTED if name in group} for group in groups]
-    betas = {b: b.detach().clone() for g in groups for b in g["betas"] if isinstance(b, Tensor)}
     try:
-        for tensor in betas:
-            tensor.detach().pow_(ratio)
         for group in groups:
-            pair, decay = group["betas"], group.get("weight_decay", 0)
-            group["betas"] = type(pair)(b if isinstance(b, Tensor) else b**ratio for b in pair)
+            betas, decay = group["betas"], group.get("weight_decay", 0)
+            group["betas"] = type(betas)(beta**ratio for beta in betas)
             if decay and lr_factor and _is_decoupled(optimizer, group):
                 group["weight_decay"] = decay * ratio / lr_factor
         yield
     finally:
         for group, values in zip(groups, saved, strict=True):
             group.update(values)
-        for tensor, value in betas.items():
-            tensor.detach().copy_(value)
 
 
 def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from bigbatch.errors import SettingError
 from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.policies.policy import Fixed
 from bigbatch.training.adaptive_batch import AdaptiveBatch
-from bigbatch.training.scheduler import total_ticks
+from bigbatch.training.scheduler import last_tick
 
 _NEVER = sys.maxsize
 
@@ -106,7 +106,7 @@ def take_over_scheduler(trainer: Trainer) -> LRScheduler | None:
 
 def warn_of_end(trainer: Trainer, train: AdaptiveBatch) -> None:
     """Warns if the schedule and the training end at different places, as far as both are known."""
-    total = None if train.scheduler is None else total_ticks(train.scheduler)
+    total = None if train.scheduler is None else last_tick(train.scheduler)
     if total is None or not trainer.is_global_zero:
         return
     name, base = type(train.scheduler).__name__, f"{train.scheduler_batch:g}"
@@ -123,7 +123,7 @@ def warn_of_end(trainer: Trainer, train: AdaptiveBatch) -> None:
     steps = train.base_steps(epochs)
     if abs(steps - total) > epochs + 1 + total / 100:  # Lightning rounds every epoch up
         warnings.warn(
-            f"{name} is built for {total} steps, and max_epochs={epochs} advances it {steps} "
+            f"{name} reaches its end in {total} steps, and max_epochs={epochs} advances it {steps} "
             f"times, once for every base batch of {base} samples; build it in configure_optimizers "
             "with trainer.estimated_stepping_batches, which counts these, or pass "
             "AdaptiveBatchCallback(base_batch=)",
