@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients.grad_guard import GradGuard
-from bigbatch.gradients.leaf_tap import leaf_tap
 from bigbatch.gradients.rank_reducer import GradientShards, GroupReducer, note_waiting
 from bigbatch.gradients.tapped_source import TappedSource
 
@@ -86,24 +85,20 @@ class DDPReducer(GroupReducer):
         return None
 
 
-class DDPGuard(GradGuard):
-    """`.grad` under DDP, which until the last backward is this rank's own sum."""
+class DDPSource(TappedSource):
+    """Leaf hooks see each rank's own gradient; `.grad` is its sum until the last backward."""
 
     keeps_sums = True
-
-    def sum_of(self, parameter: Tensor) -> Tensor | None:
-        """This rank's sum, before the last backward has reduced it."""
-        grad = parameter.grad
-        return None if grad is None else grad.detach()
-
-
-class DDPSource(TappedSource):
-    """Leaf hooks, as in one process, and DDP's group."""
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
         require_wrapped(ddp, parameters)
-        super().__init__(parameters, leaf_tap(), DDPGuard(), DDPReducer(ddp))
+        super().__init__(parameters, GradGuard(), DDPReducer(ddp))
+
+    def _sum_of(self, parameter: Tensor) -> Tensor | None:
+        """This rank's sum, before the last backward has reduced it."""
+        grad = parameter.grad
+        return None if grad is None else grad.detach()
 
 
 def require_wrapped(ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:

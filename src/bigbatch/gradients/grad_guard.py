@@ -3,7 +3,7 @@
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,9 +41,6 @@ class GradGuard:
         local_grad: returns this rank's part of the gradient of a parameter.
     """
 
-    keeps_sums = False
-    """Whether it has S, the sum of what the complete micro-batches added."""
-
     def __init__(
         self, *, grad_may_wait: bool = False, local_grad: Callable[[Tensor], Tensor | None] = _GRAD
     ) -> None:
@@ -63,7 +60,7 @@ class GradGuard:
         grads: Any = filter(is_tensor, map(self.local_grad, self.parameters))
         return list(grads)
 
-    def begin(self, *, foreign_backward: bool) -> None:
+    def begin(self) -> None:
         """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
         if not self.is_clean():
             raise GradientError(
@@ -141,21 +138,6 @@ class GradGuard:
             torch._foreach_mul_(grads, factor)
         self.factor *= factor
         self.accept()
-
-    def added_by(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """What the micro-batch adds to `.grad`, computed from the gradient that a hook reports."""
-        return gradient
-
-    def after_report(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Every subscriber has read it."""
-
-    def sum_of(self, parameter: Tensor) -> Tensor | None:
-        """S, also in a backward, before its gradient is added; None before the first."""
-        return None
-
-    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """S of each parameter."""
-        return list(map(self.sum_of, parameters))
 
 
 def require_dense(gradients: Iterable[Tensor]) -> None:

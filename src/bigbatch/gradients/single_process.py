@@ -2,8 +2,7 @@
 
 import itertools
 import operator
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,14 +13,11 @@ from bigbatch.gradients.grad_guard import is_tensor, require_dense
 from bigbatch.gradients.grad_sums import GradSums
 from bigbatch.gradients.gradient_hooks import (
     first_hook,
-    gradient_hook,
-    is_nested,
     raise_after_backward,
     remove_hooks,
     watching_hook,
     weak_method,
 )
-from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import MicroBatchGradients
 from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.gradients.source import TWICE
@@ -30,11 +26,6 @@ from bigbatch.gradients.tapped_source import TappedSource
 _HOOKS = operator.attrgetter("_backward_hooks")
 _POST_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 _NEEDS_EXACT = operator.attrgetter("needs_exact_groups")
-_NESTED = (
-    "a backward inside another one reached the parameters first (reentrant checkpointing of the "
-    "whole model, which use_reentrant=False avoids?), so the end of the micro-batch is unknown; "
-    "mark the micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch"
-)
 _HOOKED = "a hook was put on a parameter, or a meter made, within a step; do that between two steps"
 _MOST_LISTS = 64  # of parameters that micro-batches reached
 _LARGE = 1 << 20  # bytes of a gradient that is added at once, to free its memory
@@ -53,21 +44,16 @@ class SingleProcessSource(TappedSource):
     """
 
     guard: GradSums
+    gathers = True
 
     def __init__(
         self, parameters: Iterable[Tensor], *, explicit: bool = False, unshared: str = ""
     ) -> None:
-        self._handles: dict[int, RemovableHandle] = {}  # of this source's hooks, by their ids
         self._attached: tuple[object, ...] | None = None  # what the hooks were put on for
-        self._trained: set[Tensor] = set()  # the watched parameters that need a gradient
-        self._at_once: set[Tensor] = set()  # those whose gradient is added as soon as it is known
+        self._numbers: dict[int, int] = {}  # of the parameters, by their ids
         self._lists: dict[tuple[int, ...], list[Tensor]] = {}  # parameters by their numbers
-        self._first_hook = first_hook(self._begin_hooked_backward)
-        weakref.finalize(self, remove_hooks, self._handles)
-        reducer = RankReducer(unshared)
-        super().__init__(
-            parameters, GradientTap(on_leaves=True), GradSums(), reducer, explicit=explicit
-        )
+        self.explicit = explicit
+        super().__init__(parameters, GradSums(), RankReducer(unshared))
 
     # hooks
 
@@ -87,28 +73,22 @@ class SingleProcessSource(TappedSource):
         needed = reads, at_once, others, list(map(id, self.parameters)), list(map(id, trained))
         if needed == self._attached:
             return
-        self._remove_hooks()
-        self._attached, self._trained, self._hides = needed, set(trained), reads and not others
-        self._at_once = {p for p in trained if at_once or p.numel() * p.element_size() > _LARGE}
+        remove_hooks(self._handles)
+        self._attached, self._hides = needed, reads and not others
         self._lists.clear()
-        report = weak_method(self._on_gradient)
-        for number, parameter in enumerate(self.parameters):
-            if parameter not in self._trained:
-                continue
+        self._numbers = dict(zip(map(id, self.parameters), itertools.count(), strict=False))
+        begins = first_hook(self._begin_hooked_backward)
+        adds = watching_hook(weak_method(self._add_at_once))
+        for parameter in trained:
             if others:  # after which the taps come
-                self._keep(parameter.register_hook, gradient_hook(report, parameter))
+                self._keep(self._register(parameter, parameter))
                 continue
-            self._keep(parameter.register_hook, self._first_hook)
-            if reads and parameter in self._at_once:
-                self._keep(parameter.register_post_accumulate_grad_hook, self._adding_hook(number))
+            self._keep(parameter.register_hook(begins))  # type: ignore[no-untyped-call]
+            if reads and (at_once or parameter.numel() * parameter.element_size() > _LARGE):
+                self._keep(parameter.register_post_accumulate_grad_hook(adds))  # type: ignore[no-untyped-call]
 
-    def _keep(self, register: Any, hook: Callable[[Tensor], None]) -> None:
-        handle: RemovableHandle = register(hook)
+    def _keep(self, handle: RemovableHandle) -> None:
         self._handles[handle.id] = handle
-
-    def _adding_hook(self, number: int) -> Callable[[Tensor], None]:
-        add = weak_method(self._add_at_once)
-        return watching_hook(lambda parameter: add(number, parameter))
 
     def _hooks_of_others(self) -> list[int]:
         """Ids of all hooks on gradients and sums of the parameters that are not this source's."""
@@ -116,17 +96,9 @@ class SingleProcessSource(TappedSource):
         present = itertools.chain.from_iterable(filter(None, kinds))
         return list(itertools.filterfalse(self._handles.__contains__, present))
 
-    def _remove_hooks(self) -> None:
-        self._attached = None
-        remove_hooks(self._handles)
-
-    def local_grads(self) -> list[Tensor]:
-        """Every gradient."""
-        return [grad for p in self.parameters if (grad := p.grad) is not None]
-
-    def _watched(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        watched = set(map(id, self.parameters))
-        return [leaf if id(leaf) in watched else None for leaf in leaves]
+    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """S of each parameter; None where no micro-batch reached it."""
+        return self.guard.sums_of(parameters)
 
     # a micro-batch
 
@@ -196,10 +168,10 @@ class SingleProcessSource(TappedSource):
         self._report(batch)
         self.guard.add(numbers, gradients, summed=batch.summed, first=first)
 
-    def _add_at_once(self, number: int, parameter: Tensor) -> None:
+    def _add_at_once(self, parameter: Tensor) -> None:
         """Adds a gradient as soon as it is there; a backward that two reach is refused."""
-        gradient = parameter.grad
-        if not self.guard.hides or self._several or gradient is None:
+        number, gradient = self._numbers[id(parameter)], parameter.grad
+        if not self.guard.hidden or self._several or gradient is None:
             return
         if gradient.requires_grad:  # of create_graph=True, which `.grad` keeps
             return
@@ -207,10 +179,6 @@ class SingleProcessSource(TappedSource):
             raise GradientError(TWICE)
         require_dense([gradient])
         self._add((number,), [gradient], first=self.guard.sums[number] is None)
-
-    def _is_summed(self, parameter: Tensor) -> bool:
-        """Whether a tap may see several gradients of a parameter in a micro-batch."""
-        return self._several or self._implicit or parameter not in self._at_once
 
     # a backward
 
@@ -223,10 +191,6 @@ class SingleProcessSource(TappedSource):
         except BaseException as error:
             raise_after_backward(error)
         return True
-
-    def _require_known_end(self) -> None:
-        if is_nested():
-            raise GradientError(_NESTED)
 
     def _has_accumulated(self) -> bool:
         if self._reached:

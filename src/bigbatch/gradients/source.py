@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError, SettingError
-from bigbatch.gradients.grad_guard import GradGuard
-from bigbatch.gradients.gradient_hooks import current_backward, weak_method
+from bigbatch.gradients.grad_guard import GradGuard, is_tensor
+from bigbatch.gradients.gradient_hooks import current_backward, remove_hooks, weak_method
 from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.group_tap import GroupTap, refusal_message
-from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import MicroBatchGradients, Subscriber
 from bigbatch.gradients.rank_reducer import RankReducer
 
@@ -49,30 +49,25 @@ class _Scope:
 class GradientSource(ABC):
     """Reports each micro-batch's gradient to its subscribers, and checks `.grad` meanwhile.
 
-    By default every `backward()` is one micro-batch. With `explicit=True` only a backward inside
-    `with source.micro_batch(weight)` counts.
-
     What a micro-batch is, `TappedSource` knows.
 
     Args:
         parameters: the parameters to watch.
-        tap: hooks the gradients.
         guard: reads `.grad` on this rank, and notices who else writes to it.
         reducer: communicates, and knows which shard of the mean gradient each rank has.
-        explicit: counts only what happens inside `micro_batch`.
     """
 
+    explicit = False
+    """Whether only what happens inside `micro_batch` counts; else every backward is one."""
+    on_leaves = True
+    """Whether hooks are on the parameters themselves, so that one shows any backward."""
+
     def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        tap: GradientTap,
-        guard: GradGuard,
-        reducer: RankReducer,
-        *,
-        explicit: bool = False,
+        self, parameters: Iterable[Tensor], guard: GradGuard, reducer: RankReducer
     ) -> None:
-        self.explicit = explicit
-        self.guard, self.reducer, self._tap = guard, reducer, tap
+        self.guard, self.reducer = guard, reducer
+        self._handles: dict[Any, RemovableHandle] = {}  # of its hooks, by what they are on
+        weakref.finalize(self, remove_hooks, self._handles)
         self.on_error: Callable[[Exception], None] | None = None  # see `hands_errors_over`
         self.failed = False
         self.rank, self.ranks = reducer.rank, reducer.ranks
@@ -87,8 +82,8 @@ class GradientSource(ABC):
         self._several = False  # whether the micro-batch may have several backwards
         self._announced = False  # whether the subscribers know of it
         self._reached: dict[int, Tensor] = {}  # parameters that it has reached, by their ids
-        self._gathered: dict[Tensor, Tensor] = {}  # gradients that are not reported yet
-        self._elements = 0  # of small ones among these
+        # gradients that are not reported yet; detached, torch would write into their memory
+        self._gathered: dict[Tensor, Tensor] = {}
         self._hides = False  # whether it reads gradients from `.grad`, which starts empty
         self._reads_at_once = False  # whether a subscriber wants each as it comes
         self._backward: weakref.ref[Any] | None = None  # to an object that lives as long as it
@@ -125,8 +120,8 @@ class GradientSource(ABC):
 
     def _watched(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """The watched parameters of leaves of the graph; None for one of another's."""
-        parameters = map(self._tap.parameter_of, leaves)
-        return [p if self._tap.is_hooked(p) else None for p in parameters]
+        watched = set(map(id, self.parameters))
+        return [leaf if id(leaf) in watched else None for leaf in leaves]
 
     # what is watched, and who reads it
 
@@ -138,7 +133,6 @@ class GradientSource(ABC):
                 raise SettingError(
                     "a complex parameter cannot be measured; hold torch.view_as_real of it"
                 )
-            self._tap.require_supported(parameter)
             if parameter not in watched:
                 watched.add(parameter)
                 self.parameters.append(parameter)
@@ -148,11 +142,11 @@ class GradientSource(ABC):
     def select(self, parameters: Iterable[Tensor]) -> None:
         """Watches these parameters alone, between steps; `zero_grad` still zeroes the others."""
         selected = dict.fromkeys(parameters)
-        self.add([p for p in self._unwatched if p in selected])  # in the order of the model
-        self.add(selected)
+        self.add([*filter(selected.__contains__, self._unwatched), *selected])  # in model order
         for parameter in [p for p in self.parameters if p not in selected]:
             self._unwatched[parameter] = None
-            self._tap.detach(parameter)
+            if parameter in self._handles:
+                self._handles.pop(parameter).remove()
         self.parameters[:] = [p for p in self.parameters if p in selected]
         self._attach_hooks()
 
@@ -170,9 +164,7 @@ class GradientSource(ABC):
                 "backward; measure by micro-batches, groups=None"
             )
         watched = weak_method(self._watched)
-        self.group_tap = GroupTap(
-            groups, watched, layers, model, checks_samples=self._tap.on_leaves
-        )
+        self.group_tap = GroupTap(groups, watched, layers, model, checks_samples=self.on_leaves)
         self._attach_hooks()
 
     def prepare_groups(
@@ -199,7 +191,7 @@ class GradientSource(ABC):
         self._subscribers.remove(subscriber)
         self._reads_at_once = any(other.reads_at_once for other in self._subscribers)
         if not self._subscribers:
-            self._remove_hooks()
+            remove_hooks(self._handles)
             self._attach_hooks()
 
     def close(self) -> None:
@@ -207,10 +199,7 @@ class GradientSource(ABC):
         self._closed = True
         if self.group_tap is not None:
             self.group_tap.forget()
-        self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        self._tap.close()
+        remove_hooks(self._handles)
 
     # the step
 
@@ -272,12 +261,18 @@ class GradientSource(ABC):
 
     def local_grads(self) -> list[Tensor]:
         """`local_grad` of every parameter that has one."""
-        grads = map(self.local_grad, self.parameters)
-        return [grad for grad in grads if grad is not None]
+        grads: Any = map(self.guard.local_grad, self.parameters)
+        if (shards := self.reducer.shards) is not self.reducer:
+            grads = map(shards.local_grad, self.parameters, grads)
+        return list(filter(is_tensor, grads))
 
     def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """S of each parameter; None where no micro-batch reached it, or S is not kept."""
-        return self.guard.sums_of(parameters)
+        return list(map(self._sum_of, parameters))
+
+    def _sum_of(self, parameter: Tensor) -> Tensor | None:
+        """S, also in a backward, before its gradient is added; None before the first."""
+        return None
 
     def require_finished(self) -> None:
         """Raises GradientError where the last backward has failed, and nothing was zeroed since."""
@@ -309,7 +304,7 @@ class GradientSource(ABC):
             return
         self._attach_hooks()
         self.reducer.require_shared()
-        self.guard.begin(foreign_backward=self.foreign_backward)
+        self.guard.begin()
         self._step_begun = True
         for subscriber in self._subscribers:
             subscriber.begin()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients.grad_guard import require_dense
@@ -16,7 +17,10 @@ from bigbatch.gradients.gradient_hooks import (
     current_backward,
     follows,
     hands_errors_over,
+    is_nested,
+    watching_hook,
     weak_method,
+    weakly,
 )
 from bigbatch.gradients.protocols import MicroBatchGradients
 from bigbatch.gradients.source import TWICE, GradientSource
@@ -26,16 +30,26 @@ MADE_LATE = (
     "model.parameters(), which are not what is trained; make the optimizer before any forward, or "
     "after module.reshard() of every module that fully_shard was called on"
 )
+_NESTED = (
+    "a backward inside another one reached the parameters first (reentrant checkpointing of the "
+    "whole model, which use_reentrant=False avoids?), so the end of the micro-batch is unknown; "
+    "mark the micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch"
+)
 
 _SMALL = 1 << 14  # elements; for fewer, a call costs more than the read
-_GATHERED = 1 << 17  # elements of small gradients that are reported together
+_GATHERED = 128  # small gradients that are reported together
 
 
 class TappedSource(GradientSource):
     """Watches gradients by hooks, as where an engine writes to `.grad` itself.
 
-    An engine is supported by a tap, a guard and a reducer; `gradients/ddp.py` is an example.
+    An engine is supported by its hooks, a guard and a reducer; `gradients/ddp.py` is an example.
     """
+
+    keeps_sums = False
+    """Whether it has S, the sum of what the complete micro-batches added."""
+    gathers = False
+    """Whether gradients that hooks see are added up, and reported at the end of a micro-batch."""
 
     # hooks
 
@@ -46,11 +60,17 @@ class TappedSource(GradientSource):
         """
         if self._closed:
             return
-        if self._subscribers:
-            self._tap.attach(self.parameters, weak_method(self._on_gradient))
-        elif self.explicit and self._tap.on_leaves:
-            trained = [p for p in self.parameters if p.requires_grad]
-            self._tap.attach(trained[-1:], weak_method(self._on_gradient))
+        trained = [p for p in self.parameters if p.requires_grad]
+        if not self._subscribers:
+            trained = trained[-1:] if self.explicit and self.on_leaves else []
+        for parameter in trained:
+            if parameter not in self._handles:
+                self._handles[parameter] = self._register(parameter, parameter)
+
+    def _register(self, leaf: Tensor, parameter: Tensor) -> RemovableHandle:
+        """Hooks the leaf of which an engine computes the parameter's gradient."""
+        hook = watching_hook(weakly(weak_method(self._on_gradient), parameter))
+        return leaf.register_hook(hook)  # type: ignore[no-untyped-call,no-any-return]
 
     # a micro-batch
 
@@ -62,7 +82,7 @@ class TappedSource(GradientSource):
         if self.micro_batches:
             self._require_undisturbed(changed=changed)
         self._begin_step()
-        self._announced, self._elements = False, 0
+        self._announced = False
         self._reached.clear()
         self._gathered.clear()
         self._in_micro_batch, self.foreign_backward = True, False
@@ -87,7 +107,7 @@ class TappedSource(GradientSource):
 
     def _require_seen(self, written_parameters: list[Tensor]) -> None:
         """An engine may write to the gradient of a parameter that this rank did not reach."""
-        if not all(map(self._tap.is_hooked, written_parameters)):
+        if not all(map(self._handles.__contains__, written_parameters)):
             self.restart()
             raise GradientError(
                 "a parameter received a gradient that was not seen: it was unfrozen, or its "
@@ -100,20 +120,19 @@ class TappedSource(GradientSource):
             raise GradientError(TWICE)
         is_large = gradient.numel() > _SMALL or not gradient.is_cpu
         if is_large or self._reads_at_once:
-            total = self.guard.sum_of(parameter)
-            sums, is_first = None if total is None else [total], self.guard.keeps_sums
-            is_first = is_first and total is None
+            total = self._sum_of(parameter)
+            sums = None if total is None else [total]
+            is_first = self.keeps_sums and total is None
             self._report(MicroBatchGradients([parameter], [gradient], sums, is_first))
             return
-        self._gathered[parameter] = gradient  # not detached: torch would write into its memory
-        self._elements += gradient.numel()
-        if self._elements > _GATHERED:
+        self._gathered[parameter] = gradient
+        if len(self._gathered) == _GATHERED:
             self._report_gathered()
 
     def _report_gathered(self) -> None:
         if self._gathered:
             batch = MicroBatchGradients([*self._gathered], [*self._gathered.values()])
-            self._gathered, self._elements = {}, 0
+            self._gathered = {}
             self._report(batch)
 
     # a backward
@@ -129,16 +148,11 @@ class TappedSource(GradientSource):
         require_dense([gradient])
         if gradient.requires_grad:
             gradient = gradient.detach()
-        if self._is_summed(parameter):
+        if self._several or self.gathers:
             total = self._gathered.get(parameter)
-            self._gathered[parameter] = gradient.clone() if total is None else total.add_(gradient)
-            return
-        self._emit(parameter, self.guard.added_by(parameter, gradient))
-        self.guard.after_report(parameter, gradient)
-
-    def _is_summed(self, parameter: Tensor) -> bool:
-        """Whether a parameter may get several gradients, reported at the end of the micro-batch."""
-        return self._several
+            self._gathered[parameter] = gradient if total is None else total + gradient
+        else:
+            self._emit(parameter, gradient)
 
     def _begin_backward(self) -> None:
         """Opens a micro-batch at the first gradient of a backward, and has its end called."""
@@ -173,16 +187,14 @@ class TappedSource(GradientSource):
         self._weight, self._several = 1.0, False
         backward = self._backward
         try:
-            self._require_known_end()
+            if is_nested():
+                raise GradientError(_NESTED)
             self._open()
         except GradientError:
             self._in_micro_batch = True  # what the backward leaves belongs to no step
             raise
         finally:
             self._implicit, self._backward = True, backward
-
-    def _require_known_end(self) -> None:
-        """Raises GradientError where the end of a backward is not that of its micro-batch."""
 
     @_disable_dynamo
     @hands_errors_over
