@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.errors import SettingError
 from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.rank_reducer import GradientShards, GroupReducer, note_waiting
-from bigbatch.gradients.tapped_source import TappedSource
+from bigbatch.gradients.source import GradientSource
 
 
 class ReducedShards(GradientShards, ABC):
@@ -79,13 +79,11 @@ class DDPReducer(GroupReducer):
     @property
     def _hook_state(self) -> ReducedShards | None:
         """The state of the model's communication hook, if it keeps the mean gradient."""
-        for _, state in self.ddp._comm_hooks:
-            if isinstance(state, ReducedShards):
-                return state
-        return None
+        states = (state for _, state in self.ddp._comm_hooks)
+        return next((state for state in states if isinstance(state, ReducedShards)), None)
 
 
-class DDPSource(TappedSource):
+class DDPSource(GradientSource):
     """Leaf hooks see each rank's own gradient; `.grad` is its sum until the last backward."""
 
     keeps_sums = True

@@ -15,7 +15,7 @@ from bigbatch.gradients.auto import NO_TENSOR_PARALLELISM
 from bigbatch.gradients.grad_guard import GradGuard, all_zero
 from bigbatch.gradients.gradient_hooks import watching_hook, weak_method
 from bigbatch.gradients.rank_reducer import GroupReducer, RankReducer, ShardIndices, indices_in_rows
-from bigbatch.gradients.tapped_source import MADE_LATE, TappedSource
+from bigbatch.gradients.source import MADE_LATE, GradientSource
 
 _Owned = tuple[nn.Module, str, Tensor]  # a module, the parameter's name in it, the parameter
 
@@ -34,7 +34,7 @@ _Owned = tuple[nn.Module, str, Tensor]  # a module, the parameter's name in it, 
 #   listed; and after each step, as FSDP2 gathers nothing that it still holds, from before the step.
 # - An optimizer alone has the shards, no module. Their post-accumulate hooks see the sum over ranks
 #   of each micro-batch (`ShardedSource`): k is the accumulation, and nothing is communicated.
-class FSDP2Source(TappedSource):
+class FSDP2Source(GradientSource):
     """Sees the whole local gradient of every parameter before it is reduced and sharded.
 
     See [Note: FSDP2's shards]. The last backward of a step has to reduce.
@@ -90,7 +90,7 @@ class FSDP2Source(TappedSource):
         return [hooked.get(id(leaf)) for leaf in leaves]
 
 
-class ShardedSource(TappedSource):
+class ShardedSource(GradientSource):
     """Watches the local shards of `.grad`; see [Note: FSDP2's shards].
 
     An engine that reduces in every backward leaves the sum so far, S_j, in the shard. What the
@@ -117,8 +117,7 @@ class ShardedSource(TappedSource):
         self.guard.arriving = None
 
     def _begin_step(self) -> None:
-        if not self._step_begun:
-            self._sums.clear()
+        self._sums.clear()
         super()._begin_step()
 
     def _emit(self, parameter: Tensor, gradient: Tensor) -> None:

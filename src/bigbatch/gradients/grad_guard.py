@@ -76,7 +76,7 @@ class GradGuard:
         local_grads: list[Any] = list(map(self.local_grad, self.parameters))
         return [
             None
-            if grad is None or local_grad is None
+            if grad is None
             else (
                 id(ref := weakref.ref(grad)),
                 grad._version + (0 if local_grad is grad else local_grad._version),

@@ -20,8 +20,7 @@ from bigbatch.gradients.gradient_hooks import (
 )
 from bigbatch.gradients.protocols import MicroBatchGradients
 from bigbatch.gradients.rank_reducer import RankReducer
-from bigbatch.gradients.source import TWICE
-from bigbatch.gradients.tapped_source import TappedSource
+from bigbatch.gradients.source import TWICE, GradientSource, MicroBatch
 
 _HOOKS = operator.attrgetter("_backward_hooks")
 _POST_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -31,7 +30,7 @@ _MOST_LISTS = 64  # of parameters that micro-batches reached
 _LARGE = 1 << 20  # bytes of a gradient that is added at once, to free its memory
 
 
-class SingleProcessSource(TappedSource):
+class SingleProcessSource(GradientSource):
     """One process: a backward inside a step writes into an empty `.grad`; on several ranks refused.
 
     See `GradSums` and docs/decisions/0028. Where anybody else has a hook on a parameter, autograd
@@ -74,7 +73,7 @@ class SingleProcessSource(TappedSource):
         if needed == self._attached:
             return
         remove_hooks(self._handles)
-        self._attached, self._hides = needed, reads and not others
+        self._attached, self.hides = needed, reads and not others
         self._lists.clear()
         self._numbers = dict(zip(map(id, self.parameters), itertools.count(), strict=False))
         begins = first_hook(self._begin_hooked_backward)
@@ -102,13 +101,14 @@ class SingleProcessSource(TappedSource):
 
     # a micro-batch
 
-    def _open(self) -> None:
+    def _open(self, opened: MicroBatch) -> None:
         if self._subscribers or self.micro_batches:
-            super()._open()
+            super()._open(opened)
         else:
-            self._begin_step()
-            self._in_micro_batch, self.foreign_backward = True, False
-        if self._hides:
+            if not self._step_begun:
+                self._begin_step()
+            self._current, self.foreign_backward = opened, False
+        if self.hides:
             self.guard.hide()
         else:
             self.guard.keeps_apart = False
@@ -116,75 +116,76 @@ class SingleProcessSource(TappedSource):
     def _require_undisturbed(self, *, changed: bool) -> None:
         if changed:
             self.require_unchanged("this one")
-        if self._hides and self._hooks_of_others():
+        if self.hides and self._hooks_of_others():
             raise GradientError(_HOOKED)
 
-    def _close(self) -> None:
-        if self._hides:
-            self._add_all(self.guard.take())
+    def _close(self, current: MicroBatch) -> None:
+        if self.hides:
+            self._add_all(current, self.guard.take())
             self.guard.show()
             self.guard.accept()
-            self._end_micro_batch()
+            self._end_micro_batch(current)
         elif self._subscribers:
-            super()._close()
+            super()._close(current)
         else:
-            self._in_micro_batch = False
+            self._current = None
             self.micro_batches += 1
             self.guard.accept()
 
-    def _require_seen(self, written_parameters: list[Tensor]) -> None:
+    def _require_seen(self, current: MicroBatch, written_parameters: list[Tensor]) -> None:
         """Takes the gradient of a parameter whose tap was put on in this backward."""
-        if any(p.grad is None for p in (*self._reached.values(), *self._gathered)):
+        if any(p.grad is None for p in (*current.reached.values(), *current.gathered)):
             self.require_no_step_in_backward()
         for parameter in written_parameters:
-            if id(parameter) in self._reached or parameter in self._gathered:
+            if id(parameter) in current.reached or parameter in current.gathered:
                 continue
             if self.micro_batches or parameter.grad is None:
                 raise GradientError(_HOOKED)
-            self._gathered[parameter] = parameter.grad.detach().clone()
+            current.gathered[parameter] = parameter.grad.detach().clone()
 
-    def _add_all(self, found: Sequence[Tensor | None]) -> None:
+    def _add_all(self, current: MicroBatch, found: Sequence[Tensor | None]) -> None:
         """Reports what the backward has left, and adds it to the sums."""
         sums = self.guard.sums
         numbers = tuple(itertools.compress(range(len(found)), map(is_tensor, found)))
-        if not numbers and not self._reached:
+        if not numbers and not current.reached:
             self.require_no_step_in_backward()
         have_sums = list(map(is_tensor, map(sums.__getitem__, numbers)))
         later = tuple(itertools.compress(numbers, have_sums))
         without = tuple(itertools.compress(numbers, map(operator.not_, have_sums)))
-        for some, is_first in ((without, True), (later, False)):
-            if some:
-                gradients: list[Any] = list(map(found.__getitem__, some))
-                self._add(some, gradients, first=is_first)
+        for some in filter(None, (without, later)):
+            gradients: list[Any] = list(map(found.__getitem__, some))
+            self._add(current, some, gradients)
 
-    def _add(self, numbers: tuple[int, ...], gradients: list[Tensor], *, first: bool) -> None:
+    def _add(self, current: MicroBatch, numbers: tuple[int, ...], gradients: list[Tensor]) -> None:
+        """Reports gradients of parameters that all have a sum, or none; adds them to it."""
         if numbers not in self._lists:  # the same list each time
             if len(self._lists) == _MOST_LISTS:
                 self._lists.clear()
             self._lists[numbers] = [self.parameters[number] for number in numbers]
+        first = self.guard.sums[numbers[0]] is None
         sums = None if first else self.guard.sums_before(numbers)
         may_sum = not first and not self.guard.graphs
         batch = MicroBatchGradients(self._lists[numbers], gradients, sums, first, may_sum)
-        self._report(batch)
+        current.report(batch)
         self.guard.add(numbers, gradients, summed=batch.summed, first=first)
 
     def _add_at_once(self, parameter: Tensor) -> None:
         """Adds a gradient as soon as it is there; a backward that two reach is refused."""
-        number, gradient = self._numbers[id(parameter)], parameter.grad
-        if not self.guard.hidden or self._several or gradient is None:
+        current, gradient = self._current, parameter.grad
+        if current is None or current.several or not self.guard.hidden or gradient is None:
             return
         if gradient.requires_grad:  # of create_graph=True, which `.grad` keeps
             return
-        if id(parameter) in self._reached:
+        if id(parameter) in current.reached:
             raise GradientError(TWICE)
         require_dense([gradient])
-        self._add((number,), [gradient], first=self.guard.sums[number] is None)
+        self._add(current, (self._numbers[id(parameter)],), [gradient])
 
     # a backward
 
     def _begin_hooked_backward(self) -> bool:
         """The first hook of a backward runs."""
-        if self._in_micro_batch and not self._subscribers:
+        if self._current is not None and not self._subscribers:
             return False
         try:
             self._begin_backward()
@@ -192,16 +193,15 @@ class SingleProcessSource(TappedSource):
             raise_after_backward(error)
         return True
 
-    def _has_accumulated(self) -> bool:
-        if self._reached:
+    def _has_accumulated(self, current: MicroBatch) -> bool:
+        if current.reached:
             return True
-        return self.guard.found() if self._hides else super()._has_accumulated()
+        return self.guard.found() if self.hides else super()._has_accumulated(current)
 
     def _end_autograd_grad(self) -> None:
         """Forgets a backward that has accumulated nothing."""
         self.guard.show()
-        self._gathered.clear()
-        self._in_micro_batch = self._implicit = False
+        self._current = None
 
     def _end_failed(self) -> None:
         # what the failed backward has left is in `.grad`, unless the user has zeroed it since

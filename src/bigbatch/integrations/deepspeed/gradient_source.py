@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients import TappedSource
+from bigbatch.gradients import GradientSource
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.rank_reducer import GroupReducer, ShardIndices, indices_in_runs
 from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shards, shape_of
 
 
-class ZeroSource(TappedSource):
+class ZeroSource(GradientSource):
     """Reads each rank's own gradient by leaf hooks, at every stage; the layout has the mean."""
 
     def __init__(self, engine: Any, layout: Layout) -> None:
@@ -28,7 +28,7 @@ class ZeroSource(TappedSource):
 
     def _begin_step(self) -> None:
         """Raises GradientError where ZeRO holds gradients from before the step."""
-        if self.foreign_backward and not self._step_begun:
+        if self.foreign_backward:
             raise GradientError(
                 "a backward of your own came before the step, and its gradients in ZeRO cannot be "
                 "removed; use engine.backward(loss), and make the engine again"

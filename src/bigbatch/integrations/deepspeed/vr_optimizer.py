@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients import GradientSource, Subscriber, TappedSource
+from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.rank_reducer import RankReducer
@@ -38,7 +38,7 @@ def bind_to_zero(optimizer: VarianceReduced, source: ZeroSource, layout: VRLayou
     optimizer.base.register_step_pre_hook(lambda *_: optimizer.scale_gradients())
 
 
-class ZeroShards(TappedSource):
+class ZeroShards(GradientSource):
     """Reads micro-batch j of all ranks together, which every backward leaves in the shards.
 
     Every backward reduces, as it does at stages 2 and 3 in any case. Its shards are taken out of
@@ -57,8 +57,7 @@ class ZeroShards(TappedSource):
         """No hooks: the shards are read after each backward."""
 
     def _begin_step(self) -> None:
-        if not self._step_begun:
-            self.totals.clear()
+        self.totals.clear()
         super()._begin_step()
 
     def _sum_of(self, parameter: Tensor) -> Tensor | None:
