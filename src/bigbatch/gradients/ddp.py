@@ -1,8 +1,4 @@
-"""Gradients under DistributedDataParallel: leaf hooks see each rank's own, `.grad` is the mean.
-
-DDP reduces after the hooks. The communication hook of an optimizer may write something else than
-the mean to `.grad`; the hook's state then has the mean (`ReducedShards`).
-"""
+"""Gradients under DistributedDataParallel: leaf hooks see each rank's own, `.grad` is the mean."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -18,7 +14,10 @@ from bigbatch.gradients.source import GradientSource
 
 
 class ReducedShards(GradientShards, ABC):
-    """State of a communication hook that keeps the mean gradient, a shard of it on each rank."""
+    """State of a communication hook that may write something else to `.grad` than the mean.
+
+    It keeps the mean, a shard of it on each rank.
+    """
 
     unreduced: bool = False
     """Whether the next reduction must leave each rank its own gradient."""
@@ -84,7 +83,7 @@ class DDPReducer(GroupReducer):
 
 
 class DDPSource(GradientSource):
-    """Leaf hooks see each rank's own gradient; `.grad` is its sum until the last backward."""
+    """DDP's group; `.grad` is this rank's sum until the last backward."""
 
     keeps_sums = True
 

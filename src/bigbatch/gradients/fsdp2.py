@@ -134,10 +134,7 @@ class ShardedSource(GradientSource):
 
 
 class ShardGuard(GradGuard):
-    """Watches shards that every backward reduces.
-
-    autograd.grad runs no hook on them, so every backward that is seen counts.
-    """
+    """Watches shards; autograd.grad runs no hook on them, so each backward that is seen counts."""
 
     def __init__(self) -> None:
         super().__init__(grad_may_wait=True, local_grad=local_shard)

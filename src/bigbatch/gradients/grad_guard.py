@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import stack_scalars
+from bigbatch.gradients.dtypes import stacked
 
 Stamp = tuple[Any, ...] | None
 """Which tensor `.grad` is, and how often it was written to; None without a gradient."""
@@ -23,13 +23,12 @@ is_tensor = functools.partial(operator.is_not, None)  # in C, for `map` and `fil
 # [Note: Integrity of .grad]
 # Statistics and r are computed from the sums of a step. If `.grad` was clipped, zeroed or written
 # to by a backward of the user's own between two micro-batches, they are plausible and wrong, so
-# such a step is refused. To compare values would read all gradients and wait for the device.
-# Instead, autograd counts the writes to a tensor, also those of a clipping whose factor is 1.
+# such a step is refused. To compare values would wait for the device; but autograd counts the
+# writes to a tensor, also those of a clipping whose factor is 1, though none through `.data`.
 # Another tensor, or another number of writes, is somebody else's doing. Values are read only then,
 # as the user may have called zero_grad(), which begins a new step; and before a step's first
-# micro-batch, where `.grad` is not None. Writes through `.data` are not counted.
-# An engine writes between and after backwards, so only what it holds at the end of a step is
-# checked.
+# micro-batch, where `.grad` is not None. An engine writes between and after backwards, so only what
+# it holds at the end of a step is checked.
 # The id of a tensor that is gone may be that of the next. Its weak reference is one object while
 # anybody holds it, so a stamp holds that, and has its id. A DTensor and its local shard are counted
 # apart, so both versions are added.
@@ -125,7 +124,7 @@ class GradGuard:
 
     def was_zeroed(self) -> bool:
         """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
-        return self.stamps() != self._stamps and self.is_clean_within_step()
+        return self.changed() and self.is_clean_within_step()
 
     def is_finite(self) -> bool:
         """Whether every gradient is finite; waits for the device."""
@@ -156,4 +155,4 @@ def require_dense(gradients: Iterable[Tensor]) -> None:
 def all_zero(tensors: Iterable[Tensor]) -> bool:
     """Whether the tensors hold zeros alone; waits for the device once, if there are elements."""
     nonempty = [tensor for tensor in tensors if tensor.numel()]
-    return not nonempty or not bool(stack_scalars(torch._foreach_norm(nonempty, torch.inf)).any())
+    return not nonempty or not bool(stacked(torch._foreach_norm(nonempty, torch.inf)).any())

@@ -73,11 +73,8 @@ def first_hook(begins: Callable[[], bool]) -> Any:
     """A hook for many tensors, of which a backward enters Python once, at its first gradient.
 
     It is `next` of an iterator, which gives None, in C. A hook on a tensor runs before its gradient
-    is accumulated, so the first one of a backward runs before any is.
-
-    Args:
-        begins: called in the first hook of a backward; returns whether the others of that backward
-            are left out. It must not raise, as an iterator that has raised is over.
+    is accumulated, so the first one of a backward runs before any is. `begins` is called in it, and
+    returns whether the others are left out; an iterator that has raised is over, so it must not.
     """
     begins = weak_method(begins)
 

@@ -45,7 +45,13 @@ class ReplacementCheck:
         watched, before, (slots, names) = list(watched), self._names, self._found()
         lost_names = [before[p] for p in watched if p in before and p not in names]
         if lost_names and not names.keys() <= {*watched, *before}:
-            raise GradientError(_replaced_message(lost_names))
+            named = ", ".join(lost_names[:_NAMED]) + (", ..." if len(lost_names) > _NAMED else "")
+            raise GradientError(
+                f"{len(lost_names)} of the parameters that are trained or measured "
+                f"({named}) are not the model's any more, which holds others: a layer was "
+                "replaced, or load_state_dict(assign=True) called; build the optimizer, and "
+                "AdaptiveBatch or the GradientMeter, after that, or leave assign=True out"
+            )
         self._slots, self._names = slots, names
 
     def _found(self) -> tuple[_Slots, dict[Tensor, str]]:
@@ -72,13 +78,3 @@ class ReplacementCheck:
 def has_gradient(source: GradientSource) -> bool:
     """Whether this rank has a part of any gradient; one that is zero counts."""
     return bool(source.local_grads())
-
-
-def _replaced_message(names: list[str]) -> str:
-    dots = ", ..." if len(names) > _NAMED else ""
-    return (
-        f"{len(names)} of the parameters that are trained or measured ({', '.join(names[:_NAMED])}"
-        f"{dots}) are not the model's any more, which holds others: a layer was replaced, or "
-        "load_state_dict(assign=True) called; build the optimizer, and AdaptiveBatch or the "
-        "GradientMeter, after that, or leave assign=True out"
-    )

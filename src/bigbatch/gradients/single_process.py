@@ -143,7 +143,7 @@ class SingleProcessSource(GradientSource):
                 raise GradientError(_HOOKED)
             current.gathered[parameter] = parameter.grad.detach().clone()
 
-    def _add_all(self, current: MicroBatch, found: Sequence[Tensor | None]) -> None:
+    def _add_all(self, current: MicroBatch, found: Sequence[Any]) -> None:
         """Reports what the backward has left, and adds it to the sums."""
         sums = self.guard.sums
         numbers = tuple(itertools.compress(range(len(found)), map(is_tensor, found)))
@@ -153,8 +153,7 @@ class SingleProcessSource(GradientSource):
         later = tuple(itertools.compress(numbers, have_sums))
         without = tuple(itertools.compress(numbers, map(operator.not_, have_sums)))
         for some in filter(None, (without, later)):
-            gradients: list[Any] = list(map(found.__getitem__, some))
-            self._add(current, some, gradients)
+            self._add(current, some, list(map(found.__getitem__, some)))
 
     def _add(self, current: MicroBatch, numbers: tuple[int, ...], gradients: list[Tensor]) -> None:
         """Reports gradients of parameters that all have a sum, or none; adds them to it."""

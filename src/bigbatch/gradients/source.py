@@ -50,19 +50,12 @@ _SMALL = 1 << 14  # elements; for fewer, a call costs more than the read
 class MicroBatch:
     """A micro-batch of a source: a backward, or what happens inside `with`."""
 
-    def __init__(
-        self,
-        source: "GradientSource",
-        weight: float = 1.0,
-        *,
-        several: bool = False,
-        implicit: bool = False,
-    ) -> None:
+    def __init__(self, source: "GradientSource", weight: float = 1.0, several: bool = False):
         self._source, self._weight = source, weight
         self.several = several  # whether it may have several backwards
-        self.implicit = implicit  # whether a backward opened it
+        self.implicit = False  # whether a backward opened it
         self.reached: dict[int, Tensor] = {}  # parameters, by their ids
-        # gradients that are not reported yet; detached, torch would write into their memory
+        # gradients to report at its end; detached, torch would write into their memory
         self.gathered: dict[Tensor, Tensor] = {}
         self._announced = False  # whether the subscribers know of it
 
@@ -70,6 +63,7 @@ class MicroBatch:
         current = self._source._current
         if current is not None and current.implicit:  # of a backward that failed
             self._source._end_failed()
+        self.reached, self.gathered, self._announced = {}, {}, False  # of an earlier `with`
         self._source._open(self)
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -108,20 +102,12 @@ class MicroBatch:
                 for subscriber in subscribers:
                     subscriber.groups(parameter, gradient, groups)
 
-    def report_gathered(self) -> None:
-        """Hands over the gradients that are not reported yet."""
-        if self.gathered:
-            batch = MicroBatchGradients([*self.gathered], [*self.gathered.values()])
-            self.gathered = {}
-            self.report(batch)
-
 
 class GradientSource:
     """Reports each micro-batch's gradient to its subscribers, and checks `.grad` meanwhile.
 
-    It hooks the parameters, as where an engine writes to `.grad` itself; a backward outside
-    `micro_batch` is a micro-batch. An engine is supported by a subclass with its hooks, a guard and
-    a reducer; `gradients/ddp.py` is an example.
+    Its hooks see gradients before an engine reduces them. An engine is supported by a subclass with
+    its hooks, a guard and a reducer; `gradients/ddp.py` is an example.
 
     Args:
         parameters: the parameters to watch.
@@ -130,7 +116,7 @@ class GradientSource:
     """
 
     explicit = False
-    """Whether only what happens inside `micro_batch` counts."""
+    """Whether only what happens inside `micro_batch` counts; else each backward is one."""
     on_leaves = True
     """Whether hooks are on the parameters themselves, so that one shows any backward."""
     keeps_sums = False
@@ -298,10 +284,7 @@ class GradientSource:
         self.reducer.shards.after_scale(factor)
 
     def local_grad(self, parameter: Tensor) -> Tensor | None:
-        """This rank's shard of the reduced gradient, at the end of a step.
-
-        It is that of `.grad`, unless an optimizer has replaced that.
-        """
+        """This rank's shard of the reduced gradient, also if an optimizer has replaced `.grad`."""
         return self.reducer.shards.local_grad(parameter, self.guard.local_grad(parameter))
 
     def local_grads(self) -> list[Tensor]:
@@ -383,7 +366,7 @@ class GradientSource:
         """
         if self._current is not None and not self._current.implicit:
             raise GradientError("micro_batch() was entered inside another; leave the first before")
-        return MicroBatch(self, weight, several=several_backwards)
+        return MicroBatch(self, weight, several_backwards)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -395,7 +378,6 @@ class GradientSource:
         self.guard.accept()
 
     def _open(self, opened: MicroBatch) -> None:
-        """A micro-batch starts."""
         changed = self.guard.open_micro_batch() or self._current is not None
         may_be_zeroed = self.micro_batches and changed and not self.explicit
         if may_be_zeroed and self.guard.is_clean_within_step():
@@ -415,13 +397,14 @@ class GradientSource:
             )
 
     def _close(self, current: MicroBatch) -> None:
-        """The micro-batch is complete."""
         stamps = self.guard.stamps()
         if not any(stamps) and not self.guard.grad_may_wait:
             self.require_no_step_in_backward()
         if self._subscribers:
             self._require_seen(current, self.guard.written_parameters(stamps))
-        current.report_gathered()
+        if current.gathered:
+            gathered = current.gathered
+            current.report(MicroBatchGradients([*gathered], [*gathered.values()]))
         self.guard.accept(stamps)
         self._end_micro_batch(current)
 
@@ -440,18 +423,15 @@ class GradientSource:
         self._current = None
         self.micro_batches += 1
         self.group_norms.append(None)
-        if self.group_tap is not None and self.group_tap.grouping is not None:
-            self._end_groups(self.group_tap, current.reached)
+        if (tap := self.group_tap) is not None and tap.grouping is not None:
+            reached, refusals = current.reached, tap.refusals.items()
+            unseen = {p: reason for p, reason in refusals if id(p) in reached}
+            self.group_norms[-1] = tap.end()
+            if unseen:  # every parameter that the backward reached must have had its groups
+                gradients = {p: self.guard.local_grad(p) for p in reached.values()}
+                self.refuse_groups(refusal_message(unseen, gradients, tap.model))
         for subscriber in self._subscribers:
             subscriber.end()
-
-    def _end_groups(self, tap: GroupTap, reached: Mapping[int, Tensor]) -> None:
-        """Every parameter that the backward reached must have had its groups."""
-        unseen = {p: reason for p, reason in tap.refusals.items() if id(p) in reached}
-        self.group_norms[-1] = tap.end()
-        if unseen:
-            gradients = {p: self.guard.local_grad(p) for p in reached.values()}
-            self.refuse_groups(refusal_message(unseen, gradients, tap.model))
 
     def _abandon(self) -> None:
         """A micro-batch ends by an error; the groups of its backward are forgotten."""
@@ -509,10 +489,9 @@ class GradientSource:
         self._restart()
 
     def _watch_backward(self) -> None:
-        """Queues what the autograd engine keeps alive until the backward ends or fails.
+        """Queues what autograd keeps alive until the backward ends or fails.
 
-        It is queued by another callback, to run after those that DDP and FSDP2 queue to finish
-        `.grad`. No frame of an error may keep it.
+        It runs after what DDP and FSDP2 queue to finish `.grad`. No frame of an error may keep it.
         """
         queue = Variable._execution_engine.queue_callback
         if self._current is not None:
@@ -526,7 +505,8 @@ class GradientSource:
 
     @hands_errors_over
     def _open_implicitly(self) -> None:
-        opened, backward = MicroBatch(self, implicit=True), self._backward
+        opened, backward = MicroBatch(self), self._backward
+        opened.implicit = True
         try:
             if self.on_leaves and is_nested():
                 raise GradientError(_NESTED)
