@@ -124,7 +124,7 @@ class GradGuard:
 
     def was_zeroed(self) -> bool:
         """Whether somebody emptied or zeroed every gradient since the last micro-batch."""
-        return self.changed() and self.is_clean_within_step()
+        return self.stamps() != self._stamps and self.is_clean_within_step()
 
     def is_finite(self) -> bool:
         """Whether every gradient is finite; waits for the device."""
