@@ -393,6 +393,27 @@ def test_reentrant_checkpoints_in_micro_batch_are_one_micro_batch(ranks):
     assert all(close(answer, reading) for reading in ranks(3)(reentrant))
 
 
+class LastReentrant(Reentrant):
+    """The layer that the backward reaches first is in a reentrant checkpoint."""
+
+    def forward(self, x):
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return checkpoint(self.head, x, use_reentrant=True)
+
+
+def last_reentrant(rank, ranks):
+    model = ddp()(made(LastReentrant)(), ranks)
+    x, y = batch(rank, 0, 0, 4)
+    with GradientMeter(model):
+        loss = cross_entropy(model(x), y)
+        with pytest.raises(GradientError, match="use_reentrant=False avoids"):
+            loss.backward()
+
+
+def test_a_reentrant_checkpoint_that_is_reached_first_is_refused(ranks):
+    ranks(2)(last_reentrant)
+
+
 # loss scaling
 
 

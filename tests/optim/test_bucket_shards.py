@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from bigbatch.gradients.sharded import ShardedSource
+from bigbatch.gradients.fsdp2 import ShardedSource
 from bigbatch.statistics.second_moment import GradientMoments
 from oracles import noise as oracle
 from training_on_ranks import batch, network, sharded

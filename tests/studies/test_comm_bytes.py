@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bigbatch import GradientMeter
-from bigbatch.gradients.sharded import ShardedSource
+from bigbatch.gradients.fsdp2 import ShardedSource
 from bigbatch.statistics.second_moment import GradientMoments
 from counting_groups import ENGINES
 from training_on_ranks import EQUAL, accumulate, network

@@ -6,8 +6,7 @@ from bigbatch.gradients.groups.group_tap import GroupGradients, GroupTap
 from bigbatch.gradients.protocols import MicroBatchGradients, Subscriber
 from bigbatch.gradients.rank_reducer import is_of_network, note_waiting
 from bigbatch.gradients.single_process import SingleProcessSource
-from bigbatch.gradients.source import GradientSource
-from bigbatch.gradients.tapped_source import MADE_LATE, TappedSource, are_freed
+from bigbatch.gradients.source import MADE_LATE, GradientSource, are_freed
 
 __all__ = [
     "MADE_LATE",
@@ -17,7 +16,6 @@ __all__ = [
     "MicroBatchGradients",
     "SingleProcessSource",
     "Subscriber",
-    "TappedSource",
     "are_freed",
     "changed_later",
     "find_source",

@@ -15,10 +15,10 @@ _UNSHARED = (
     "{ranks} ranks found, and a model that none of them shares; wrap it in "
     "DistributedDataParallel or fully_shard, and hand over the wrapped model"
 )
-_REPLICATES = {  # torch's module -> the class that its replicate() puts among a model's bases
-    "torch.distributed._composable.replicate": "DDP",
-    "torch.distributed._composable.replicate_with_fsdp": "ReplicateModule",
-}
+NO_TENSOR_PARALLELISM = (
+    "tensor parallelism cannot be measured in this release; leave parallelize_module out, and "
+    "shard by fully_shard alone over all ranks"
+)
 
 
 def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
@@ -32,7 +32,8 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
     modules = list(model.modules())
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
         raise SettingError("FSDP1 flattens parameters; wrap the model by fully_shard (FSDP2)")
-    if _is_replicated(modules):
+    bases = {base.__module__ for module in modules for base in type(module).__mro__}
+    if any(name.startswith("torch.distributed._composable.replicate") for name in bases):
         raise SettingError(
             "replicate() of torch.distributed._composable cannot be measured: torch keeps it "
             "private; wrap the model in DistributedDataParallel, or by fully_shard"
@@ -41,10 +42,12 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
         from bigbatch.gradients.fsdp2 import FSDP2Source
 
         return FSDP2Source(model)
-    if "torch.distributed.tensor" in sys.modules:
-        from bigbatch.gradients.sharded import require_no_tensor_parallelism
-
-        require_no_tensor_parallelism(model.parameters())
+    for parameter in model.parameters():
+        if is_sharded(parameter) or hasattr(parameter, "_st_info"):
+            raise SettingError(
+                f"a parameter of shape {tuple(parameter.shape)} is sharded over a mesh that "
+                f"fully_shard has not made: {NO_TENSOR_PARALLELISM}"
+            )
     wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if len(wrappers) > 1:
         raise SettingError(f"{len(wrappers)} DDP wrappers found; measure each by its own meter")
@@ -77,9 +80,3 @@ def _is_fully_sharded(modules: list[nn.Module]) -> bool:
     """Whether a module is sharded by FSDP2, which is not imported for models without it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
-
-
-def _is_replicated(modules: list[nn.Module]) -> bool:
-    """Whether composable replicate() wraps a module, the older over DDP or the newer over FSDP2."""
-    bases = {base for module in modules for base in type(module).__mro__}
-    return any(_REPLICATES.get(base.__module__) == base.__name__ for base in bases)

@@ -1,8 +1,4 @@
-"""Gradients under DistributedDataParallel: leaf hooks see each rank's own, `.grad` is the mean.
-
-DDP reduces after the hooks. The communication hook of an optimizer may write something else than
-the mean to `.grad`; the hook's state then has the mean (`ReducedShards`).
-"""
+"""Gradients under DistributedDataParallel: leaf hooks see each rank's own, `.grad` is the mean."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -13,13 +9,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients.grad_guard import GradGuard
-from bigbatch.gradients.leaf_tap import leaf_tap
 from bigbatch.gradients.rank_reducer import GradientShards, GroupReducer, note_waiting
-from bigbatch.gradients.tapped_source import TappedSource
+from bigbatch.gradients.source import GradientSource
 
 
 class ReducedShards(GradientShards, ABC):
-    """State of a communication hook that keeps the mean gradient, a shard of it on each rank."""
+    """State of a communication hook that may write something else to `.grad` than the mean.
+
+    It keeps the mean, a shard of it on each rank.
+    """
 
     unreduced: bool = False
     """Whether the next reduction must leave each rank its own gradient."""
@@ -80,30 +78,24 @@ class DDPReducer(GroupReducer):
     @property
     def _hook_state(self) -> ReducedShards | None:
         """The state of the model's communication hook, if it keeps the mean gradient."""
-        for _, state in self.ddp._comm_hooks:
-            if isinstance(state, ReducedShards):
-                return state
-        return None
+        states = (state for _, state in self.ddp._comm_hooks)
+        return next((state for state in states if isinstance(state, ReducedShards)), None)
 
 
-class DDPGuard(GradGuard):
-    """`.grad` under DDP, which until the last backward is this rank's own sum."""
+class DDPSource(GradientSource):
+    """DDP's group; `.grad` is this rank's sum until the last backward."""
 
     keeps_sums = True
-
-    def sum_of(self, parameter: Tensor) -> Tensor | None:
-        """This rank's sum, before the last backward has reduced it."""
-        grad = parameter.grad
-        return None if grad is None else grad.detach()
-
-
-class DDPSource(TappedSource):
-    """Leaf hooks, as in one process, and DDP's group."""
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
         require_wrapped(ddp, parameters)
-        super().__init__(parameters, leaf_tap(), DDPGuard(), DDPReducer(ddp))
+        super().__init__(parameters, GradGuard(), DDPReducer(ddp))
+
+    def _sum_of(self, parameter: Tensor) -> Tensor | None:
+        """This rank's sum, before the last backward has reduced it."""
+        grad = parameter.grad
+        return None if grad is None else grad.detach()
 
 
 def require_wrapped(ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:

@@ -1,22 +1,21 @@
-"""Gradients under fully_shard (FSDP2, HSDP): hooks on the unsharded parameters."""
+"""Gradients under fully_shard (FSDP2, HSDP): of whole parameters, or reduced, of shards."""
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.hooks import RemovableHandle
 
-from bigbatch.errors import SettingError
-from bigbatch.gradients.grad_guard import GradGuard
-from bigbatch.gradients.gradient_hooks import gradient_hook, weak_method
-from bigbatch.gradients.leaf_tap import GradientTap
-from bigbatch.gradients.protocols import OnGradient
-from bigbatch.gradients.rank_reducer import GroupReducer, ShardIndices, indices_in_rows
-from bigbatch.gradients.sharded import local_shard, require_one_mesh
-from bigbatch.gradients.tapped_source import MADE_LATE, TappedSource
+from bigbatch.errors import GradientError, SettingError
+from bigbatch.gradients.auto import NO_TENSOR_PARALLELISM
+from bigbatch.gradients.grad_guard import GradGuard, all_zero
+from bigbatch.gradients.gradient_hooks import watching_hook, weak_method
+from bigbatch.gradients.rank_reducer import GroupReducer, RankReducer, ShardIndices, indices_in_rows
+from bigbatch.gradients.source import MADE_LATE, GradientSource
 
 _Owned = tuple[nn.Module, str, Tensor]  # a module, the parameter's name in it, the parameter
 
@@ -35,84 +34,132 @@ _Owned = tuple[nn.Module, str, Tensor]  # a module, the parameter's name in it, 
 #   listed; and after each step, as FSDP2 gathers nothing that it still holds, from before the step.
 # - An optimizer alone has the shards, no module. Their post-accumulate hooks see the sum over ranks
 #   of each micro-batch (`ShardedSource`): k is the accumulation, and nothing is communicated.
-class FSDP2Source(TappedSource):
+class FSDP2Source(GradientSource):
     """Sees the whole local gradient of every parameter before it is reduced and sharded.
 
-    See [Note: FSDP2's shards].
+    See [Note: FSDP2's shards]. The last backward of a step has to reduce.
     """
+
+    on_leaves = False
 
     def __init__(self, model: nn.Module) -> None:
         reshard(model.modules())
         self._units = units = _units(model)
+        self._whole: dict[Tensor, weakref.ref[Tensor]] = {}  # the leaf of each hooked parameter
         parameters = [parameter for owned in units.values() for _, _, parameter in owned]
         guard = GradGuard(grad_may_wait=True, local_grad=local_shard)
-        reducer = FSDP2Reducer(require_one_mesh(parameters))
-        super().__init__(parameters, UnshardedTap(units), guard, reducer)
+        super().__init__(parameters, guard, FSDP2Reducer(require_one_mesh(parameters)))
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Watches more parameters, all of them shards, between steps."""
+        parameters = list(parameters)
+        for parameter in parameters:
+            if not isinstance(parameter, DTensor):
+                raise SettingError(
+                    f"a parameter of shape {tuple(parameter.shape)} is whole, and the model "
+                    f"sharded: {MADE_LATE}; one that is not of the model belongs into a module "
+                    "that is sharded"
+                )
+        super().add(parameters)
 
     def zero_grad(self) -> None:
         """Sets every gradient to None, reshards the parameters and forgets the step."""
         super().zero_grad()
         reshard(self._units)
 
-
-class UnshardedTap(GradientTap):
-    """Leaf hooks on the parameters that FSDP2 gathers, as [Note: FSDP2's shards] has it.
-
-    The last backward of a step has to reduce.
-    """
-
-    def __init__(self, units: dict[nn.Module, list[_Owned]]) -> None:
-        super().__init__()
-        self._units = units
-        self._watched: set[Tensor] = set()
-        self._report: OnGradient | None = None
-        self._unsharded: dict[Tensor, weakref.ref[Tensor]] = {}  # where the leaf hooks are
-
-    def require_supported(self, parameter: Tensor) -> None:
-        """Raises SettingError for a parameter that is not sharded, or whose gradient is complex."""
-        if not isinstance(parameter, DTensor):
-            raise SettingError(
-                f"a parameter of shape {tuple(parameter.shape)} is whole, and the model "
-                f"sharded: {MADE_LATE}; one that is not of the model belongs into a module "
-                "that is sharded"
-            )
-
-    def attach(self, parameters: Iterable[Tensor], report: OnGradient) -> None:
-        """Hooks the parameters that require a gradient, at the next forward that gathers them."""
-        self._watched, self._report = set(parameters), report
+    def _attach_hooks(self) -> None:
+        """Hooks the parameters at the next forward that gathers them."""
         hook_unit = weak_method(self._hook_unit)
-        for unit in self._units:
+        for unit in self._units if self._subscribers and not self._closed else ():
             if unit not in self._handles:
                 self._handles[unit] = unit.register_forward_pre_hook(hook_unit)
 
-    def detach(self, parameter: Tensor) -> None:
-        """Removes the hook of one parameter."""
-        super().detach(parameter)
-        self._watched.discard(parameter)
-        self._unsharded.pop(parameter, None)
-
-    def parameter_of(self, leaf: Tensor) -> Tensor:
-        """The sharded parameter of an unsharded one."""
-        found = (p for p, unsharded in self._unsharded.items() if unsharded() is leaf)
-        return next(found, leaf)
-
-    def close(self) -> None:
-        """Removes every hook."""
-        super().close()
-        self._unsharded.clear()
-
     def _hook_unit(self, unit: nn.Module, _: object) -> None:
         """Hooks each watched parameter of the unit that has no hook yet and is gathered."""
-        assert self._report is not None
         for module, name, parameter in self._units[unit]:
             leaf = module._parameters[name]
             if leaf is None or isinstance(leaf, DTensor) or not leaf.requires_grad:
                 continue
-            hooked = self._unsharded.get(parameter)
-            if parameter in self._watched and (hooked is None or hooked() is not leaf):
-                hook = gradient_hook(self._report, parameter)
-                self._handles[parameter] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-                self._unsharded[parameter] = weakref.ref(leaf)
+            is_hooked = parameter in self._handles and self._whole[parameter]() is leaf
+            if parameter not in self._unwatched and not is_hooked:
+                self._handles[parameter] = self._register(leaf, parameter)
+                self._whole[parameter] = weakref.ref(leaf)
+
+    def _watched(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        hooked = {id(leaf()): p for p, leaf in self._whole.items() if p in self._handles}
+        return [hooked.get(id(leaf)) for leaf in leaves]
+
+
+class ShardedSource(GradientSource):
+    """Watches the local shards of `.grad`; see [Note: FSDP2's shards].
+
+    An engine that reduces in every backward leaves the sum so far, S_j, in the shard. What the
+    micro-batch of all ranks together added is S_j - S_{j-1}, for one copy of the shard. A backward
+    whose gradient is not reduced is not seen.
+    """
+
+    guard: "ShardGuard"
+    on_leaves, keeps_sums = False, True
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._sums: dict[Tensor, Tensor] = {}  # S_{j-1}, in buffers that nobody else writes to
+        super().__init__(parameters, ShardGuard(), RankReducer(reduces_each_backward=True))
+
+    def _register(self, leaf: Tensor, parameter: Tensor) -> RemovableHandle:
+        hook = watching_hook(weak_method(self._on_accumulation))
+        return leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call,no-any-return]
+
+    def _on_accumulation(self, parameter: Tensor) -> None:
+        shard = local_shard(parameter)
+        assert shard is not None
+        self.guard.arriving = parameter
+        self._on_gradient(parameter, shard)
+        self.guard.arriving = None
+
+    def _begin_step(self) -> None:
+        self._sums.clear()
+        super()._begin_step()
+
+    def _emit(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Reports S_j - S_{j-1}, and keeps S_j once every subscriber has read it."""
+        total = self._sums.get(parameter)
+        super()._emit(parameter, gradient if total is None else gradient - total)
+        if total is None:
+            self._sums[parameter] = gradient.clone()
+        else:
+            total.copy_(gradient)
+
+    def _sum_of(self, parameter: Tensor) -> Tensor | None:
+        return self._sums.get(parameter)
+
+
+class ShardGuard(GradGuard):
+    """Watches shards; autograd.grad runs no hook on them, so each backward that is seen counts."""
+
+    def __init__(self) -> None:
+        super().__init__(grad_may_wait=True, local_grad=local_shard)
+        self.arriving: Tensor | None = None  # the parameter whose hook runs
+
+    def is_clean(self) -> bool:
+        """Whether the other shards are empty; the arriving one holds the gradient already."""
+        other_parameters = [p for p in self.parameters if p is not self.arriving]
+        return all_zero(grad for p in other_parameters if (grad := local_shard(p)) is not None)
+
+    def is_clean_within_step(self) -> bool:
+        """Whether gradients were set to None. Zeros are not looked for, as one rank may have them.
+
+        Raises:
+            GradientError: `.grad` was written to more than once, on every rank alike.
+        """
+        for last, now in zip(self._stamps, self.stamps_before, strict=True):
+            if last and (now is None or now[0] != last[0]):
+                return True
+            if last and now and now[1] - last[1] > 1:
+                raise GradientError(
+                    ".grad was written to between two backwards of a step; where a step was "
+                    "left out, call optimizer.zero_grad(), or zero_grad(set_to_none=True)"
+                )
+        return False
 
 
 class FSDP2Reducer(GroupReducer):
@@ -147,6 +194,38 @@ class FSDP2Reducer(GroupReducer):
         return indices_in_rows(count, parameter.shape, shard.dim, first, min(rows, size - first))
 
 
+def local_shard(parameter: Tensor) -> Tensor | None:
+    """This rank's shard of `.grad`, whether that is a DTensor or plain."""
+    grad = parameter.grad
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def require_one_mesh(parameters: Sequence[Tensor]) -> DTensor:
+    """The first parameter, whose mesh all must have; raises SettingError if they do not."""
+    first = parameters[0]
+    assert isinstance(first, DTensor)
+    for parameter in parameters:
+        assert isinstance(parameter, DTensor)
+        if parameter.device_mesh != first.device_mesh:
+            raise SettingError(
+                f"parameters are sharded over two meshes, {first.device_mesh} and "
+                f"{parameter.device_mesh} (experts?); in this release they share one"
+            )
+        if parameter.device.type == "cpu" != parameter.device_mesh.device_type:
+            raise SettingError(
+                "parameters are offloaded to the CPU (CPUOffloadPolicy), away from the ranks' "
+                f"{first.device_mesh.device_type}; that cannot be measured in this release"
+            )
+        *copies, shard = [isinstance(p, Replicate) for p in parameter.placements]
+        if shard or not all(copies) or len(copies) > 1:
+            raise SettingError(
+                f"a parameter has the placements {parameter.placements}, where fully_shard alone "
+                f"gives (Shard,) or (Replicate, Shard): {NO_TENSOR_PARALLELISM}; for replicate(), "
+                "wrap the model in DistributedDataParallel"
+            )
+    return first
+
+
 def reshard(modules: Iterable[nn.Module]) -> None:
     """Puts the sharded parameters back into every FSDP module; nothing is sent."""
     for module in modules:
@@ -156,23 +235,19 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 def _units(model: nn.Module) -> dict[nn.Module, list[_Owned]]:
     """The parameters that each FSDP module shards: its subtree's without nested FSDP modules."""
+    outer_first = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    unit_of = {module: unit for unit in outer_first for module in unit.modules()}
     units: dict[nn.Module, list[_Owned]] = {}
     visited: set[Tensor] = set()
-
-    def visit(module: nn.Module, unit: nn.Module | None) -> None:
-        unit = module if isinstance(module, FSDPModule) else unit
+    for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or parameter in visited:
                 continue
-            if unit is None or not isinstance(parameter, DTensor):
+            if module not in unit_of or not isinstance(parameter, DTensor):
                 raise SettingError(
                     f"parameter {name!r} of {type(module).__name__} is not sharded by fully_shard, "
                     "so no rank shares it; wrap the root module too"
                 )
             visited.add(parameter)
-            units.setdefault(unit, []).append((module, name, parameter))
-        for child in module.children():
-            visit(child, unit)
-
-    visit(model, None)
+            units.setdefault(unit_of[module], []).append((module, name, parameter))
     return units

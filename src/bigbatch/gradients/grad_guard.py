@@ -3,14 +3,14 @@
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients.dtypes import stack_scalars
+from bigbatch.gradients.dtypes import stacked
 
 Stamp = tuple[Any, ...] | None
 """Which tensor `.grad` is, and how often it was written to; None without a gradient."""
@@ -23,13 +23,12 @@ is_tensor = functools.partial(operator.is_not, None)  # in C, for `map` and `fil
 # [Note: Integrity of .grad]
 # Statistics and r are computed from the sums of a step. If `.grad` was clipped, zeroed or written
 # to by a backward of the user's own between two micro-batches, they are plausible and wrong, so
-# such a step is refused. To compare values would read all gradients and wait for the device.
-# Instead, autograd counts the writes to a tensor, also those of a clipping whose factor is 1.
+# such a step is refused. To compare values would wait for the device; but autograd counts the
+# writes to a tensor, also those of a clipping whose factor is 1, though none through `.data`.
 # Another tensor, or another number of writes, is somebody else's doing. Values are read only then,
 # as the user may have called zero_grad(), which begins a new step; and before a step's first
-# micro-batch, where `.grad` is not None. Writes through `.data` are not counted.
-# An engine writes between and after backwards, so only what it holds at the end of a step is
-# checked.
+# micro-batch, where `.grad` is not None. An engine writes between and after backwards, so only what
+# it holds at the end of a step is checked.
 # The id of a tensor that is gone may be that of the next. Its weak reference is one object while
 # anybody holds it, so a stamp holds that, and has its id. A DTensor and its local shard are counted
 # apart, so both versions are added.
@@ -40,9 +39,6 @@ class GradGuard:
         grad_may_wait: whether a backward may leave `.grad` as it was.
         local_grad: returns this rank's part of the gradient of a parameter.
     """
-
-    keeps_sums = False
-    """Whether it has S, the sum of what the complete micro-batches added."""
 
     def __init__(
         self, *, grad_may_wait: bool = False, local_grad: Callable[[Tensor], Tensor | None] = _GRAD
@@ -63,7 +59,7 @@ class GradGuard:
         grads: Any = filter(is_tensor, map(self.local_grad, self.parameters))
         return list(grads)
 
-    def begin(self, *, foreign_backward: bool) -> None:
+    def begin(self) -> None:
         """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
         if not self.is_clean():
             raise GradientError(
@@ -79,7 +75,7 @@ class GradGuard:
         local_grads: list[Any] = list(map(self.local_grad, self.parameters))
         return [
             None
-            if grad is None or local_grad is None
+            if grad is None
             else (
                 id(ref := weakref.ref(grad)),
                 grad._version + (0 if local_grad is grad else local_grad._version),
@@ -142,21 +138,6 @@ class GradGuard:
         self.factor *= factor
         self.accept()
 
-    def added_by(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """What the micro-batch adds to `.grad`, computed from the gradient that a hook reports."""
-        return gradient
-
-    def after_report(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Every subscriber has read it."""
-
-    def sum_of(self, parameter: Tensor) -> Tensor | None:
-        """S, also in a backward, before its gradient is added; None before the first."""
-        return None
-
-    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """S of each parameter."""
-        return list(map(self.sum_of, parameters))
-
 
 def require_dense(gradients: Iterable[Tensor]) -> None:
     """Raises GradientError for gradients that are sparse or complex."""
@@ -174,4 +155,4 @@ def require_dense(gradients: Iterable[Tensor]) -> None:
 def all_zero(tensors: Iterable[Tensor]) -> bool:
     """Whether the tensors hold zeros alone; waits for the device once, if there are elements."""
     nonempty = [tensor for tensor in tensors if tensor.numel()]
-    return not nonempty or not bool(stack_scalars(torch._foreach_norm(nonempty, torch.inf)).any())
+    return not nonempty or not bool(stacked(torch._foreach_norm(nonempty, torch.inf)).any())

@@ -31,7 +31,7 @@ class GradSums(GradGuard):
         self._is_grad = False  # whether `.grad` was S at the last check
         self._stays_apart = False  # since `.grad` was edited after such a check
         self._steps = 0  # that `settle` has seen
-        self._hidden: list[Tensor] = []  # the parameters whose `.grad` is not visible now
+        self.hidden: list[Tensor] = []  # the parameters whose `.grad` is not visible now
         self._visible: list[Tensor | None] = []  # what it is after the backward
         # gradients that have a graph, as they were found; their sums are new tensors
         self.graphs: list[Tensor | None] = []
@@ -41,9 +41,9 @@ class GradSums(GradGuard):
         """Forgets the step."""
         self.factor, self.sums, self._edited = 1.0, [], False
 
-    def begin(self, *, foreign_backward: bool) -> None:
+    def begin(self) -> None:
         """Raises GradientError where a step cannot begin, because `.grad` is not empty."""
-        super().begin(foreign_backward=foreign_backward)
+        super().begin()
         self.keeps_apart = self.keeps_apart_next
         self.sums = [None] * len(self.parameters) if self.keeps_apart else []
 
@@ -91,40 +91,35 @@ class GradSums(GradGuard):
 
     def hide(self) -> None:
         """Empties `.grad` for a backward."""
-        self._hidden, self._visible = list(self.parameters), list(map(_GRAD, self.parameters))
+        self.hidden, self._visible = list(self.parameters), list(map(_GRAD, self.parameters))
         if not self.keeps_apart:
             self.sums = self._visible  # one list
-        for parameter in self._hidden:
+        for parameter in self.hidden:
             parameter.grad = None
 
     def show(self) -> None:
         """The backward is over: `.grad` is what it was before, and what was added to it since."""
-        for parameter, grad in zip(self._hidden, self._visible, strict=True):
+        for parameter, grad in zip(self.hidden, self._visible, strict=True):
             parameter.grad = grad
-        self._hidden, self._visible, self.graphs = [], [], []
+        self.hidden, self._visible, self.graphs = [], [], []
         if not self.keeps_apart:
             self.sums = []
 
     def give_back(self) -> None:
         """Accumulates what a backward has left, as autograd does, if the micro-batch ends there."""
-        for number, gradient in enumerate(map(_GRAD, self._hidden)):
+        for number, gradient in enumerate(map(_GRAD, self.hidden)):
             before = self._visible[number]
             if gradient is not None and gradient is not before:  # not in the sums yet
                 self._visible[number] = gradient if before is None else before.add_(gradient)
         self.show()
 
-    @property
-    def hides(self) -> bool:
-        """Whether a backward writes into an empty `.grad` now."""
-        return bool(self._hidden)
-
     def found(self) -> bool:
         """Whether the backward has left any gradient so far."""
-        return any(map(is_tensor, map(_GRAD, self._hidden)))
+        return any(map(is_tensor, map(_GRAD, self.hidden)))
 
     def take(self) -> list[Tensor | None]:
         """What the backward has left in `.grad` of the hidden parameters, without graphs."""
-        pairs = zip(map(_GRAD, self._hidden), self._visible, strict=True)
+        pairs = zip(map(_GRAD, self.hidden), self._visible, strict=True)
         found: list[Tensor | None] = [None if grad is total else grad for grad, total in pairs]
         present: list[Any] = list(filter(is_tensor, found))
         require_dense(present)
@@ -157,4 +152,4 @@ class GradSums(GradGuard):
             if self.keeps_apart:
                 grad = self._visible[number]
                 self._visible[number] = gradient.clone() if grad is None else grad.add_(gradient)
-            self._hidden[number].grad = self._visible[number]  # which is in the sums
+            self.hidden[number].grad = self._visible[number]  # which is in the sums

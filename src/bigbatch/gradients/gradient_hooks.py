@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, MutableMapping
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,19 +17,22 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.utils.hooks import RemovableHandle
 
-_Hook = TypeVar("_Hook", bound=Callable[..., None])
-
 _NESTED = 2  # backwards on the stacks where one runs inside another
 current_backward = torch._C._current_graph_task_id  # torch's number of it; -1 outside
 
 
 def weak_method(method: Any) -> Callable[..., Any]:
     """Calls a bound method while its object lives: hooks live as long as models."""
-    reference, function = weakref.ref(method.__self__), method.__func__
+    return weakly(method.__func__, method.__self__)
+
+
+def weakly(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+    """Calls a function with its first argument, while that lives."""
+    reference = weakref.ref(owner)
 
     def call(*arguments: Any) -> Any:
-        owner = reference()
-        return None if owner is None else function(owner, *arguments)
+        alive = reference()
+        return None if alive is None else function(alive, *arguments)
 
     return call
 
@@ -55,37 +58,23 @@ def hands_errors_over(method: Any) -> Any:
     return call
 
 
-def gradient_hook(
-    report: Callable[[Tensor, Tensor], None], parameter: Tensor
-) -> Callable[[Tensor], None]:
-    """For `register_hook` of a leaf: reports the gradient that the parameter is about to get."""
-    reference = weakref.ref(parameter)
-
-    def hook(gradient: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            report(alive, gradient)
-
-    return watching_hook(hook)
-
-
-def watching_hook(function: _Hook) -> _Hook:
+def watching_hook(function: Callable[..., None]) -> Any:
     """A hook that changes no gradient, also in a compiled training step."""
-    hook: Any = _disable_dynamo(function)
+    return _marked(_disable_dynamo(function))
+
+
+def _marked(hook: Any) -> Any:
     hook.__torch_unserializable__ = True  # torch.save(model) stays silent
     hook.only_watches = True
-    return hook  # type: ignore[no-any-return]
+    return hook
 
 
-def first_hook(begins: Callable[[], bool]) -> Callable[[Tensor], None]:
+def first_hook(begins: Callable[[], bool]) -> Any:
     """A hook for many tensors, of which a backward enters Python once, at its first gradient.
 
     It is `next` of an iterator, which gives None, in C. A hook on a tensor runs before its gradient
-    is accumulated, so the first one of a backward runs before any is.
-
-    Args:
-        begins: called in the first hook of a backward; returns whether the others of that backward
-            are left out. It must not raise, as an iterator that has raised is over.
+    is accumulated, so the first one of a backward runs before any is. `begins` is called in it, and
+    returns whether the others are left out; an iterator that has raised is over, so it must not.
     """
     begins = weak_method(begins)
 
@@ -97,10 +86,7 @@ def first_hook(begins: Callable[[], bool]) -> Callable[[Tensor], None]:
         return map(dict[int, None]().get, numbers)
 
     nones = itertools.chain.from_iterable(iter(nones_of_backward, None))
-    hook: Any = functools.partial(next, nones)
-    hook.__torch_unserializable__ = True  # torch.save(model) stays silent
-    hook.only_watches = True
-    return hook  # type: ignore[no-any-return]
+    return _marked(functools.partial(next, nones))
 
 
 def raise_after_backward(error: BaseException) -> None:

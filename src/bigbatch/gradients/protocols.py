@@ -11,16 +11,13 @@ backward may also be several groups of samples: then groups(p, h, ...) follows t
 what each group adds to h.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from bigbatch.gradients.groups.group_tap import GroupGradients
-
-OnGradient = Callable[[Tensor, Tensor], None]
-"""Called with a parameter and what a backward adds to its gradient."""
 
 
 @dataclass(slots=True)

@@ -136,11 +136,9 @@ def indices_in_rows(
 ) -> ShardIndices:
     """Indices of the first `count` elements, for a shard that is a slice of one dimension."""
     inner = math.prod(shape[dim + 1 :])
-    numbers = torch.arange(count, device="cpu")
-    row = numbers // inner % shape[dim]
-    inside = ((row >= first) & (row < first + length)).nonzero().squeeze(1)
-    outer = inside // (inner * shape[dim])
-    return (outer * length + row[inside] - first) * inner + inside % inner, inside
+    starts = range(first * inner, count, shape[dim] * inner)
+    places = torch.arange(count, device="cpu")
+    return indices_in_runs(places, [(start, length * inner) for start in starts])
 
 
 def places_in_memory(count: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:

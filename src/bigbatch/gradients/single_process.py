@@ -2,8 +2,7 @@
 
 import itertools
 import operator
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,33 +13,24 @@ from bigbatch.gradients.grad_guard import is_tensor, require_dense
 from bigbatch.gradients.grad_sums import GradSums
 from bigbatch.gradients.gradient_hooks import (
     first_hook,
-    gradient_hook,
-    is_nested,
     raise_after_backward,
     remove_hooks,
     watching_hook,
     weak_method,
 )
-from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.protocols import MicroBatchGradients
 from bigbatch.gradients.rank_reducer import RankReducer
-from bigbatch.gradients.source import TWICE
-from bigbatch.gradients.tapped_source import TappedSource
+from bigbatch.gradients.source import TWICE, GradientSource, MicroBatch
 
 _HOOKS = operator.attrgetter("_backward_hooks")
 _POST_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 _NEEDS_EXACT = operator.attrgetter("needs_exact_groups")
-_NESTED = (
-    "a backward inside another one reached the parameters first (reentrant checkpointing of the "
-    "whole model, which use_reentrant=False avoids?), so the end of the micro-batch is unknown; "
-    "mark the micro-batches with `with meter.micro_batch():`, or train through AdaptiveBatch"
-)
 _HOOKED = "a hook was put on a parameter, or a meter made, within a step; do that between two steps"
 _MOST_LISTS = 64  # of parameters that micro-batches reached
 _LARGE = 1 << 20  # bytes of a gradient that is added at once, to free its memory
 
 
-class SingleProcessSource(TappedSource):
+class SingleProcessSource(GradientSource):
     """One process: a backward inside a step writes into an empty `.grad`; on several ranks refused.
 
     See `GradSums` and docs/decisions/0028. Where anybody else has a hook on a parameter, autograd
@@ -53,21 +43,16 @@ class SingleProcessSource(TappedSource):
     """
 
     guard: GradSums
+    gathers = True
 
     def __init__(
         self, parameters: Iterable[Tensor], *, explicit: bool = False, unshared: str = ""
     ) -> None:
-        self._handles: dict[int, RemovableHandle] = {}  # of this source's hooks, by their ids
         self._attached: tuple[object, ...] | None = None  # what the hooks were put on for
-        self._trained: set[Tensor] = set()  # the watched parameters that need a gradient
-        self._at_once: set[Tensor] = set()  # those whose gradient is added as soon as it is known
+        self._numbers: dict[int, int] = {}  # of the parameters, by their ids
         self._lists: dict[tuple[int, ...], list[Tensor]] = {}  # parameters by their numbers
-        self._first_hook = first_hook(self._begin_hooked_backward)
-        weakref.finalize(self, remove_hooks, self._handles)
-        reducer = RankReducer(unshared)
-        super().__init__(
-            parameters, GradientTap(on_leaves=True), GradSums(), reducer, explicit=explicit
-        )
+        self.explicit = explicit
+        super().__init__(parameters, GradSums(), RankReducer(unshared))
 
     # hooks
 
@@ -87,28 +72,22 @@ class SingleProcessSource(TappedSource):
         needed = reads, at_once, others, list(map(id, self.parameters)), list(map(id, trained))
         if needed == self._attached:
             return
-        self._remove_hooks()
-        self._attached, self._trained, self._hides = needed, set(trained), reads and not others
-        self._at_once = {p for p in trained if at_once or p.numel() * p.element_size() > _LARGE}
+        remove_hooks(self._handles)
+        self._attached, self.hides = needed, reads and not others
         self._lists.clear()
-        report = weak_method(self._on_gradient)
-        for number, parameter in enumerate(self.parameters):
-            if parameter not in self._trained:
-                continue
+        self._numbers = dict(zip(map(id, self.parameters), itertools.count(), strict=False))
+        begins = first_hook(self._begin_hooked_backward)
+        adds = watching_hook(weak_method(self._add_at_once))
+        for parameter in trained:
             if others:  # after which the taps come
-                self._keep(parameter.register_hook, gradient_hook(report, parameter))
+                self._keep(self._register(parameter, parameter))
                 continue
-            self._keep(parameter.register_hook, self._first_hook)
-            if reads and parameter in self._at_once:
-                self._keep(parameter.register_post_accumulate_grad_hook, self._adding_hook(number))
+            self._keep(parameter.register_hook(begins))  # type: ignore[no-untyped-call]
+            if reads and (at_once or parameter.numel() * parameter.element_size() > _LARGE):
+                self._keep(parameter.register_post_accumulate_grad_hook(adds))  # type: ignore[no-untyped-call]
 
-    def _keep(self, register: Any, hook: Callable[[Tensor], None]) -> None:
-        handle: RemovableHandle = register(hook)
+    def _keep(self, handle: RemovableHandle) -> None:
         self._handles[handle.id] = handle
-
-    def _adding_hook(self, number: int) -> Callable[[Tensor], None]:
-        add = weak_method(self._add_at_once)
-        return watching_hook(lambda parameter: add(number, parameter))
 
     def _hooks_of_others(self) -> list[int]:
         """Ids of all hooks on gradients and sums of the parameters that are not this source's."""
@@ -116,27 +95,20 @@ class SingleProcessSource(TappedSource):
         present = itertools.chain.from_iterable(filter(None, kinds))
         return list(itertools.filterfalse(self._handles.__contains__, present))
 
-    def _remove_hooks(self) -> None:
-        self._attached = None
-        remove_hooks(self._handles)
-
-    def local_grads(self) -> list[Tensor]:
-        """Every gradient."""
-        return [grad for p in self.parameters if (grad := p.grad) is not None]
-
-    def _watched(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        watched = set(map(id, self.parameters))
-        return [leaf if id(leaf) in watched else None for leaf in leaves]
+    def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """S of each parameter; None where no micro-batch reached it."""
+        return self.guard.sums_of(parameters)
 
     # a micro-batch
 
-    def _open(self) -> None:
+    def _open(self, opened: MicroBatch) -> None:
         if self._subscribers or self.micro_batches:
-            super()._open()
+            super()._open(opened)
         else:
-            self._begin_step()
-            self._in_micro_batch, self.foreign_backward = True, False
-        if self._hides:
+            if not self._step_begun:
+                self._begin_step()
+            self._current, self.foreign_backward = opened, False
+        if self.hides:
             self.guard.hide()
         else:
             self.guard.keeps_apart = False
@@ -144,79 +116,75 @@ class SingleProcessSource(TappedSource):
     def _require_undisturbed(self, *, changed: bool) -> None:
         if changed:
             self.require_unchanged("this one")
-        if self._hides and self._hooks_of_others():
+        if self.hides and self._hooks_of_others():
             raise GradientError(_HOOKED)
 
-    def _close(self) -> None:
-        if self._hides:
-            self._add_all(self.guard.take())
+    def _close(self, current: MicroBatch) -> None:
+        if self.hides:
+            self._add_all(current, self.guard.take())
             self.guard.show()
             self.guard.accept()
-            self._end_micro_batch()
+            self._end_micro_batch(current)
         elif self._subscribers:
-            super()._close()
+            super()._close(current)
         else:
-            self._in_micro_batch = False
+            self._current = None
             self.micro_batches += 1
             self.guard.accept()
 
-    def _require_seen(self, written_parameters: list[Tensor]) -> None:
+    def _require_seen(self, current: MicroBatch, written_parameters: list[Tensor]) -> None:
         """Takes the gradient of a parameter whose tap was put on in this backward."""
-        if any(p.grad is None for p in (*self._reached.values(), *self._gathered)):
+        if any(p.grad is None for p in (*current.reached.values(), *current.gathered)):
             self.require_no_step_in_backward()
         for parameter in written_parameters:
-            if id(parameter) in self._reached or parameter in self._gathered:
+            if id(parameter) in current.reached or parameter in current.gathered:
                 continue
             if self.micro_batches or parameter.grad is None:
                 raise GradientError(_HOOKED)
-            self._gathered[parameter] = parameter.grad.detach().clone()
+            current.gathered[parameter] = parameter.grad.detach().clone()
 
-    def _add_all(self, found: Sequence[Tensor | None]) -> None:
+    def _add_all(self, current: MicroBatch, found: Sequence[Any]) -> None:
         """Reports what the backward has left, and adds it to the sums."""
         sums = self.guard.sums
         numbers = tuple(itertools.compress(range(len(found)), map(is_tensor, found)))
-        if not numbers and not self._reached:
+        if not numbers and not current.reached:
             self.require_no_step_in_backward()
         have_sums = list(map(is_tensor, map(sums.__getitem__, numbers)))
         later = tuple(itertools.compress(numbers, have_sums))
         without = tuple(itertools.compress(numbers, map(operator.not_, have_sums)))
-        for some, is_first in ((without, True), (later, False)):
-            if some:
-                gradients: list[Any] = list(map(found.__getitem__, some))
-                self._add(some, gradients, first=is_first)
+        for some in filter(None, (without, later)):
+            self._add(current, some, list(map(found.__getitem__, some)))
 
-    def _add(self, numbers: tuple[int, ...], gradients: list[Tensor], *, first: bool) -> None:
+    def _add(self, current: MicroBatch, numbers: tuple[int, ...], gradients: list[Tensor]) -> None:
+        """Reports gradients of parameters that all have a sum, or none; adds them to it."""
         if numbers not in self._lists:  # the same list each time
             if len(self._lists) == _MOST_LISTS:
                 self._lists.clear()
             self._lists[numbers] = [self.parameters[number] for number in numbers]
+        first = self.guard.sums[numbers[0]] is None
         sums = None if first else self.guard.sums_before(numbers)
         may_sum = not first and not self.guard.graphs
         batch = MicroBatchGradients(self._lists[numbers], gradients, sums, first, may_sum)
-        self._report(batch)
+        current.report(batch)
         self.guard.add(numbers, gradients, summed=batch.summed, first=first)
 
-    def _add_at_once(self, number: int, parameter: Tensor) -> None:
+    def _add_at_once(self, parameter: Tensor) -> None:
         """Adds a gradient as soon as it is there; a backward that two reach is refused."""
-        gradient = parameter.grad
-        if not self.guard.hides or self._several or gradient is None:
+        current, gradient = self._current, parameter.grad
+        if current is None or current.several or not self.guard.hidden or gradient is None:
             return
         if gradient.requires_grad:  # of create_graph=True, which `.grad` keeps
             return
-        if id(parameter) in self._reached:
+        if id(parameter) in current.reached:
             raise GradientError(TWICE)
         require_dense([gradient])
-        self._add((number,), [gradient], first=self.guard.sums[number] is None)
-
-    def _is_summed(self, parameter: Tensor) -> bool:
-        """Whether a tap may see several gradients of a parameter in a micro-batch."""
-        return self._several or self._implicit or parameter not in self._at_once
+        self._add(current, (self._numbers[id(parameter)],), [gradient])
 
     # a backward
 
     def _begin_hooked_backward(self) -> bool:
         """The first hook of a backward runs."""
-        if self._in_micro_batch and not self._subscribers:
+        if self._current is not None and not self._subscribers:
             return False
         try:
             self._begin_backward()
@@ -224,20 +192,15 @@ class SingleProcessSource(TappedSource):
             raise_after_backward(error)
         return True
 
-    def _require_known_end(self) -> None:
-        if is_nested():
-            raise GradientError(_NESTED)
-
-    def _has_accumulated(self) -> bool:
-        if self._reached:
+    def _has_accumulated(self, current: MicroBatch) -> bool:
+        if current.reached:
             return True
-        return self.guard.found() if self._hides else super()._has_accumulated()
+        return self.guard.found() if self.hides else super()._has_accumulated(current)
 
     def _end_autograd_grad(self) -> None:
         """Forgets a backward that has accumulated nothing."""
         self.guard.show()
-        self._gathered.clear()
-        self._in_micro_batch = self._implicit = False
+        self._current = None
 
     def _end_failed(self) -> None:
         # what the failed backward has left is in `.grad`, unless the user has zeroed it since

@@ -33,7 +33,7 @@ def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
     if not sharded:
         return SingleProcessSource(parameters, unshared=f"{optimizer} {_UNSHARED}")
-    from bigbatch.gradients.sharded import ShardedSource, require_one_mesh
+    from bigbatch.gradients.fsdp2 import ShardedSource, require_one_mesh
 
     if len(sharded) < len(parameters):
         raise SettingError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients import GradientSource, GroupGradients, MicroBatchGradients, Subscriber
-from bigbatch.gradients.dtypes import stack_scalars, sum_dtype
+from bigbatch.gradients.dtypes import stacked, sum_dtype, widest_float
 from bigbatch.statistics.norms import squared_norm
 
 _MIN_PRODUCT = 2e-3  # about twice the ratio of the shorter half to the longer
@@ -76,7 +76,8 @@ class HalfBatchCosine(Subscriber):
             flat = None if grad is None else grad.reshape(-1).to(shard.dtype)
             dot = shard.new_zeros(()) if flat is None else shard.dot(flat)
             products += [squared_norm(shard), dot]
-        return stack_scalars(products).view(-1, 2).sum(0)
+        dtype = widest_float(products[0].device)
+        return stacked(products).view(-1, 2).sum(0, dtype=dtype)
 
     @staticmethod
     def cosine(total_sqnorm: float, signed_sqnorm: float, dot: float) -> float:

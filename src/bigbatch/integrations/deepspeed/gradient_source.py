@@ -8,22 +8,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients import TappedSource
+from bigbatch.gradients import GradientSource
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
-from bigbatch.gradients.leaf_tap import leaf_tap
 from bigbatch.gradients.rank_reducer import GroupReducer, ShardIndices, indices_in_runs
 from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shards, shape_of
 
 
-class ZeroSource(TappedSource):
+class ZeroSource(GradientSource):
     """Reads each rank's own gradient by leaf hooks, at every stage; the layout has the mean."""
 
     def __init__(self, engine: Any, layout: Layout) -> None:
         self._layout = layout
         self.zero_reducer = ZeroReducer(engine, layout)
-        tap = leaf_tap(copies=True)  # DeepSpeed reduces gradients in place
-        guard = ZeroGuard(layout)
-        super().__init__(layout.parameters, tap, guard, self.zero_reducer)
+        super().__init__(layout.parameters, ZeroGuard(layout), self.zero_reducer)
+
+    def _on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Reads a copy on a CPU, where DeepSpeed reduces in place before all readers are done."""
+        super()._on_gradient(parameter, gradient.clone() if gradient.is_cpu else gradient)
+
+    def _begin_step(self) -> None:
+        """Raises GradientError where ZeRO holds gradients from before the step."""
+        if self.foreign_backward:
+            raise GradientError(
+                "a backward of your own came before the step, and its gradients in ZeRO cannot be "
+                "removed; use engine.backward(loss), and make the engine again"
+            )
+        super()._begin_step()
 
     def zero_grad(self) -> None:
         """Sets every gradient to None, empties ZeRO's buffers and forgets the step."""
@@ -107,15 +117,10 @@ class ZeroGuard(GradGuard):
             for p in self.parameters
         ]
 
-    def begin(self, *, foreign_backward: bool) -> None:
+    def begin(self) -> None:
         """Raises GradientError where ZeRO holds gradients from before the step."""
-        if foreign_backward:
-            raise GradientError(
-                "a backward of your own came before the step, and its gradients in ZeRO cannot be "
-                "removed; use engine.backward(loss), and make the engine again"
-            )
         self.stamps()  # forgets the shards of the previous step
-        super().begin(foreign_backward=foreign_backward)
+        super().begin()
 
     def changed_by_foreign_backward(self) -> bool:
         """Always above stage 0, where `.grad` does not show what a backward has accumulated."""

@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients import GradientSource, Subscriber, TappedSource
+from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
-from bigbatch.gradients.leaf_tap import GradientTap
 from bigbatch.gradients.rank_reducer import RankReducer
 from bigbatch.integrations.deepspeed.gradient_source import ZeroSource
 from bigbatch.integrations.deepspeed.zero_layout import (
@@ -39,19 +38,30 @@ def bind_to_zero(optimizer: VarianceReduced, source: ZeroSource, layout: VRLayou
     optimizer.base.register_step_pre_hook(lambda *_: optimizer.scale_gradients())
 
 
-class ZeroShards(TappedSource):
+class ZeroShards(GradientSource):
     """Reads micro-batch j of all ranks together, which every backward leaves in the shards.
 
     Every backward reduces, as it does at stages 2 and 3 in any case. Its shards are taken out of
     ZeRO, and the sum over all backwards replaces them after the last; so k is the accumulation.
     """
 
+    explicit = keeps_sums = True
+
     def __init__(self, leaf_source: ZeroSource, layout: VRLayout) -> None:
         self._leaf_source, self._layout = leaf_source, layout
         leaf_source.zero_reducer.reduces_always = True
-        self._sums = SumsGuard()
-        reducer = RankReducer(reduces_each_backward=True)
-        super().__init__(layout.parameters, GradientTap(), self._sums, reducer, explicit=True)
+        self.totals: dict[Tensor, Tensor] = {}  # S of this rank's shards, float32 at least
+        super().__init__(layout.parameters, NoGuard(), RankReducer(reduces_each_backward=True))
+
+    def _attach_hooks(self) -> None:
+        """No hooks: the shards are read after each backward."""
+
+    def _begin_step(self) -> None:
+        self.totals.clear()
+        super()._begin_step()
+
+    def _sum_of(self, parameter: Tensor) -> Tensor | None:
+        return self.totals.get(parameter)
 
     @contextmanager
     def micro_batch(
@@ -74,46 +84,28 @@ class ZeroShards(TappedSource):
 
     def _add(self, shards: Shards) -> None:
         """Adds the shards to the sums; ZeRO gets the sums after the last backward, else nothing."""
-        self._sums.add(shards)
-        if self._leaf_source.zero_reducer.next_is_last:
-            for parameter, shard in shards.items():
-                shard.copy_(self._sums.totals[parameter])
-        else:
-            self._layout.clear()
-        self._leaf_source.guard.accept_edit()
-
-
-class SumsGuard(GradGuard):
-    """Sums of this rank's shards; the leaf source checks that nobody else writes to them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.totals: dict[Tensor, Tensor] = {}  # float32 at least
-
-    def add(self, shards: Shards) -> None:
-        """Adds the shards that a backward has left."""
         for parameter, shard in shards.items():
             if parameter in self.totals:
                 self.totals[parameter].add_(shard)
             else:
                 self.totals[parameter] = shard.to(sum_dtype(shard.dtype), copy=True)
+        if self._leaf_source.zero_reducer.next_is_last:
+            for parameter, shard in shards.items():
+                shard.copy_(self.totals[parameter])
+        else:
+            self._layout.clear()
+        self._leaf_source.guard.accept_edit()
 
-    def begin(self, *, foreign_backward: bool) -> None:
-        """Forgets the sums of the previous step."""
-        self.totals.clear()
 
-    keeps_sums = True
-
-    def sum_of(self, parameter: Tensor) -> Tensor | None:
-        """This rank's shard of the sum so far."""
-        return self.totals.get(parameter)
+class NoGuard(GradGuard):
+    """Leaves the checks to the leaf source, which has the same shards."""
 
     def stamps(self) -> list[Stamp]:
-        """No versions: the leaf source checks them."""
+        """No versions."""
         return [None] * len(self.parameters)
 
     def is_clean(self) -> bool:
-        """Always: the leaf source checks it."""
+        """Always."""
         return True
 
 
