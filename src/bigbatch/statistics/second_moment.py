@@ -31,7 +31,6 @@ class _Block:
 
     parameters: list[Tensor]
     m2s: list[Tensor]  # M2 of each, shaped like the gradients
-    like: list[tuple[Any, ...]]  # shape, device and dtype of the gradients
     fits: bool  # whether kernels can read M2
     weight: float = 0.0  # of the micro-batches that they cover; 0 if no gradient came yet
     written: bool = False  # whether M2 was written to in the step; it counts as 0 before
@@ -47,18 +46,40 @@ class _Block:
         """The values with the strides of M2, so that all have the same order in memory."""
         if list(map(Tensor.stride, values)) == self.strides:
             return values
-        return list(map(_with_strides_of, values, self.m2s))
+        return [
+            value
+            if value.stride() == m2.stride() or (value.is_contiguous() and m2.is_contiguous())
+            else torch.empty_like(m2, dtype=value.dtype).copy_(value)
+            for value, m2 in zip(values, self.m2s, strict=True)
+        ]
+
+    def zeroed(self) -> list[Tensor]:
+        """M2, which is set to 0 if the step has not written to it yet."""
+        if not self.written:
+            torch._foreach_zero_(self.m2s)
+            self.written = True
+        return self.m2s
+
+    def catch_up(self, totals: list[Tensor], weight: float) -> None:
+        """Adds zero gradients for micro-batches since the last one that reached the parameters."""
+        m2s = self.zeroed()
+        if self.weight < weight:
+            share = (weight - self.weight) / (self.weight * weight)
+            torch._foreach_addcmul_(m2s, totals, totals, share)
+            self.weight = weight
 
     def split(self) -> Iterator["_Block"]:
         """A block of each parameter, with the same moments."""
-        totals: Sequence[Tensor | None] = self.totals or [None] * len(self.m2s)
-        for p, m2, like, total in zip(self.parameters, self.m2s, self.like, totals, strict=True):
-            own = None if total is None else [total]
-            yield _Block([p], [m2], [like], self.fits, self.weight, self.written, own)
+        for number, (parameter, m2) in enumerate(zip(self.parameters, self.m2s, strict=True)):
+            own = None if self.totals is None else [self.totals[number]]
+            yield _Block([parameter], [m2], self.fits, self.weight, self.written, own)
 
 
 _Placed = list[tuple[_Block, list[int]]]
 """Blocks, and where their parameters stand in a list that the source has passed."""
+
+_Like = list[tuple[Any, ...]]
+"""Shape, device and dtype of each gradient of a list."""
 
 
 class GradientMoments(Subscriber):
@@ -87,14 +108,13 @@ class GradientMoments(Subscriber):
         self.micro_batches = 0  # groups of one backward count as micro-batches
         self.weight = 0.0  # of all micro-batches, the current one included
         self._watched = watched
-        self._watched_count = -1
         self._fused = fused
         self._weight_before = 0.0  # weight of the complete micro-batches
-        self._lists: dict[tuple[int, ...], _Placed] = {}  # by the ids of the parameters
-        # by id of the parameter, which is kept alive
+        # by the number of watched parameters and the ids of those in the list
+        self._lists: dict[tuple[int, ...], tuple[_Like, _Placed]] = {}
+        # arrays by id of the parameter; without meaning between steps
         self._m2s: dict[int, Tensor] = {}
         self._totals: dict[int, Tensor] = {}  # S, if the source does not keep it
-        self._alive: dict[int, Tensor] = {}
         self._block_of: dict[int, _Block] = {}  # of the parameters that this step reached
 
     def begin(self) -> None:
@@ -102,9 +122,7 @@ class GradientMoments(Subscriber):
         self.micro_batches = 0
         self.weight = self._weight_before = 0.0
         self._block_of.clear()
-        count = -1 if self._watched is None else len(self._watched)
-        if count != self._watched_count or len(self._lists) > _LISTS:
-            self._watched_count = count
+        if len(self._lists) > _LISTS:
             self._lists.clear()
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
@@ -138,7 +156,7 @@ class GradientMoments(Subscriber):
         block = self._block_of.get(id(parameter))
         if block is None or block.weight != self.weight:  # not watched
             return
-        _zeroed(block)
+        block.zeroed()
         m2 = self._m2s[id(parameter)]
         weights = groups.weights
         mean = gradient.to(groups.gradients.dtype)
@@ -168,7 +186,7 @@ class GradientMoments(Subscriber):
         for reached in filter(None, set(blocks)):
             if reached.weight < self.weight or not reached.written:
                 totals: Any = reached.totals or sums_of(reached.parameters)
-                self._catch_up(reached, reached.arrange(totals), self.weight)
+                reached.catch_up(reached.arrange(totals), self.weight)
         sums: list[Any] = list(sums_of(parameters))
         m2s: list[Any] = list(map(self._m2s.get, ids))
         for number, block in enumerate(blocks):
@@ -197,17 +215,17 @@ class GradientMoments(Subscriber):
 
     def _blocks(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
         """The blocks of a list of parameters, whose moments are those of this step."""
-        key = tuple(map(id, parameters))
-        placed = self._lists.get(key)
-        if placed is not None and all(self._block_of.get(b.ids[0]) is b for b, _ in placed):
+        ids = tuple(map(id, parameters))
+        key = len(self._watched or ()), *ids
+        like, placed = self._lists.get(key, ([], []))
+        if placed and all(self._block_of.get(block.ids[0]) is block for block, _ in placed):
             return placed
-        if not self._block_of.keys().isdisjoint(key):
+        if not self._block_of.keys().isdisjoint(ids):
             return self._singles(parameters, gradients)
-        like = list(map(_LIKE, gradients))  # which an engine may change
-        if placed is None or any(
-            block.like != list(map(like.__getitem__, places)) for block, places in placed
-        ):
-            placed = self._lists[key] = self._make(parameters, gradients)
+        present = list(map(_LIKE, gradients))  # which an engine may change
+        if like != present:
+            placed = self._make(parameters, gradients)
+            self._lists[key] = present, placed
         for block, _ in placed:
             block.weight, block.written, block.total_addresses = 0.0, False, None
             self._block_of.update(dict.fromkeys(block.ids, block))
@@ -224,16 +242,14 @@ class GradientMoments(Subscriber):
                 if m2 is not None:
                     self._lists.clear()  # whose blocks have the old one
                     self._totals.pop(id(parameter), None)
-                m2 = torch.empty_like(gradient, dtype=dtype)
-                self._m2s[id(parameter)], self._alive[id(parameter)] = m2, parameter
+                m2 = self._m2s[id(parameter)] = torch.empty_like(gradient, dtype=dtype)
             kernel = self._fused and gradient.dtype == m2.dtype and native.fits([m2])
             places.setdefault((gradient.device, gradient.dtype, kernel), []).append(place)
-        placed = []
+        placed: _Placed = []
         for (_, _, kernel), some in places.items():
             own = list(map(parameters.__getitem__, some))
             m2s = list(map(self._m2s.__getitem__, map(id, own)))
-            like = [_LIKE(gradients[place]) for place in some]
-            placed.append((_Block(own, m2s, like, kernel), some))
+            placed.append((_Block(own, m2s, kernel), some))
         return placed
 
     def _singles(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
@@ -254,7 +270,7 @@ class GradientMoments(Subscriber):
         """Takes the first gradients of a step; they were 0 in the micro-batches before."""
         if self._weight_before:
             share = self._weight_before / ((self.weight - self._weight_before) * self.weight)
-            torch._foreach_addcmul_(_zeroed(block), gradients, gradients, share)
+            torch._foreach_addcmul_(block.zeroed(), gradients, gradients, share)
         block.totals = None
         if keeps_none or gradients[0].dtype not in FULL_PRECISION:
             for number, m2 in zip(block.ids, block.m2s, strict=True):
@@ -274,7 +290,7 @@ class GradientMoments(Subscriber):
         assert stored is not None
         totals = block.arrange(stored)
         if block.weight < self._weight_before:
-            self._catch_up(block, totals, self._weight_before)
+            block.catch_up(totals, self._weight_before)
         before, weight = self._weight_before, self.weight - self._weight_before
         values = weight / before, before / (weight * self.weight), float(not block.written)
         adds = block.totals is not None
@@ -303,14 +319,6 @@ class GradientMoments(Subscriber):
         if native.lengths(gradients) != block.lengths:
             return None
         return [native.addresses(gradients), total_addresses, block.addresses]
-
-    def _catch_up(self, block: _Block, totals: list[Tensor], weight: float) -> None:
-        """Adds zero gradients for micro-batches since the last one that reached the parameters."""
-        m2s = _zeroed(block)
-        if block.weight < weight:
-            share = (weight - block.weight) / (block.weight * weight)
-            torch._foreach_addcmul_(m2s, totals, totals, share)
-            block.weight = weight
 
 
 def combine_moments(
@@ -348,21 +356,6 @@ def combine_moments(
         before += weight
     for group_m2 in m2s:
         m2.add_(group_m2)
-
-
-def _zeroed(block: _Block) -> list[Tensor]:
-    """M2 of a block, which is set to 0 if the step has not written to it yet."""
-    if not block.written:
-        torch._foreach_zero_(block.m2s)
-        block.written = True
-    return block.m2s
-
-
-def _with_strides_of(value: Tensor, like: Tensor) -> Tensor:
-    """The value with the strides of `like`, so that both have the same order in memory."""
-    if value.stride() == like.stride() or (value.is_contiguous() and like.is_contiguous()):
-        return value
-    return torch.empty_like(like, dtype=value.dtype).copy_(value)
 
 
 def _add_deviations(
