@@ -108,6 +108,7 @@ class GradientMoments(Subscriber):
         self.micro_batches = 0  # groups of one backward count as micro-batches
         self.weight = 0.0  # of all micro-batches, the current one included
         self._watched = watched
+        self._watched_count = 0
         self._fused = fused
         self._weight_before = 0.0  # weight of the complete micro-batches
         # by the number of watched parameters and the ids of those in the list
@@ -122,6 +123,7 @@ class GradientMoments(Subscriber):
         self.micro_batches = 0
         self.weight = self._weight_before = 0.0
         self._block_of.clear()
+        self._watched_count = len(self._watched or ())
         if len(self._lists) > _LISTS:
             self._lists.clear()
 
@@ -216,7 +218,7 @@ class GradientMoments(Subscriber):
     def _blocks(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
         """The blocks of a list of parameters, whose moments are those of this step."""
         ids = tuple(map(id, parameters))
-        key = len(self._watched or ()), *ids
+        key = self._watched_count, *ids
         like, placed = self._lists.get(key, ([], []))
         if placed and all(self._block_of.get(block.ids[0]) is block for block, _ in placed):
             return placed
