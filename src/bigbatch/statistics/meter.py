@@ -21,7 +21,6 @@ from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck, has_gradient
 from bigbatch.setting_types import Count, Coverage, Groups, checked
 from bigbatch.statistics.confidence import Interval, jackknife, log_ratio
-from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.noise_scale import (
     Compared,
     GradientStatistics,
@@ -163,14 +162,21 @@ class GradientMeter:
         if not self.due:
             self.next_step()
             return None
-        sizes, failure = self._checked_sizes(samples)
+        sizes: Sequence[float] | None = None
+        failure: GradientError | None = None
+        try:
+            sizes = self._sizes(samples)
+        except GradientError as error:
+            if self.source.ranks == 1:
+                raise
+            failure = error  # after the other ranks got their part of the sums
         device = self.source.parameters[0].device
         gradients_exist = torch.full(
             (1,), has_gradient(self.source), dtype=widest_float(device), device=device
         )
         values = self.measure(sizes, gradients_exist).tolist()
         if failure is not None:
-            raise failure  # after the other ranks got their part of the sums
+            raise failure
         totals = self.totals(values)
         tap = self.source.group_tap
         missing = tap.missing if tap is not None and totals.micro_batches < 2 else ""
@@ -308,7 +314,7 @@ class GradientMeter:
             statistics,
             interval=self._interval(statistics, totals),
             layers=layers,
-            half_batch_cosine=self._cosine(totals, c),
+            half_batch_cosine=totals.half_batch_cosine(c),
         )
 
     def _estimate(
@@ -335,29 +341,13 @@ class GradientMeter:
         sums = totals.leave_one_out if is_known else (math.nan, math.nan)
         return jackknife(x, sums, totals.micro_batches, self.confidence)
 
-    def _cosine(self, totals: StepTotals, c: float) -> float | None:
-        if self._sums.half_batch_cosine is None:
-            return None
-        signed_sqnorm, dot = totals.half_batch_cosine
-        return HalfBatchCosine.cosine(math.fsum(totals.grad_sqnorms) / c**2, signed_sqnorm, dot / c)
-
-    def _checked_sizes(
-        self, samples: Sequence[float | Tensor]
-    ) -> tuple[Sequence[float] | None, GradientError | None]:
-        """The sizes of this rank's micro-batches, or an error to raise after the all-reduce."""
-        try:
-            if self._replacement_check is not None:
-                self._replacement_check.require_held(self.source.parameters)
-            self.source.require_unchanged("read()")
-            return self._sizes(samples), None
-        except GradientError as error:
-            if self.source.ranks == 1:
-                raise
-            return None, error
-
     def _sizes(self, samples: Sequence[float | Tensor]) -> Sequence[float]:
+        """n_d of this rank's micro-batches, whose gradients must be there as they were seen."""
+        if self._replacement_check is not None:
+            self._replacement_check.require_held(self.source.parameters)
+        self.source.require_unchanged("read()")
         if self.groups is not None and not isinstance(samples, str):
-            samples = [sum_of_groups(self.source, i, n) for i, n in enumerate(samples)]
+            samples = [_sum_of_groups(self.source, i, n) for i, n in enumerate(samples)]
         k = self.source.micro_batches
         try:
             sizes = [math.nan] if isinstance(samples, str) else [float(n) for n in samples]
@@ -382,7 +372,7 @@ class GradientMeter:
         return sizes
 
 
-def sum_of_groups(source: GradientSource, number: int, samples: float | Tensor) -> float | Tensor:
+def _sum_of_groups(source: GradientSource, number: int, samples: float | Tensor) -> float | Tensor:
     """n_d of a micro-batch; tells the source those of its groups, if each sample has a weight."""
     weights = samples if isinstance(samples, Tensor) and samples.dim() == 1 else None
     total = samples if weights is None else float(weights.sum())

@@ -17,7 +17,7 @@ from torch.nn import functional
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
-from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
+from bigbatch.statistics.half_batch_cosine import HalfBatchCosine, cosine_of_halves
 from bigbatch.statistics.norms import MicroBatchNorms, count_layers, squared_norms, sum_by_layer
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections, leave_one_out
 
@@ -233,7 +233,7 @@ class StepTotals:
         (self.scale,) = parts["scale"]  # of a GradScaler
         (self.group_error,) = parts.get("group_error", [0.0])  # of gradients to sums of groups
         self.leave_one_out = _pair(parts.get("leave_one_out"))  # sums of x_d and x_d^2, or nan
-        self.half_batch_cosine = _pair(parts.get("half_batch"))  # |Z|^2 and .grad . Z, or nan
+        self._half_batch = parts.get("half_batch")  # |Z|^2 and .grad . Z
         self._micro_batch_projections = parts["micro_batch_projections"]
         self._grad_projections = parts["grad_projections"]
         (self._projection_sqnorm,) = parts["projection_sqnorm"]
@@ -246,6 +246,13 @@ class StepTotals:
     def is_finite(self) -> bool:
         """Whether every squared norm is finite."""
         return all(map(math.isfinite, [*self.sqnorms, *self.grad_sqnorms]))
+
+    def half_batch_cosine(self, c: float) -> float | None:
+        """SimiGrad's own cosine if it was measured; c is `reduction`."""
+        if self._half_batch is None:
+            return None
+        signed_sqnorm, dot = self._half_batch
+        return cosine_of_halves(math.fsum(self.grad_sqnorms) / c**2, signed_sqnorm, dot / c)
 
     def require_all_took_part(self) -> None:
         """Raises GradientError on every rank if one of them could not read its step."""
