@@ -5,6 +5,7 @@ phi = tanh(x / 2) and B_simple = N / (e^x - 1) are monotonic in x.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -64,7 +65,7 @@ def student_t(level: float, freedom: float) -> float:
     return math.sqrt(freedom) * math.tan(np.interp(level, below / below[-1], angle))
 
 
-def jackknife(x: float, sums: tuple[float, float], count: int, level: float) -> Interval:
+def jackknife(x: float, sums: Sequence[float], count: int, level: float) -> Interval:
     """x -+ t se with se^2 = (k - 1) / k sum (x_d - mean)^2 / f and t of k - 1 degrees of freedom.
 
     f is `jackknife_excess`.

@@ -242,7 +242,7 @@ class GradientMeter:
     @property
     def micro_batch_projections(self) -> Tensor:
         """Projections of these micro-batches on the same 8 random directions, (k, 8)."""
-        return self._sums.projections
+        return self._sums.probe.projections()
 
     @property
     def layers(self) -> dict[Tensor, str]:
@@ -268,7 +268,6 @@ class GradientMeter:
     def totals(self, values: list[float]) -> StepTotals:
         """Totals from the values of `measure`; raises GradientError if a rank took no part."""
         totals = StepTotals(unpack(values, self._sums.lengths))
-        totals.require_all_took_part()
         self.source.refuse_groups(refusal_of_sums(totals.group_error))
         self._sanity_checks.check_totals(totals, may_overflow=self.scaler is not None)
         return totals
@@ -338,7 +337,7 @@ class GradientMeter:
             return None
         x = log_ratio(statistics.grad_sqnorm, statistics.grad_variance, statistics.samples)
         is_known = not math.isnan(statistics.similarity)
-        sums = totals.leave_one_out if is_known else (math.nan, math.nan)
+        sums = totals.leave_one_out if is_known else [math.nan, math.nan]
         return jackknife(x, sums, totals.micro_batches, self.confidence)
 
     def _sizes(self, samples: Sequence[float | Tensor]) -> Sequence[float]:

@@ -153,7 +153,8 @@ class ProjectionProbe(Subscriber):
         rows = [*self._rows, self._joined(self._grad_heads())] if with_grad else self._rows
         if not rows:
             return self._signs.new_zeros(0, _PROBES)
-        return torch.stack(rows).to(self._signs.dtype) @ self._signs.t()
+        with without_autocast(self._signs.device):
+            return torch.stack(rows).to(self._signs.dtype) @ self._signs.t()
 
     def _grad_heads(self) -> list[Tensor | None]:
         """The probed elements of this rank's shards of `.grad`, zeros where others have them."""
