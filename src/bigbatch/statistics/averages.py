@@ -97,15 +97,12 @@ class NoiseAverage:
         return replace(noise, grad_sqnorm=signal, grad_variance=variance, interval=interval)
 
     def _interval(self, samples: float) -> Interval | None:
-        """The interval for x of the averages, from the differences of successive steps.
+        """The interval for x of the averages, from their covariance
 
             C = sum w_t^2 (z_t - z_{t-1}) (z_t - z_{t-1})^T / 2,   z = (signal, noise)
 
-        Each term estimates the variance of its own step and the one before it, so a slow drift
-        does not count as noise; where batch sizes alternate widely, the interval is too wide.
-
-        Source:
-            von Neumann et al. 1941 (mean square successive difference); docs/theory.md (9).
+        in which a slow drift does not count as noise (von Neumann et al. 1941; docs/theory.md (9)).
+        Where batch sizes alternate widely, the interval is too wide.
         """
         if self.confidence is None:
             return None
@@ -153,7 +150,7 @@ class NoiseAverage:
     def state_dict(self) -> dict[str, Any]:
         """The state that `load_state_dict` takes."""
         state = {"unit": self.unit, "windows": self._windows, "previous": self._previous}
-        return state | {"sums": list(self._sums)}
+        return {**state, "sums": list(self._sums)}
 
     @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -166,14 +163,13 @@ class NoiseAverage:
 class AdaptiveAverage:
     """Running averages over the longest window that agrees with all shorter ones.
 
-    There is a `NoiseAverage` over each of 4, 8, 16, 32 and 64 steps. From the shortest on, the next
-    one is taken while it differs from none of the shorter ones by more than chance:
+    Of windows of 4, 8, 16, 32 and 64 steps, from the shortest on, the next one is taken while it
+    differs from none of the shorter ones by more than chance:
 
         |x_long - x_short| <= 2 se,   se^2 = max(v_short - v_long, v_short / 5)
 
-    for the signal, and for the noise unless they differ by less than 10 %. v_w is the variance of a
-    step's value, from the differences of successive steps, times sum w^2 / (sum w)^2. So the window
-    is long while nothing changes, and short soon after a change.
+    for the signal, and for the noise unless they differ by less than 10 %. v is the variance of a
+    step's value, from the differences of successive steps, times sum w^2 / (sum w)^2.
 
     Source:
         Lepski 1991 (the choice of a window by comparison with all shorter ones); docs/policies.md.

@@ -32,13 +32,11 @@ class Interval:
 
     def noise_scale(self, samples: float) -> tuple[float, float]:
         """(low, high) of B_simple = N / (e^x - 1), in samples; +inf if x <= 0."""
-        return _noise_scale(self.high, samples), _noise_scale(self.low, samples)
-
-
-def _noise_scale(x: float, samples: float) -> float:
-    if x <= 0:
-        return math.inf
-    return samples / math.expm1(x) if x < 700 else 0.0
+        low, high = (
+            math.inf if x <= 0 else samples / math.expm1(x) if x < 700 else 0.0
+            for x in (self.high, self.low)
+        )
+        return low, high
 
 
 def log_ratio(signal: float, noise: float, samples: float) -> float:
@@ -87,9 +85,7 @@ def jackknife_excess(x: float, count: int) -> float:
 
     The variance of x = ln(N |G|^2 / noise) has a part of single micro-batches, which the jackknife
     estimates without bias, and a part of pairs, which it overstates. Their ratio is that of equal
-    micro-batches with gaussian gradients whose noise is as strong along the signal as it is along
-    itself (mu . Sigma mu = |mu|^2 tr Sigma^2 / tr Sigma); the dimension cancels. Without signal
-    only pairs are left, whatever the gradients are.
+    micro-batches with gaussian gradients and mu . Sigma mu = |mu|^2 tr Sigma^2 / tr Sigma.
 
     Source:
         Hoeffding 1948, Efron and Stein 1981; docs/theory.md (9).

@@ -88,10 +88,7 @@ class GradientMeter:
         scaler: GradScaler | None = None,
         source: GradientSource | None = None,
     ) -> None:
-        self.loss = loss
-        self.confidence = confidence
-        self.every = every
-        self.scaler = scaler
+        self.loss, self.confidence, self.every, self.scaler = loss, confidence, every, scaler
         self.step = 0  # steps since the meter was made
         # whether the current step is measured: the first one and every n-th after it; a loop may
         # choose other steps, by `at_step`
@@ -112,11 +109,9 @@ class GradientMeter:
             self._forward_hook = model.register_forward_hook(
                 PrepareAfterForward(self.source), with_kwargs=True
             )
+        layers, sketches = self._layer_numbers, confidence is not None
         self._sums = StepAccumulators(
-            self.source,
-            self._layer_numbers,
-            sketches=confidence is not None,
-            half_batch_cosine=half_batch_cosine,
+            self.source, layers, sketches=sketches, half_batch_cosine=half_batch_cosine
         )
         self._sanity_checks = SanityChecks(loss, warns=self.source.rank == 0)
         self.at_step(0)
@@ -190,13 +185,12 @@ class GradientMeter:
         return statistics
 
     def cut_backwards(self, groups: int | None, model: nn.Module) -> None:
-        """Measures groups in backwards that the loop itself prepares (`prepare_groups`).
+        """Measures k groups in backwards that the loop itself prepares (`prepare_groups`).
 
-        Args:
-            groups: k; None for the meter's own, if it has any.
-            model: the model that they are of.
+        `groups` is k, or None for the meter's own, if it has any.
+
         Raises:
-            SettingError: the meter's loss is not "weighted", or its own number is another.
+            SettingError: the meter's loss is not "weighted", or its own k is another.
         """
         if groups is not None and self.groups not in (None, groups):
             raise SettingError(f"groups={groups}, and groups={self.groups} of the meter: pass one")
@@ -218,12 +212,7 @@ class GradientMeter:
         self.at_step(self.step + 1)
 
     def at_step(self, number: int, *, due: bool | None = None) -> None:
-        """Starts the step of this number, from 0.
-
-        Args:
-            number: number of the step.
-            due: whether it is measured; default: as `every` says.
-        """
+        """Starts the step of this number, from 0; it is measured if `due`, or as `every` says."""
         self.step = number
         if self.source.group_tap is not None:
             self.source.group_tap.restart(number)
@@ -256,9 +245,9 @@ class GradientMeter:
             sizes: n_d of this rank's micro-batches; None if this rank cannot take part.
             extra: further values to sum over the ranks; they come first.
         Returns:
-            One vector on the parameters' device, for `totals` once the host has read it; only
-            [*extra, e, x] in a step that is not due: e is the error of the sums of groups, if any
-            are read; x is 0 if every gradient is zero, and not finite if one is not.
+            One vector on the parameters' device, for `totals` once the host has read it. In a step
+            that is not due, [*extra, e, x]: e is the error of the sums of groups, if any are read;
+            x is 0 if every gradient is zero, and not finite if one is not.
         """
         if not self.due:
             return self._sums.measure_grad(extra)
@@ -303,10 +292,8 @@ class GradientMeter:
                 )
         unit /= totals.scale**2
         by_layer = (totals.sqnorms_over_sizes, totals.sqnorms, totals.grad_sqnorms)
-        layers = {
-            name: self._estimate(totals, unit, c, sums)
-            for name, *sums in zip(self._layer_names, *by_layer, strict=False)
-        }
+        rows = zip(self._layer_names, *by_layer, strict=False)
+        layers = {name: self._estimate(totals, unit, c, sums) for name, *sums in rows}
         statistics = self._estimate(totals, unit, c, map(math.fsum, by_layer))
         self._sanity_checks.check_statistics(statistics)
         return replace(
@@ -322,15 +309,13 @@ class GradientMeter:
         """Statistics of the whole gradient or of a layer; c is `totals.reduction`."""
         sqnorm_over_sizes, sqnorm, grad_sqnorm = sums
         k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
+        grad_sqnorm *= unit
         if self.loss == "weighted":
-            sqnorm_over_sizes *= unit * c**2
             compared: Compared = "groups" if self.groups else "micro-batches"
-            return from_weighted_losses(
-                sqnorm_over_sizes, unit * grad_sqnorm, k, samples, eps, compared
-            )
-        return from_mean_losses(
-            unit * sqnorm, unit * grad_sqnorm / c**2, k, samples, totals.inverse_sizes, eps
-        )
+            over_sizes = sqnorm_over_sizes * (unit * c**2)
+            return from_weighted_losses(over_sizes, grad_sqnorm, k, samples, eps, compared)
+        inverse_sizes = totals.inverse_sizes
+        return from_mean_losses(unit * sqnorm, grad_sqnorm / c**2, k, samples, inverse_sizes, eps)
 
     def _interval(self, statistics: GradientStatistics, totals: StepTotals) -> Interval | None:
         if self.confidence is None:

@@ -78,9 +78,6 @@ class _Block:
 _Placed = list[tuple[_Block, list[int]]]
 """Blocks, and where their parameters stand in a list that the source has passed."""
 
-_Like = list[tuple[Any, ...]]
-"""Shape, device and dtype of each gradient of a list."""
-
 
 class GradientMoments(Subscriber):
     """Subscriber of a source: sum and centred second moment of the micro-batch gradients.
@@ -91,11 +88,9 @@ class GradientMoments(Subscriber):
 
     A micro-batch that does not reach a parameter has a gradient of 0 there, and counts as such.
     M2 and S are float32 at least. S is the source's, or, where that keeps none or one of a half
-    type, in a buffer of its own.
-
-    The gradients of a list of parameters are one call of a kernel, or of torch's foreach. The
-    second of a step writes M2, so nothing is zeroed. Where a later micro-batch reaches another
-    part of the parameters than those before, the rest of the step goes parameter by parameter.
+    type, in a buffer of its own. The gradients of a list of parameters are one call of a kernel, or
+    of torch's foreach. The second of a step writes M2, so nothing is zeroed. Where a micro-batch
+    reaches a part of the parameters that an earlier one did, the step goes on one by one.
 
     Source:
         Welford 1962, West 1979; why not E[g^2] - E[g]^2: docs/theory.md (5).
@@ -111,8 +106,9 @@ class GradientMoments(Subscriber):
         self._watched_count = 0
         self._fused = fused
         self._weight_before = 0.0  # weight of the complete micro-batches
-        # by the number of watched parameters and the ids of those in the list
-        self._lists: dict[tuple[int, ...], tuple[_Like, _Placed]] = {}
+        # by the number of watched parameters and the ids of those in the list: shape, device and
+        # dtype of the gradients, and their blocks
+        self._lists: dict[tuple[int, ...], tuple[list[tuple[Any, ...]], _Placed]] = {}
         # arrays by id of the parameter; without meaning between steps
         self._m2s: dict[int, Tensor] = {}
         self._totals: dict[int, Tensor] = {}  # S, if the source does not keep it
@@ -135,8 +131,7 @@ class GradientMoments(Subscriber):
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Adds n_d g_d of each parameter, which the micro-batch is about to add to S."""
-        blocks = self._blocks(batch.parameters, batch.gradients)
-        for block, places in blocks:
+        for block, places in self._blocks(batch.parameters, batch.gradients):
             if block.weight == self.weight:
                 raise GradientError(TWICE)
             gradients = block.arrange(list(map(batch.gradients.__getitem__, places)))
@@ -159,13 +154,12 @@ class GradientMoments(Subscriber):
         if block is None or block.weight != self.weight:  # not watched
             return
         block.zeroed()
-        m2 = self._m2s[id(parameter)]
-        weights = groups.weights
+        m2, total = self._m2s[id(parameter)], sum(groups.weights)
         mean = gradient.to(groups.gradients.dtype)
-        for images, weight in zip(groups.gradients, weights, strict=True):
+        for images, weight in zip(groups.gradients, groups.weights, strict=True):
             if weight:
-                deviation = torch.sub(images, mean, alpha=weight / sum(weights))
-                scale = (self.weight - self._weight_before) / sum(weights)
+                deviation = torch.sub(images, mean, alpha=weight / total)
+                scale = (self.weight - self._weight_before) / total
                 m2.addcmul_(deviation, deviation, value=1 / (weight * scale))
 
     def are_reached(self, parameters: Iterable[Tensor]) -> list[bool]:
@@ -178,10 +172,7 @@ class GradientMoments(Subscriber):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """(S, M2) of each parameter over the whole step; zeros if no micro-batch reached it.
 
-        Args:
-            parameters: the parameters.
-            sums_of: returns S as the source keeps it.
-            like: tensors shaped like the gradients, if those are not shaped like the parameters.
+        `like` are tensors shaped like the gradients, if those are not shaped like the parameters.
         """
         ids = list(map(id, parameters))
         blocks = list(map(self._block_of.get, ids))
@@ -332,12 +323,11 @@ def combine_moments(
     *,
     fused: bool,
 ) -> None:
-    """Writes S and M2 of the union of several groups of micro-batches, exactly.
+    """Writes S and M2 of the union of several groups of micro-batches to `total` and `m2`, exactly.
 
         S = sum S_r;   M2 = sum M2_r + sum W_r (S_r / W_r - S / W)^2
 
-    S and M2 are written to `total` and `m2`. A group of weight 0 is in S alone; without `m2s` all
-    M2_r are 0.
+    A group of weight 0 is in S alone; without `m2s` all M2_r are 0.
 
     Source:
         Chan, Golub and LeVeque 1979.
