@@ -83,12 +83,11 @@ class RandomProjections(Subscriber):
 
 
 class ProjectionProbe(Subscriber):
-    """Subscriber of a source: eight projections of a few elements of some parameters, summed.
+    """Subscriber of a source: eight projections of 256 elements of each of 16 parameters, summed.
 
-    The sum of the gradients over micro-batches and ranks must equal `.grad` at the end; the
-    projections of both are compared. This finds an edit of `.grad` that changes no version counter
-    (`unscale_`), a lossy or summing reduction, and gradients that no hook reported. The probe reads
-    256 elements of each of 16 parameters, so it does not find an edit of other elements.
+    Summed over micro-batches and ranks, they must equal those of `.grad` at the end. This finds an
+    edit of `.grad` that changes no version counter (`unscale_`), a lossy or summing reduction, and
+    gradients that no hook reported, but no edit of other elements.
     """
 
     def __init__(self, source: GradientSource) -> None:
@@ -96,9 +95,9 @@ class ProjectionProbe(Subscriber):
         self._trained: list[Tensor] = []  # the trained parameters, when some of them were chosen
         # probed parameters, their ids, and how many elements of each
         self._chosen: list[tuple[Tensor, int, int]] = []
-        # layout of the shards, number -> of the probed elements that this rank's shard has: their
-        # positions in it, their numbers, the end of the positions; None if it has all of them
-        self._indices: dict[tuple[int, int], tuple[Tensor, Tensor, int] | None] = {}
+        # layout of the shards, number -> positions in this rank's shard of the probed elements that
+        # it has, and their numbers; empty if it has all of them, in order
+        self._indices: dict[tuple[int, int], list[Tensor]] = {}
         self._signs = torch.zeros(0)  # (8, elements)
         self._heads: list[Tensor | None] = []  # of the current micro-batch, by chosen parameter
         self._rows: list[Tensor] = []  # elements of each micro-batch
@@ -147,8 +146,7 @@ class ProjectionProbe(Subscriber):
     def projections(self, *, with_grad: bool = False) -> Tensor:
         """The projections of each micro-batch of the step, (k, 8).
 
-        Args:
-            with_grad: whether those of this rank's shards of `.grad` follow, (k + 1, 8).
+        Those of this rank's shards of `.grad` follow `with_grad`, (k + 1, 8).
         """
         rows = [*self._rows, self._joined(self._grad_heads())] if with_grad else self._rows
         if not rows:
@@ -165,15 +163,14 @@ class ProjectionProbe(Subscriber):
             if grad is not None:
                 key = shards.layout, number
                 if key not in self._indices:
-                    found = shards.shard_indices(parameter, count)
-                    self._indices[key] = found and _on_device(*found, grad.device)
-                indices = self._indices[key]
-                if indices is None:  # it has all of them, in order
-                    head = _head(grad, count)
-                else:
-                    positions, numbers, end = indices
+                    found = shards.shard_indices(parameter, count) or ()
+                    self._indices[key] = [to_device(some, grad.device) for some in found]
+                if indices := self._indices[key]:
+                    positions, numbers = indices
                     head = grad.new_zeros(count)
-                    head[numbers] = _head(grad, end)[positions]
+                    head[numbers] = grad.reshape(-1)[positions]
+                else:
+                    head = _head(grad, count)
             heads.append(head)
         return heads
 
@@ -188,14 +185,6 @@ class ProjectionProbe(Subscriber):
         if len(set(map(_DEVICE, parts))) > 1:
             parts = [to_device(part, self._signs.device) for part in parts]
         return torch.cat(parts)
-
-
-def _on_device(
-    positions: Tensor, numbers: Tensor, device: torch.device
-) -> tuple[Tensor, Tensor, int]:
-    """The same on a device, and the end of the positions."""
-    end = int(positions.max()) + 1 if len(positions) else 0
-    return to_device(positions, device), to_device(numbers, device), end
 
 
 def _head(gradient: Tensor, count: int) -> Tensor:
@@ -221,26 +210,21 @@ def leave_one_out(
     count: Tensor,
     samples: Tensor,
 ) -> Tensor:
-    """x without each micro-batch in turn, from sketches of the gradients.
+    """x without each micro-batch in turn, from sketches t_d of this rank's g_d, (k_r, m) `means`.
 
-    With t_d the sketch of g_d, a_d = |t_d|^2, t = sum n_d t_d / N, c_d = t_d . t, A = sum n_d a_d:
+    With a_d = |t_d|^2, c_d = t_d . t, and over all ranks k, N, N t and A = sum n_d a_d (`spread`):
 
         N_d = N - n_d,   G2_d = (N^2 |t|^2 - 2 N n_d c_d + n_d^2 a_d) / N_d^2
         noise_d = (A - n_d a_d - N_d G2_d) / (k - 2),   signal_d = G2_d - noise_d / N_d
-        x_d = ln(1 + N signal_d / noise_d)
-
-    x_d has N and not N_d, since it estimates the x of the whole step. `means` are t_d of this
-    rank, (k_r, m), and `sizes` n_d; N t, A (`spread`), k and N are over all ranks.
+        x_d = ln(1 + N signal_d / noise_d), with N since it estimates the x of the whole step
 
     Source:
         The delete-one jackknife (Quenouille 1949, Tukey 1958); docs/theory.md (9).
     """
     mean = total_projection / samples
     squares, dots = means.square().sum(1), means @ mean
-    rest = samples - sizes
-    rest_sqnorm = (
-        samples**2 * mean.square().sum() - 2 * samples * sizes * dots + sizes**2 * squares
-    ) / rest**2
+    rest, total = samples - sizes, samples**2 * mean.square().sum()
+    rest_sqnorm = (total - 2 * samples * sizes * dots + sizes**2 * squares) / rest**2
     noise = (spread - sizes * squares - rest * rest_sqnorm) / (count - 2)
     tiny = torch.finfo(noise.dtype).tiny
     ratio = 1 + samples * (rest_sqnorm - noise / rest) / noise.clamp_min(tiny)

@@ -136,6 +136,8 @@ class StepAccumulators:
         # x - x is nan for the first one that is not finite, and nan is the largest
         first = 1 + (by_micro_batch - by_micro_batch).argmax()[None] if k > 1 else scale.new_ones(1)
         measured = torch.cat([sums[1:].sum(1), first])
+        if ranks > 1:  # by value, among zeros for the other ranks
+            measured = functional.pad(measured[:, None], (rank, ranks - 1 - rank)).flatten()
         for norms in source.group_norms:
             if norms is not None:
                 over_sizes = over_sizes + norms.scatter(layers, device)
@@ -146,7 +148,7 @@ class StepAccumulators:
             "grad_sqnorms": grad_sqnorms,
             "inverse_sizes": inverse_sum,
             "counted": counted,
-            "measured": measured if ranks == 1 else _in_slot(measured, rank, ranks),
+            "measured": measured,
             "micro_batch_projections": projections.sum(0),
             "grad_projections": of_grad[0],
             "projection_sqnorm": projections.square().sum()[None],
@@ -231,9 +233,8 @@ class StepTotals:
         rows = [*parts["counted"], *parts["measured"]]
         self.ranks = RankTotals(*numpy.array(rows).reshape(len(RankTotals._fields), -1))
         if failed_ranks := self.ranks.failed.nonzero()[0].tolist():
-            raise GradientError(
-                f"rank {_joined(failed_ranks)} could not read its step: see its error"
-            )
+            names = ", ".join(map(str, failed_ranks))
+            raise GradientError(f"rank {names} could not read its step: see its error")
         self.micro_batches = round(self.ranks.micro_batches.sum())
         self.samples = math.fsum(self.ranks.samples.tolist())
 
@@ -253,16 +254,16 @@ class StepTotals:
         ranks, grad_sqnorms = len(self.ranks.samples), self.ranks.grad_sqnorm
         largest = float(grad_sqnorms.max())
         if replicated and largest - float(grad_sqnorms.min()) > _REPLICA_TOLERANCE * largest:
+            found = ", ".join(f"{sqnorm:.6g}" for sqnorm in grad_sqnorms)
             raise GradientError(
-                f".grad differs between ranks (squared norms {_joined(grad_sqnorms.tolist())}): "
-                "the last backward of the step ran under no_sync, or not on the DDP model's own "
-                "output"
+                f".grad differs between ranks (squared norms {found}): the last backward of the "
+                "step ran under no_sync, or not on the DDP model's own output"
             )
         expected, actual = self._micro_batch_projections, self._grad_projections
         errors = {c: math.dist(actual, [c * x for x in expected]) for c in (1 / ranks, 1)}
         c = min(errors, key=lambda c: errors[c])
-        max_micro_batches = float(self.ranks.micro_batches.max())
-        tolerance = max(_ONE_PROCESS_TOLERANCE, eps * (1 + math.sqrt(max_micro_batches)))
+        roundings = 1 + math.sqrt(self.ranks.micro_batches.max())
+        tolerance = max(_ONE_PROCESS_TOLERANCE, eps * roundings)
         if ranks > 1:
             tolerance = max(tolerance, _BFLOAT16_ROUNDING * (1 + math.sqrt(ranks)))
         length = math.hypot(*expected) + math.sqrt(self._projection_sqnorm)
@@ -282,12 +283,3 @@ def unpack(values: Vector, lengths: Mapping[str, int]) -> dict[str, Vector]:
     ends = itertools.accumulate(lengths.values())
     pairs = zip(lengths.items(), ends, strict=True)
     return {name: values[end - length : end] for (name, length), end in pairs}
-
-
-def _in_slot(values: Tensor, rank: int, ranks: int) -> Tensor:
-    """Values of this rank among zeros for the others, by value (n * W,)."""
-    return functional.pad(values[:, None], (rank, ranks - 1 - rank)).flatten()
-
-
-def _joined(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.6g}" for value in values)
