@@ -61,8 +61,8 @@ class GradientStatistics:
 
             phi = grad_sqnorm / (grad_sqnorm + 2 grad_variance / N)
 
-        In [-1, 1]; nan if every gradient is zero. Averages, and mean losses of unequal sizes, can
-        have a signal below -noise / N, which |G|^2 >= 0 excludes: the similarity is then -1.
+        In [-1, 1]; nan if every gradient is zero. It is -1 where the signal is below -noise / N, as
+        that of averages, and of mean losses of unequal sizes, can be.
         """
         if self.grad_sqnorm < -self.grad_variance / self.samples:
             return -1.0
@@ -91,9 +91,9 @@ class GradientStatistics:
 
             gain = (|mu|^2 + tr(Sigma) / B_base) / (|mu|^2 + tr(Sigma) / B)
 
-        Args:
-            base_batch: batch size that the learning rate was tuned for.
-            batch_size: B; default: the samples of the step.
+        B_base is the batch size that the learning rate was tuned for; B is `batch_size`, by default
+        the samples of the step.
+
         Source:
             Johnson et al. 2020 (arXiv 2007.05105), equation 4; docs/theory.md (10).
         Example:

@@ -44,7 +44,7 @@ class RandomProjections(Subscriber):
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
-        self._sketches.append(self.zeros(groups))
+        self._sketches.append(self._zeros(groups))
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Adds the gradients to the current projection, unless their groups follow."""
@@ -74,10 +74,9 @@ class RandomProjections(Subscriber):
 
     def stack(self) -> Tensor:
         """The sketches of the step, (k, 1021)."""
-        return torch.cat(self._sketches)
+        return torch.cat(self._sketches) if self._sketches else self._zeros(0)
 
-    def zeros(self, count: int) -> Tensor:
-        """Sketches of zero gradients, (count, 1021)."""
+    def _zeros(self, count: int) -> Tensor:
         device = self._parameters[0].device
         return torch.zeros(count, _SIZE, dtype=torch.float32, device=device)
 

@@ -68,7 +68,7 @@ class StepAccumulators:
                 return self._all_reduce(parts)
             group_sizes = self._group_sizes(sizes or ())
             n = self._vector([size for size in group_sizes if size])
-            means = self._sketches.stack() if sizes else self._sketches.zeros(0)
+            means = self._sketches.stack()[: len(group_sizes)]
             if not all(group_sizes):
                 means = means[[d for d, size in enumerate(group_sizes) if size]]
             means = means.to(n) if are_means else means / n[:, None]
