@@ -17,6 +17,7 @@ from bigbatch.gradients.source import TWICE
 from bigbatch.kernels import native
 
 _CHUNK = 1 << 23  # elements of the deviations that are in memory at a time, 32 MB in float32
+_KERNEL = -1  # in the place of a chunk's number: a kernel keeps no deviations
 _LIKE = operator.attrgetter("shape", "device", "dtype")
 _WELFORD = native.Rule.WELFORD
 _LISTS = 64  # lists of parameters that are remembered between steps
@@ -225,8 +226,9 @@ class GradientMoments(Subscriber):
         return placed
 
     def _make(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
-        """Sorts parameters into blocks of one device and dtype, with a kernel or without."""
-        places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+        """Sorts parameters into blocks of one device and dtype, for a kernel or of a chunk."""
+        places: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
+        elements = 0
         for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             if self._watched is not None and parameter not in self._watched:
                 continue
@@ -236,13 +238,15 @@ class GradientMoments(Subscriber):
                     self._lists.clear()  # whose blocks have the old one
                     self._totals.pop(id(parameter), None)
                 m2 = self._m2s[id(parameter)] = torch.empty_like(gradient, dtype=dtype)
-            kernel = self._fused and gradient.dtype == m2.dtype and native.fits([m2])
-            places.setdefault((gradient.device, gradient.dtype, kernel), []).append(place)
+            fits = self._fused and gradient.dtype == m2.dtype and native.fits([m2])
+            chunk = _KERNEL if fits else elements // _CHUNK
+            places.setdefault((gradient.device, gradient.dtype, chunk), []).append(place)
+            elements += gradient.numel()
         placed: _Placed = []
-        for (_, _, kernel), some in places.items():
+        for (_, _, chunk), some in places.items():
             own = list(map(parameters.__getitem__, some))
             m2s = list(map(self._m2s.__getitem__, map(id, own)))
-            placed.append((_Block(own, m2s, kernel), some))
+            placed.append((_Block(own, m2s, chunk == _KERNEL), some))
         return placed
 
     def _singles(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
@@ -360,23 +364,10 @@ def _add_deviations(
     *,
     adds: bool,
 ) -> None:
-    """M2 += share (g - mean_of S)^2, from 0 if `first`; S += g if `adds`; by torch, in chunks."""
-    for chunk in _chunks(m2s):
-        deviations = torch._foreach_sub(gradients[chunk], totals[chunk], alpha=mean_of)
-        if first:
-            torch._foreach_zero_(m2s[chunk])
-        torch._foreach_addcmul_(m2s[chunk], deviations, deviations, share)
-        if adds:
-            torch._foreach_add_(totals[chunk], gradients[chunk])
-
-
-def _chunks(arrays: Sequence[Tensor]) -> Iterator[slice]:
-    """Slices of a list whose arrays have at most `_CHUNK` elements together, or one array."""
-    first = elements = 0
-    for number, size in enumerate(map(Tensor.numel, arrays)):
-        if number > first and elements + size > _CHUNK:
-            yield slice(first, number)
-            first, elements = number, 0
-        elements += size
-    if arrays:
-        yield slice(first, len(arrays))
+    """M2 += share (g - mean_of S)^2, from 0 if `first`; S += g if `adds`; by torch."""
+    deviations = torch._foreach_sub(gradients, totals, alpha=mean_of)
+    if first:
+        torch._foreach_zero_(m2s)
+    torch._foreach_addcmul_(m2s, deviations, deviations, share)
+    if adds:
+        torch._foreach_add_(totals, gradients)
