@@ -7,7 +7,7 @@ the covariance of one sample's gradient. Scalars are Python floats (float64).
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from bigbatch.errors import GradientError
@@ -48,12 +48,11 @@ class GradientStatistics:
     grad_variance: float
     samples: float
     micro_batches: int
-    interval: Interval | None = field(default=None, kw_only=True)
-    layers: Mapping[str, "GradientStatistics"] = field(
-        default_factory=dict, kw_only=True, hash=False
-    )
-    half_batch_cosine: float | None = field(default=None, kw_only=True)
-    compared: Compared = field(default="micro-batches", kw_only=True)
+    _: KW_ONLY
+    interval: Interval | None = None
+    layers: Mapping[str, "GradientStatistics"] = field(default_factory=dict, hash=False)
+    half_batch_cosine: float | None = None
+    compared: Compared = "micro-batches"
 
     @property
     def similarity(self) -> float:
