@@ -91,7 +91,7 @@ class GradientMoments(Subscriber):
     M2 and S are float32 at least. S is the source's, or, where that keeps none or one of a half
     type, in a buffer of its own. The gradients of a list of parameters are one call of a kernel, or
     of torch's foreach. The second of a step writes M2, so nothing is zeroed. Where a micro-batch
-    reaches a part of the parameters that an earlier one did, the step goes on one by one.
+    reaches only a part of a list, the rest of the step is read one by one.
 
     Source:
         Welford 1962, West 1979; why not E[g^2] - E[g]^2: docs/theory.md (5).
