@@ -24,11 +24,10 @@ class ConsecutiveSteps:
 
     g_2 is the gradient at weights that g_1 has moved. What that changes counts as noise and lowers
     the signal: both estimates are biased by the length of a step, as docs/theory.md (14) derives.
-
-    Steps are compared in disjoint pairs, so that the statistics of two pairs share no gradient and
-    the interval of their average is right. `add` keeps a copy of the gradient of the first step of
-    a pair, and compares the second one with it. The second one starts another pair instead if the
-    trained parameters have changed, or one step has more than twice the samples of the other.
+    Pairs are disjoint, so that their statistics share no gradient and the interval of their average
+    is right. The second step of a pair, which is compared with a copy of the first one's gradient,
+    starts another pair instead if the trained parameters have changed, or one step has more than
+    twice the samples of the other.
 
     Args:
         layers: the name of each parameter's layer, for statistics by layer; empty for none.
@@ -75,9 +74,9 @@ class ConsecutiveSteps:
         first, self._first = self._first, None
         if first is not None and first.matches(parameters, samples):
             return self._compare(first, parameters, gradients, samples, scale)
-        kept = [None if g is None else full_precision(g).detach().clone() for g in gradients]
-        if (existing := [g for g in kept if g is not None]) and _is_scaled(scale):
-            torch._foreach_div_(existing, scale)
+        existing = [full_precision(g).detach() for g in gradients if g is not None]
+        copies = iter(torch._foreach_div(existing, scale) if existing else ())
+        kept = [None if g is None else next(copies) for g in gradients]
         sqnorms = self._by_layer(parameters, kept)
         self._first = _FirstStep(samples, kept, sqnorms, list(parameters))
         return None
@@ -90,10 +89,9 @@ class ConsecutiveSteps:
         """
         count = len(values) // 3
         rows = [values[i::count] for i in range(count)]
-        whole = _estimate([math.fsum(row[i] for row in rows) for i in range(3)], *self._sizes)
-        layers = {
-            name: _estimate(row, *self._sizes) for name, row in zip(self._names, rows, strict=False)
-        }
+        whole = _estimate([*map(math.fsum, zip(*rows, strict=True))], *self._sizes)
+        named_rows = zip(self._names, rows, strict=False)
+        layers = {name: _estimate(row, *self._sizes) for name, row in named_rows}
         interval = None
         if self._confidence is not None:
             interval = Interval(-math.inf, math.inf, self._confidence, "step")
@@ -105,18 +103,12 @@ class ConsecutiveSteps:
 
     def state_dict(self) -> dict[str, Any] | None:
         """The first step of a pair, with a copy of its gradient; None between two pairs."""
-        first = self._first
-        if first is None:
-            return None
-        gradients = [None if g is None else g.clone() for g in first.gradients]
-        return {"samples": first.samples, "gradients": gradients, "sqnorms": first.sqnorms}
+        return None if self._first is None else self._first.state()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continues from a saved state; its gradients are those of as many parameters again."""
-        self._first = None
-        if state is not None:
-            gradients = [None if g is None else g.clone() for g in state["gradients"]]
-            self._first = _FirstStep(float(state["samples"]), gradients, state["sqnorms"])
+        saved = None if state is None else _FirstStep(**state)
+        self._first = None if saved is None else _FirstStep(**saved.state())
 
     def _compare(
         self,
@@ -132,7 +124,8 @@ class ConsecutiveSteps:
             for g, p in zip(first.gradients, parameters, strict=True)
         ]
         self._sizes = first.samples, samples
-        if (existing := [g for g in kept if g is not None]) and _is_scaled(scale):
+        is_scaled = isinstance(scale, Tensor) or scale != 1
+        if (existing := [g for g in kept if g is not None]) and is_scaled:
             torch._foreach_mul_(existing, scale)
         pairs = list(zip(kept, gradients, strict=True))
         if both := [(g, h) for g, h in pairs if g is not None and h is not None]:
@@ -161,6 +154,11 @@ class _FirstStep:
     sqnorms: Tensor  # |g_1|^2 by layer, (L,)
     parameters: list[Tensor] | None = None  # None once loaded
 
+    def state(self) -> dict[str, Any]:
+        """All but the parameters, with copies of the gradients."""
+        gradients = [None if g is None else g.clone() for g in self.gradients]
+        return {"samples": self.samples, "gradients": gradients, "sqnorms": self.sqnorms}
+
     def matches(self, parameters: Sequence[Tensor], samples: float) -> bool:
         """Whether a step can be compared with it."""
         if len(parameters) != len(self.gradients):
@@ -168,10 +166,6 @@ class _FirstStep:
         if max(samples, self.samples) > _MAX_RATIO * min(samples, self.samples):
             return False
         return self.parameters is None or all(map(operator.is_, parameters, self.parameters))
-
-
-def _is_scaled(scale: float | Tensor) -> bool:
-    return isinstance(scale, Tensor) or scale != 1
 
 
 def _estimate(sqnorms: Sequence[float], first: float, second: float) -> GradientStatistics:

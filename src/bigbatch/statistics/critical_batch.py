@@ -31,9 +31,8 @@ class BranchCurve:
         with `curve_points` it is right to 0.1 % where a branch loses up to 90 % of its loss.
         """
         points = np.asarray(self.samples, dtype=float)
-        means = np.asarray(self.gains, dtype=float) / points
-        gains: np.ndarray = samples * (means @ _parabola_weights(np.log(points), np.log(samples)))
-        return gains
+        weights = _parabola_weights(np.log(points), np.log(samples))
+        return np.asarray(samples * (np.asarray(self.gains, dtype=float) / points @ weights))
 
 
 def curve_points(steps: int, least: int) -> list[int]:
@@ -88,18 +87,17 @@ def critical_batch(curves: Sequence[BranchCurve], confidence: float) -> Critical
     The estimate is the x at which the mean of z over the repeats is 0. The interval has all x that
     a t-test of z with R - 1 degrees of freedom does not reject (as Fieller 1954 for a ratio): its
     coverage is right for few repeats too if z is about normal, whatever the noise of the branches
-    has in common, and it has no end where the data know none. Nothing is taken to be linear in x
-    or in s. An end that would lie beyond the tested sizes counts only as far as they do.
+    has in common. An end that would lie beyond the tested sizes counts only as far as they do.
     """
     curves = sorted(curves, key=lambda curve: curve.batch_size)
     sizes = np.array([curve.batch_size for curve in curves], dtype=float)
     ends = np.array([[gains[-1] for gains in curve.gains] for curve in curves])  # (K, R)
     quantile = student_t(confidence, ends.shape[1] - 1)
-    diverged = [c.batch_size for c in curves if not np.isfinite(c.gains).all()]
-    if diverged:
-        reason = f"the loss of batch {diverged[0]} is not finite"
-        high = math.inf if diverged[0] == sizes[0] else float(diverged[0])  # or else too large
-        return CriticalBatch(math.nan, 0.0, high, reason)
+    for curve in curves:
+        if not np.isfinite(curve.gains).all():
+            size = curve.batch_size
+            high = math.inf if size == sizes[0] else float(size)  # or else too large
+            return CriticalBatch(math.nan, 0.0, high, f"the loss of batch {size} is not finite")
     if not _t(ends.mean(0)) > quantile:
         return CriticalBatch(math.nan, 0.0, math.inf, "the loss does not fall measurably")
     rising = sizes[_t(ends.T) < -quantile]

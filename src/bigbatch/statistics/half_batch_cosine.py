@@ -31,32 +31,31 @@ class HalfBatchCosine(Subscriber):
     def __init__(self, source: GradientSource) -> None:
         self._source = source
         self._signed_sums: dict[Tensor, Tensor] = {}
-        self._sign = self._groups = 1  # of the current micro-batch
+        self._first = self._groups = 0  # rank + d of the current micro-batch, or its first group
 
     def begin(self) -> None:
         """A step starts."""
         self._signed_sums.clear()
-        self._groups = 1
-        self._sign = -1 if self._source.rank % 2 == 0 else 1  # inverted by the first micro-batch
+        self._first, self._groups = self._source.rank, 0
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
-        self._sign = -self._sign * (-1) ** (self._groups - 1)
+        self._first += self._groups
         self._groups = groups
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Adds e_d h_d, unless the groups follow."""
         if self._groups == 1:
             for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
-                self._add(parameter, gradient, self._sign)
+                self._add(parameter, gradient, self._first)
 
     def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
         """Adds e_d h_d of each group."""
-        for number, group in enumerate(groups.gradients):
-            self._add(parameter, group, self._sign * (-1) ** number)
+        for number, group in enumerate(groups.gradients, self._first):
+            self._add(parameter, group, number)
 
-    def _add(self, parameter: Tensor, gradient: Tensor, sign: int) -> None:
-        self._signed_sum(parameter).add_(gradient, alpha=sign)
+    def _add(self, parameter: Tensor, gradient: Tensor, number: int) -> None:
+        self._signed_sum(parameter).add_(gradient, alpha=(-1) ** number)
 
     def _signed_sum(self, parameter: Tensor) -> Tensor:
         """Z of one parameter on this rank; zeros where no micro-batch reached it."""
@@ -69,23 +68,23 @@ class HalfBatchCosine(Subscriber):
     def dots(self) -> Tensor:
         """|Z|^2 and G . Z of this rank's shards, Z being summed over the ranks; communicates."""
         products: list[Tensor] = []
+        reducer = self._source.reducer
         for parameter in (p for p in self._source.parameters if p.requires_grad):
             grad, signed_sum = self._source.local_grad(parameter), self._signed_sum(parameter)
-            self._source.reducer.all_reduce(signed_sum)
-            shard = self._source.reducer.shards.shard(parameter, signed_sum).reshape(-1)
-            flat = None if grad is None else grad.reshape(-1).to(shard.dtype)
-            dot = shard.new_zeros(()) if flat is None else shard.dot(flat)
-            products += [squared_norm(shard), dot]
+            reducer.all_reduce(signed_sum)
+            shard = reducer.shards.shard(parameter, signed_sum).reshape(-1)
+            flat = shard.new_zeros(len(shard)) if grad is None else grad.reshape(-1).to(shard)
+            products += [squared_norm(shard), shard.dot(flat)]
         dtype = widest_float(products[0].device)
         return stacked(products).view(-1, 2).sum(0, dtype=dtype)
 
-    @staticmethod
-    def cosine(total_sqnorm: float, signed_sqnorm: float, dot: float) -> float:
-        """The cosine from |G|^2, |Z|^2 and G . Z.
 
-        It is nan if one half is so short that rounding of float32 sums dominates it.
-        """
-        norms_product = math.sqrt(max(0.0, (total_sqnorm + signed_sqnorm) ** 2 - 4 * dot**2))
-        if not norms_product > _MIN_PRODUCT * (total_sqnorm + signed_sqnorm):
-            return math.nan
-        return min(max((total_sqnorm - signed_sqnorm) / norms_product, -1.0), 1.0)
+def cosine_of_halves(total_sqnorm: float, signed_sqnorm: float, dot: float) -> float:
+    """The cosine from |G|^2, |Z|^2 and G . Z.
+
+    It is nan if one half is so short that rounding of float32 sums dominates it.
+    """
+    norms_product = math.sqrt(max(0.0, (total_sqnorm + signed_sqnorm) ** 2 - 4 * dot**2))
+    if not norms_product > _MIN_PRODUCT * (total_sqnorm + signed_sqnorm):
+        return math.nan
+    return min(max((total_sqnorm - signed_sqnorm) / norms_product, -1.0), 1.0)

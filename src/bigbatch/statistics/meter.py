@@ -21,7 +21,6 @@ from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck, has_gradient
 from bigbatch.setting_types import Count, Coverage, Groups, checked
 from bigbatch.statistics.confidence import Interval, jackknife, log_ratio
-from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
 from bigbatch.statistics.noise_scale import (
     Compared,
     GradientStatistics,
@@ -89,10 +88,7 @@ class GradientMeter:
         scaler: GradScaler | None = None,
         source: GradientSource | None = None,
     ) -> None:
-        self.loss = loss
-        self.confidence = confidence
-        self.every = every
-        self.scaler = scaler
+        self.loss, self.confidence, self.every, self.scaler = loss, confidence, every, scaler
         self.step = 0  # steps since the meter was made
         # whether the current step is measured: the first one and every n-th after it; a loop may
         # choose other steps, by `at_step`
@@ -113,11 +109,9 @@ class GradientMeter:
             self._forward_hook = model.register_forward_hook(
                 PrepareAfterForward(self.source), with_kwargs=True
             )
+        layers, sketches = self._layer_numbers, confidence is not None
         self._sums = StepAccumulators(
-            self.source,
-            self._layer_numbers,
-            sketches=confidence is not None,
-            half_batch_cosine=half_batch_cosine,
+            self.source, layers, sketches=sketches, half_batch_cosine=half_batch_cosine
         )
         self._sanity_checks = SanityChecks(loss, warns=self.source.rank == 0)
         self.at_step(0)
@@ -163,14 +157,21 @@ class GradientMeter:
         if not self.due:
             self.next_step()
             return None
-        sizes, failure = self._checked_sizes(samples)
+        sizes: Sequence[float] | None = None
+        failure: GradientError | None = None
+        try:
+            sizes = self._sizes(samples)
+        except GradientError as error:
+            if self.source.ranks == 1:
+                raise
+            failure = error  # after the other ranks got their part of the sums
         device = self.source.parameters[0].device
         gradients_exist = torch.full(
             (1,), has_gradient(self.source), dtype=widest_float(device), device=device
         )
         values = self.measure(sizes, gradients_exist).tolist()
         if failure is not None:
-            raise failure  # after the other ranks got their part of the sums
+            raise failure
         totals = self.totals(values)
         tap = self.source.group_tap
         missing = tap.missing if tap is not None and totals.micro_batches < 2 else ""
@@ -184,13 +185,12 @@ class GradientMeter:
         return statistics
 
     def cut_backwards(self, groups: int | None, model: nn.Module) -> None:
-        """Measures groups in backwards that the loop itself prepares (`prepare_groups`).
+        """Measures k groups in backwards that the loop itself prepares (`prepare_groups`).
 
-        Args:
-            groups: k; None for the meter's own, if it has any.
-            model: the model that they are of.
+        `groups` is k, or None for the meter's own, if it has any.
+
         Raises:
-            SettingError: the meter's loss is not "weighted", or its own number is another.
+            SettingError: the meter's loss is not "weighted", or its own k is another.
         """
         if groups is not None and self.groups not in (None, groups):
             raise SettingError(f"groups={groups}, and groups={self.groups} of the meter: pass one")
@@ -212,12 +212,7 @@ class GradientMeter:
         self.at_step(self.step + 1)
 
     def at_step(self, number: int, *, due: bool | None = None) -> None:
-        """Starts the step of this number, from 0.
-
-        Args:
-            number: number of the step.
-            due: whether it is measured; default: as `every` says.
-        """
+        """Starts the step of this number, from 0; it is measured if `due`, or as `every` says."""
         self.step = number
         if self.source.group_tap is not None:
             self.source.group_tap.restart(number)
@@ -236,7 +231,7 @@ class GradientMeter:
     @property
     def micro_batch_projections(self) -> Tensor:
         """Projections of these micro-batches on the same 8 random directions, (k, 8)."""
-        return self._sums.projections
+        return self._sums.probe.projections()
 
     @property
     def layers(self) -> dict[Tensor, str]:
@@ -250,9 +245,9 @@ class GradientMeter:
             sizes: n_d of this rank's micro-batches; None if this rank cannot take part.
             extra: further values to sum over the ranks; they come first.
         Returns:
-            One vector on the parameters' device, for `totals` once the host has read it; only
-            [*extra, e, x] in a step that is not due: e is the error of the sums of groups, if any
-            are read; x is 0 if every gradient is zero, and not finite if one is not.
+            One vector on the parameters' device, for `totals` once the host has read it. In a step
+            that is not due, [*extra, e, x]: e is the error of the sums of groups, if any are read;
+            x is 0 if every gradient is zero, and not finite if one is not.
         """
         if not self.due:
             return self._sums.measure_grad(extra)
@@ -262,7 +257,6 @@ class GradientMeter:
     def totals(self, values: list[float]) -> StepTotals:
         """Totals from the values of `measure`; raises GradientError if a rank took no part."""
         totals = StepTotals(unpack(values, self._sums.lengths))
-        totals.require_all_took_part()
         self.source.refuse_groups(refusal_of_sums(totals.group_error))
         self._sanity_checks.check_totals(totals, may_overflow=self.scaler is not None)
         return totals
@@ -298,17 +292,15 @@ class GradientMeter:
                 )
         unit /= totals.scale**2
         by_layer = (totals.sqnorms_over_sizes, totals.sqnorms, totals.grad_sqnorms)
-        layers = {
-            name: self._estimate(totals, unit, c, sums)
-            for name, *sums in zip(self._layer_names, *by_layer, strict=False)
-        }
+        rows = zip(self._layer_names, *by_layer, strict=False)
+        layers = {name: self._estimate(totals, unit, c, sums) for name, *sums in rows}
         statistics = self._estimate(totals, unit, c, map(math.fsum, by_layer))
         self._sanity_checks.check_statistics(statistics)
         return replace(
             statistics,
             interval=self._interval(statistics, totals),
             layers=layers,
-            half_batch_cosine=self._cosine(totals, c),
+            half_batch_cosine=totals.half_batch_cosine(c),
         )
 
     def _estimate(
@@ -317,47 +309,29 @@ class GradientMeter:
         """Statistics of the whole gradient or of a layer; c is `totals.reduction`."""
         sqnorm_over_sizes, sqnorm, grad_sqnorm = sums
         k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
+        grad_sqnorm *= unit
         if self.loss == "weighted":
-            sqnorm_over_sizes *= unit * c**2
             compared: Compared = "groups" if self.groups else "micro-batches"
-            return from_weighted_losses(
-                sqnorm_over_sizes, unit * grad_sqnorm, k, samples, eps, compared
-            )
-        return from_mean_losses(
-            unit * sqnorm, unit * grad_sqnorm / c**2, k, samples, totals.inverse_sizes, eps
-        )
+            over_sizes = sqnorm_over_sizes * (unit * c**2)
+            return from_weighted_losses(over_sizes, grad_sqnorm, k, samples, eps, compared)
+        inverse_sizes = totals.inverse_sizes
+        return from_mean_losses(unit * sqnorm, grad_sqnorm / c**2, k, samples, inverse_sizes, eps)
 
     def _interval(self, statistics: GradientStatistics, totals: StepTotals) -> Interval | None:
         if self.confidence is None:
             return None
         x = log_ratio(statistics.grad_sqnorm, statistics.grad_variance, statistics.samples)
         is_known = not math.isnan(statistics.similarity)
-        sums = totals.leave_one_out if is_known else (math.nan, math.nan)
+        sums = totals.leave_one_out if is_known else [math.nan, math.nan]
         return jackknife(x, sums, totals.micro_batches, self.confidence)
 
-    def _cosine(self, totals: StepTotals, c: float) -> float | None:
-        if self._sums.half_batch_cosine is None:
-            return None
-        signed_sqnorm, dot = totals.half_batch_cosine
-        return HalfBatchCosine.cosine(math.fsum(totals.grad_sqnorms) / c**2, signed_sqnorm, dot / c)
-
-    def _checked_sizes(
-        self, samples: Sequence[float | Tensor]
-    ) -> tuple[Sequence[float] | None, GradientError | None]:
-        """The sizes of this rank's micro-batches, or an error to raise after the all-reduce."""
-        try:
-            if self._replacement_check is not None:
-                self._replacement_check.require_held(self.source.parameters)
-            self.source.require_unchanged("read()")
-            return self._sizes(samples), None
-        except GradientError as error:
-            if self.source.ranks == 1:
-                raise
-            return None, error
-
     def _sizes(self, samples: Sequence[float | Tensor]) -> Sequence[float]:
+        """n_d of this rank's micro-batches, whose gradients must be there as they were seen."""
+        if self._replacement_check is not None:
+            self._replacement_check.require_held(self.source.parameters)
+        self.source.require_unchanged("read()")
         if self.groups is not None and not isinstance(samples, str):
-            samples = [sum_of_groups(self.source, i, n) for i, n in enumerate(samples)]
+            samples = [_sum_of_groups(self.source, i, n) for i, n in enumerate(samples)]
         k = self.source.micro_batches
         try:
             sizes = [math.nan] if isinstance(samples, str) else [float(n) for n in samples]
@@ -382,7 +356,7 @@ class GradientMeter:
         return sizes
 
 
-def sum_of_groups(source: GradientSource, number: int, samples: float | Tensor) -> float | Tensor:
+def _sum_of_groups(source: GradientSource, number: int, samples: float | Tensor) -> float | Tensor:
     """n_d of a micro-batch; tells the source those of its groups, if each sample has a weight."""
     weights = samples if isinstance(samples, Tensor) and samples.dim() == 1 else None
     total = samples if weights is None else float(weights.sum())

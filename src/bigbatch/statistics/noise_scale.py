@@ -7,7 +7,7 @@ the covariance of one sample's gradient. Scalars are Python floats (float64).
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from bigbatch.errors import GradientError
@@ -48,12 +48,11 @@ class GradientStatistics:
     grad_variance: float
     samples: float
     micro_batches: int
-    interval: Interval | None = field(default=None, kw_only=True)
-    layers: Mapping[str, "GradientStatistics"] = field(
-        default_factory=dict, kw_only=True, hash=False
-    )
-    half_batch_cosine: float | None = field(default=None, kw_only=True)
-    compared: Compared = field(default="micro-batches", kw_only=True)
+    _: KW_ONLY
+    interval: Interval | None = None
+    layers: Mapping[str, "GradientStatistics"] = field(default_factory=dict, hash=False)
+    half_batch_cosine: float | None = None
+    compared: Compared = "micro-batches"
 
     @property
     def similarity(self) -> float:
@@ -61,8 +60,8 @@ class GradientStatistics:
 
             phi = grad_sqnorm / (grad_sqnorm + 2 grad_variance / N)
 
-        In [-1, 1]; nan if every gradient is zero. Averages, and mean losses of unequal sizes, can
-        have a signal below -noise / N, which |G|^2 >= 0 excludes: the similarity is then -1.
+        In [-1, 1]; nan if every gradient is zero. It is -1 where the signal is below -noise / N, as
+        that of averages, and of mean losses of unequal sizes, can be.
         """
         if self.grad_sqnorm < -self.grad_variance / self.samples:
             return -1.0
@@ -91,9 +90,9 @@ class GradientStatistics:
 
             gain = (|mu|^2 + tr(Sigma) / B_base) / (|mu|^2 + tr(Sigma) / B)
 
-        Args:
-            base_batch: batch size that the learning rate was tuned for.
-            batch_size: B; default: the samples of the step.
+        B_base is the batch size that the learning rate was tuned for; B is `batch_size`, by default
+        the samples of the step.
+
         Source:
             Johnson et al. 2020 (arXiv 2007.05105), equation 4; docs/theory.md (10).
         Example:
@@ -107,10 +106,8 @@ class GradientStatistics:
     def generalization_ratio(self, batch_size: float | None = None) -> float:
         """R(n) = 1 / (1 + B_simple / n): the share of one step's training gain that is test gain.
 
-        The right-hand side of the one-step generalization ratio; it is not a measured test loss.
+        It is not a measured test loss. n is `batch_size`, by default the samples of the step.
 
-        Args:
-            batch_size: n; default: the samples of the step.
         Source:
             Liu et al. 2020 (arXiv 2001.07384) and VRGD (arXiv 2309.13681), summed over the
             parameters; docs/theory.md (11).
@@ -131,22 +128,16 @@ def from_weighted_losses(
 ) -> GradientStatistics:
     """Noise and signal if the losses of a step sum to its mean loss, so `.grad` is G.
 
-    A micro-batch then adds h_d = n_d g_d / N, and
+    A micro-batch then adds h_d = n_d g_d / N. With sum |h_d|^2 / n_d and |G|^2 = |sum h_d|^2,
 
         A = sum n_d |g_d|^2 = N^2 sum |h_d|^2 / n_d
         noise = (A - N |G|^2) / (k - 1),    signal = |G|^2 - noise / N
 
-    Both are unbiased if the samples of a step are independent; the n_d may differ.
+    Both are unbiased if the samples of a step are independent; the n_d may differ. `eps` is the
+    relative rounding of the gradients' type.
 
-    Args:
-        sqnorms_over_sizes: sum |h_d|^2 / n_d; the loss of micro-batch d is a mean over n_d samples.
-        sum_sqnorm: |sum h_d|^2 = |G|^2.
-        micro_batches: k, at least 2.
-        samples: N.
-        eps: relative rounding of the gradients' type, for the check that A >= N |G|^2.
-        compared: what h_d are the gradients of.
     Raises:
-        GradientError: fewer than two micro-batches, or A < N |G|^2, which no data can give.
+        GradientError: k < 2, or A < N |G|^2, which no data can give.
     Source:
         docs/theory.md (2).
     Example:
@@ -154,9 +145,8 @@ def from_weighted_losses(
         >>> step.grad_sqnorm, step.grad_variance
         (0.0, 32.0)
     """
-    k, total = _require_two(micro_batches), _rounded(samples)
-    spread = total**2 * sqnorms_over_sizes
-    noise = _spread_difference(spread, total * sum_sqnorm, math.sqrt(k) * eps) / (k - 1)
+    k, total = micro_batches, _rounded(samples)
+    noise = _variance(total**2 * sqnorms_over_sizes, total * sum_sqnorm, k, k - 1, eps)
     return GradientStatistics(sum_sqnorm - noise / total, noise, total, k, compared=compared)
 
 
@@ -178,21 +168,10 @@ def from_mean_losses(
     Source:
         docs/theory.md (3).
     """
-    k = _require_two(micro_batches)
+    k = micro_batches
     mean = sum_sqnorm / k**2
-    noise = _spread_difference(sqnorm_sum, k * mean, math.sqrt(k) * eps) / (
-        (1 - 1 / k) * inverse_sizes
-    )
+    noise = _variance(sqnorm_sum, k * mean, k, (1 - 1 / k) * inverse_sizes, eps)
     return GradientStatistics(mean - noise * inverse_sizes / k**2, noise, _rounded(samples), k)
-
-
-def _require_two(micro_batches: int) -> int:
-    if micro_batches < 2:
-        raise GradientError(
-            f"{micro_batches} micro-batch seen, noise needs at least 2; split the batch into more "
-            "backwards"
-        )
-    return micro_batches
 
 
 def _rounded(samples: float) -> float:
@@ -200,13 +179,19 @@ def _rounded(samples: float) -> float:
     return round(samples) if math.isclose(samples, round(samples)) else samples
 
 
-def _spread_difference(spread: float, mean_part: float, rounding: float) -> float:
-    """spread - mean_part, negative only by rounding errors; nan if one of them is not finite."""
+def _variance(spread: float, mean_part: float, k: int, freedom: float, eps: float) -> float:
+    """(spread - mean_part) / freedom, negative only by rounding errors; nan if not finite."""
+    if k < 2:
+        raise GradientError(
+            f"{k} micro-batch seen, noise needs at least 2; split the batch into more backwards"
+        )
     difference = spread - mean_part
-    if difference < -max(_ROUNDING, rounding) * spread and math.isfinite(difference):
+    if not math.isfinite(difference):
+        return math.nan
+    if difference < -max(_ROUNDING, math.sqrt(k) * eps) * spread:
         raise GradientError(
             f"the step's gradient is longer than its micro-batches allow (sum n_d |g_d|^2 = "
             f"{spread:.6g} < N |G|^2 = {mean_part:.6g}); are the sizes those of the backwards, and "
             "was .grad empty before the first one?"
         )
-    return max(difference, 0.0) if math.isfinite(difference) else math.nan
+    return max(difference, 0.0) / freedom

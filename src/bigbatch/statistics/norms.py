@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients import MicroBatchGradients, Subscriber
-from bigbatch.gradients.dtypes import FULL_PRECISION, stacked, sum_dtype, to_device, widest_float
+from bigbatch.gradients.dtypes import FULL_PRECISION, stack_scalars, to_device, widest_float
 from bigbatch.gradients.groups.grouping import joined
 from bigbatch.kernels import native
 
@@ -86,16 +86,12 @@ def squared_norms(gradients: Sequence[Tensor]) -> Tensor:
     """
     if native.fits(gradients):
         return native.squared_norms(gradients)
-    lengths = list(map(_numel, gradients))
-    if max(lengths) > _SHORT and all(map(_IS_CPU, gradients)):
-        values = stacked([squared_norm(gradient) for gradient in gradients])
-        return values.to(widest_float(values.device))
-    if set(map(_DTYPE, gradients)) <= _FULL:
-        values = stacked(torch._foreach_norm(list(gradients)))
-    else:
-        each = (torch.linalg.vector_norm(g, dtype=sum_dtype(g.dtype)) for g in gradients)
-        values = stacked([*each])
-    return values.to(widest_float(values.device)).square()
+    if max(map(_numel, gradients)) > _SHORT and all(map(_IS_CPU, gradients)):
+        return stack_scalars([squared_norm(gradient) for gradient in gradients])
+    dtypes = set(map(_DTYPE, gradients))
+    half_in = torch.float64 if torch.float64 in dtypes else torch.float32
+    dtype = None if dtypes <= _FULL else half_in
+    return stack_scalars(torch._foreach_norm(list(gradients), 2, dtype)).square()
 
 
 def squared_norm(gradient: Tensor) -> Tensor:

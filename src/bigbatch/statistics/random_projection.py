@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients import GradientSource, GroupGradients, MicroBatchGradients, Subscriber
-from bigbatch.gradients.dtypes import FULL_PRECISION, to_device, widest_float, without_autocast
+from bigbatch.gradients.dtypes import full_precision, to_device, widest_float, without_autocast
 from bigbatch.statistics.confidence import MAX_RATIO, MIN_RATIO
 from bigbatch.statistics.norms import flattened
 
@@ -44,7 +44,7 @@ class RandomProjections(Subscriber):
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
-        self._sketches.append(self.zeros(groups))
+        self._sketches.append(self._zeros(groups))
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Adds the gradients to the current projection, unless their groups follow."""
@@ -58,11 +58,12 @@ class RandomProjections(Subscriber):
             self._add(parameter, group, sketch)
 
     def _add(self, parameter: Tensor, gradient: Tensor, sketch: Tensor) -> None:
-        flat = flattened(gradient, parameter.stride())
-        if flat.dtype not in FULL_PRECISION:
-            flat = flat.float()
+        flat = full_precision(flattened(gradient, parameter.stride()))
         rows, rest = divmod(flat.numel(), _SIZE)
-        signs = self._signs_of(parameter, flat)
+        signs = self._signs.get(parameter)
+        if signs is None or signs.device != flat.device or signs.dtype != flat.dtype:
+            seed = list(map(id, self._parameters)).index(id(parameter))
+            signs = self._signs[parameter] = random_signs((rows + 1,), seed).to(flat)
         if rows:
             with without_autocast(flat.device):
                 projected = torch.mv(flat[: rows * _SIZE].view(rows, _SIZE).t(), signs[:rows])
@@ -73,40 +74,29 @@ class RandomProjections(Subscriber):
 
     def stack(self) -> Tensor:
         """The sketches of the step, (k, 1021)."""
-        return torch.cat(self._sketches)
+        return torch.cat(self._sketches) if self._sketches else self._zeros(0)
 
-    def zeros(self, count: int) -> Tensor:
-        """Sketches of zero gradients, (count, 1021)."""
+    def _zeros(self, count: int) -> Tensor:
         device = self._parameters[0].device
         return torch.zeros(count, _SIZE, dtype=torch.float32, device=device)
 
-    def _signs_of(self, parameter: Tensor, flat: Tensor) -> Tensor:
-        signs = self._signs.get(parameter)
-        if signs is None or signs.device != flat.device or signs.dtype != flat.dtype:
-            seed = next(i for i, p in enumerate(self._parameters) if p is parameter)
-            signs = random_signs((flat.numel() // _SIZE + 1,), seed).to(flat.device, flat.dtype)
-            self._signs[parameter] = signs
-        return signs
-
 
 class ProjectionProbe(Subscriber):
-    """Subscriber of a source: eight projections of a few elements of some parameters, summed.
+    """Subscriber of a source: eight projections of 256 elements of each of 16 parameters, summed.
 
-    The sum of the gradients over micro-batches and ranks must equal `.grad` at the end; the
-    projections of both are compared. This finds an edit of `.grad` that changes no version counter
-    (`unscale_`), a lossy or summing reduction, and gradients that no hook reported. The probe reads
-    256 elements of each of 16 parameters, so it does not find an edit of other elements.
+    Summed over micro-batches and ranks, they must equal those of `.grad` at the end. This finds an
+    edit of `.grad` that changes no version counter (`unscale_`), a lossy or summing reduction, and
+    gradients that no hook reported, but no edit of other elements.
     """
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source
         self._trained: list[Tensor] = []  # the trained parameters, when some of them were chosen
-        self._chosen: list[tuple[Tensor, int]] = []  # probed parameters, and how many elements
-        self._listed: Sequence[Tensor] | None = None  # the last list of parameters ...
-        self._places: list[tuple[int, int]] = []  # ... and the chosen ones: place here, place there
+        # probed parameters, their ids, and how many elements of each
+        self._chosen: list[tuple[Tensor, int, int]] = []
         # layout of the shards, number -> positions in this rank's shard of the probed elements that
-        # it has, and their numbers; None if it has all of them
-        self._indices: dict[tuple[int, int], tuple[Tensor, ...] | None] = {}
+        # it has, and their numbers; empty if it has all of them, in order
+        self._indices: dict[tuple[int, int], list[Tensor]] = {}
         self._signs = torch.zeros(0)  # (8, elements)
         self._heads: list[Tensor | None] = []  # of the current micro-batch, by chosen parameter
         self._rows: list[Tensor] = []  # elements of each micro-batch
@@ -114,26 +104,24 @@ class ProjectionProbe(Subscriber):
 
     def begin(self) -> None:
         """A step starts."""
+        self._rows.clear()
         parameters = self._source.parameters
         trained = list(itertools.compress(parameters, map(_REQUIRES_GRAD, parameters)))
-        as_many = len(trained) == len(self._trained)
-        is_same = as_many and all(map(operator.is_, trained, self._trained))
+        is_same = list(map(id, trained)) == list(map(id, self._trained))
         if not is_same or self._signs.device != parameters[0].device:
             self._trained = trained
             self._choose_parameters(parameters[0].device)
-        self._rows.clear()
 
     def _choose_parameters(self, device: torch.device) -> None:
         """Chooses up to 16 of the trained parameters, evenly from the first to the last."""
-        shape = self._source.reducer.shape
-        trained = [p for p in self._trained if shape(p).numel()]
-        gaps = max(1, min(_MAX_PARAMETERS, len(trained)) - 1)
-        numbers = {i * (len(trained) - 1) // gaps for i in range(gaps + 1)} if trained else set()
-        chosen = [trained[number] for number in sorted(numbers)]
-        self._chosen = [(p, min(_ELEMENTS, shape(p).numel())) for p in chosen]
+        sizes = [(p, self._source.reducer.shape(p).numel()) for p in self._trained]
+        sizes = [(p, size) for p, size in sizes if size]
+        gaps = max(1, min(_MAX_PARAMETERS, len(sizes)) - 1)
+        numbers = {i * (len(sizes) - 1) // gaps for i in range(gaps + 1)} if sizes else set()
+        chosen = map(sizes.__getitem__, sorted(numbers))
+        self._chosen = [(p, id(p), min(_ELEMENTS, size)) for p, size in chosen]
         self._indices.clear()
-        self._listed = None
-        signs = random_signs((_PROBES, sum(count for _, count in self._chosen)), 0)
+        signs = random_signs((_PROBES, sum(count for *_, count in self._chosen)), 0)
         self._signs = signs.to(device, widest_float(device))
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
@@ -142,15 +130,12 @@ class ProjectionProbe(Subscriber):
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Keeps the first elements of the gradients of probed parameters."""
-        if batch.parameters is not self._listed:
-            self._listed = batch.parameters
-            numbers = dict(zip(map(id, batch.parameters), itertools.count(), strict=False))
-            places = [numbers.get(id(p)) for p, _ in self._chosen]
-            self._places = [(i, number) for i, number in enumerate(places) if number is not None]
-        for i, number in self._places:
-            head = _head(batch.gradients[number], self._chosen[i][1])
-            # a gradient that came alone is freed now, or the engine writes to its memory
-            self._heads[i] = head.clone() if len(batch.parameters) == 1 else head
+        gradients = dict(zip(map(id, batch.parameters), batch.gradients, strict=True))
+        for i, (_, number, count) in enumerate(self._chosen):
+            if number in gradients:
+                head = _head(gradients[number], count)
+                # a gradient that came alone is freed now, or the engine writes to its memory
+                self._heads[i] = head.clone() if len(gradients) == 1 else head
 
     def end(self) -> None:
         """The micro-batch is complete."""
@@ -160,37 +145,31 @@ class ProjectionProbe(Subscriber):
     def projections(self, *, with_grad: bool = False) -> Tensor:
         """The projections of each micro-batch of the step, (k, 8).
 
-        Args:
-            with_grad: whether those of this rank's shards of `.grad` follow, (k + 1, 8).
+        Those of this rank's shards of `.grad` follow `with_grad`, (k + 1, 8).
         """
         rows = [*self._rows, self._joined(self._grad_heads())] if with_grad else self._rows
         if not rows:
             return self._signs.new_zeros(0, _PROBES)
-        return torch.stack(rows).to(self._signs.dtype) @ self._signs.t()
+        with without_autocast(self._signs.device):
+            return torch.stack(rows).to(self._signs.dtype) @ self._signs.t()
 
     def _grad_heads(self) -> list[Tensor | None]:
         """The probed elements of this rank's shards of `.grad`, zeros where others have them."""
         heads: list[Tensor | None] = []
-        reducer = self._source.reducer
-        for number, (parameter, count) in enumerate(self._chosen):
-            grad = self._source.local_grad(parameter)
-            if grad is None:
-                heads.append(None)
-                continue
-            key = reducer.shards.layout, number
-            if key not in self._indices:
-                found = reducer.shards.shard_indices(parameter, count)
-                on_device = (to_device(some, grad.device) for some in found or ())
-                self._indices[key] = None if found is None else tuple(on_device)
-            indices = self._indices[key]
-            if indices is None:  # it has all of them, in order
-                heads.append(_head(grad, count))
-                continue
-            positions, numbers = indices
-            shape = reducer.shape(parameter)
-            rows = grad if grad.ndim < len(shape) else grad[: -(-count * shape[0] // shape.numel())]
-            head = grad.new_zeros(count)
-            head[numbers] = rows.reshape(-1)[positions]
+        shards = self._source.reducer.shards
+        for number, (parameter, _, count) in enumerate(self._chosen):
+            head = grad = self._source.local_grad(parameter)
+            if grad is not None:
+                key = shards.layout, number
+                if key not in self._indices:
+                    found = shards.shard_indices(parameter, count) or ()
+                    self._indices[key] = [to_device(some, grad.device) for some in found]
+                if indices := self._indices[key]:
+                    positions, numbers = indices
+                    head = grad.new_zeros(count)
+                    head[numbers] = grad.reshape(-1)[positions]
+                else:
+                    head = _head(grad, count)
             heads.append(head)
         return heads
 
@@ -200,7 +179,7 @@ class ProjectionProbe(Subscriber):
             return self._signs.new_zeros(0)
         parts = [
             torch.zeros(count, device=self._signs.device) if head is None else head
-            for head, (_, count) in zip(heads, self._chosen, strict=True)
+            for head, (*_, count) in zip(heads, self._chosen, strict=True)
         ]
         if len(set(map(_DEVICE, parts))) > 1:
             parts = [to_device(part, self._signs.device) for part in parts]
@@ -230,26 +209,21 @@ def leave_one_out(
     count: Tensor,
     samples: Tensor,
 ) -> Tensor:
-    """x without each micro-batch in turn, from sketches of the gradients.
+    """x without each micro-batch in turn, from sketches t_d of this rank's g_d, (k_r, m) `means`.
 
-    With t_d the sketch of g_d, a_d = |t_d|^2, t = sum n_d t_d / N, c_d = t_d . t, A = sum n_d a_d:
+    With a_d = |t_d|^2, c_d = t_d . t, and over all ranks k, N, N t and A = sum n_d a_d (`spread`):
 
         N_d = N - n_d,   G2_d = (N^2 |t|^2 - 2 N n_d c_d + n_d^2 a_d) / N_d^2
         noise_d = (A - n_d a_d - N_d G2_d) / (k - 2),   signal_d = G2_d - noise_d / N_d
-        x_d = ln(1 + N signal_d / noise_d)
-
-    x_d has N and not N_d, since it estimates the x of the whole step. `means` are t_d of this
-    rank, (k_r, m), and `sizes` n_d; N t, A (`spread`), k and N are over all ranks.
+        x_d = ln(1 + N signal_d / noise_d), with N since it estimates the x of the whole step
 
     Source:
         The delete-one jackknife (Quenouille 1949, Tukey 1958); docs/theory.md (9).
     """
     mean = total_projection / samples
     squares, dots = means.square().sum(1), means @ mean
-    rest = samples - sizes
-    rest_sqnorm = (
-        samples**2 * mean.square().sum() - 2 * samples * sizes * dots + sizes**2 * squares
-    ) / rest**2
+    rest, total = samples - sizes, samples**2 * mean.square().sum()
+    rest_sqnorm = (total - 2 * samples * sizes * dots + sizes**2 * squares) / rest**2
     noise = (spread - sizes * squares - rest * rest_sqnorm) / (count - 2)
     tiny = torch.finfo(noise.dtype).tiny
     ratio = 1 + samples * (rest_sqnorm - noise / rest) / noise.clamp_min(tiny)

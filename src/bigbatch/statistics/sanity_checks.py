@@ -48,29 +48,27 @@ class SanityChecks:
 
     def _equal_data_message(self, ranks: RankTotals) -> str:
         """The warning about ranks with equal gradients, which are neighbours in order of norm."""
-        if ranks.number == 1:
+        if len(ranks.samples) == 1:
             return ""
         order = ranks.sqnorm_sum.argsort(kind="stable")
         sums = numpy.stack([ranks.sqnorm_sum, ranks.numbered_sqnorm_sum])[:, order]
         alike = numpy.isclose(sums[:, 1:], sums[:, :-1], rtol=_NORM_TOLERANCE, atol=0)
-        equal_norm_steps = {}
+        earlier, self._equal_norm_steps = self._equal_norm_steps, {}
         for place in numpy.flatnonzero(alike.all(axis=0)).tolist():
             pair = tuple(sorted(order[place : place + 2].tolist()))
             is_equal = (sums[:, place] == sums[:, place + 1]).all()
-            earlier = self._equal_norm_steps.get(pair, 0)
-            equal_norm_steps[pair] = _SURE_STEPS if is_equal else earlier + 1
-        self._equal_norm_steps = equal_norm_steps
+            steps = _SURE_STEPS if is_equal else earlier.get(pair, 0) + 1
+            self._equal_norm_steps[pair] = steps
+        found = self._equal_norm_steps.items()
         sure_pairs = [
-            pair
-            for pair, steps in equal_norm_steps.items()
-            if steps >= _SURE_STEPS and ranks.sqnorm_sum[pair[0]]
+            pair for pair, steps in found if steps >= _SURE_STEPS and ranks.sqnorm_sum[pair[0]]
         ]
         if not sure_pairs:
             return ""
         first, second = sure_pairs[0]
         return (
             f"ranks {first} and {second} have the same gradients ({len(sure_pairs)} such pairs of "
-            f"{ranks.number} ranks), so the noise looks too small: is a DistributedSampler "
+            f"{len(ranks.samples)} ranks), so the noise looks too small: is a DistributedSampler "
             "missing, or are gradients averaged before the meter's hooks?"
         )
 
@@ -85,7 +83,7 @@ def _nonfinite_message(ranks: RankTotals) -> str:
     bad = numpy.flatnonzero(~numpy.isfinite(ranks.sqnorm_sum)).tolist()
     names = [
         f"micro-batch {ranks.first_nonfinite[number]:.0f}"
-        + (f" on rank {number}" if ranks.number > 1 else "")
+        + (f" on rank {number}" if len(ranks.samples) > 1 else "")
         for number in bad
     ]
     return (

@@ -17,6 +17,7 @@ from bigbatch.gradients.source import TWICE
 from bigbatch.kernels import native
 
 _CHUNK = 1 << 23  # elements of the deviations that are in memory at a time, 32 MB in float32
+_KERNEL = -1  # in the place of a chunk's number: a kernel keeps no deviations
 _LIKE = operator.attrgetter("shape", "device", "dtype")
 _WELFORD = native.Rule.WELFORD
 _LISTS = 64  # lists of parameters that are remembered between steps
@@ -31,7 +32,6 @@ class _Block:
 
     parameters: list[Tensor]
     m2s: list[Tensor]  # M2 of each, shaped like the gradients
-    like: list[tuple[Any, ...]]  # shape, device and dtype of the gradients
     fits: bool  # whether kernels can read M2
     weight: float = 0.0  # of the micro-batches that they cover; 0 if no gradient came yet
     written: bool = False  # whether M2 was written to in the step; it counts as 0 before
@@ -47,14 +47,33 @@ class _Block:
         """The values with the strides of M2, so that all have the same order in memory."""
         if list(map(Tensor.stride, values)) == self.strides:
             return values
-        return list(map(_with_strides_of, values, self.m2s))
+        return [
+            value
+            if value.stride() == m2.stride() or (value.is_contiguous() and m2.is_contiguous())
+            else torch.empty_like(m2, dtype=value.dtype).copy_(value)
+            for value, m2 in zip(values, self.m2s, strict=True)
+        ]
+
+    def zeroed(self) -> list[Tensor]:
+        """M2, which is set to 0 if the step has not written to it yet."""
+        if not self.written:
+            torch._foreach_zero_(self.m2s)
+            self.written = True
+        return self.m2s
+
+    def catch_up(self, totals: list[Tensor], weight: float) -> None:
+        """Adds zero gradients for micro-batches since the last one that reached the parameters."""
+        m2s = self.zeroed()
+        if self.weight < weight:
+            share = (weight - self.weight) / (self.weight * weight)
+            torch._foreach_addcmul_(m2s, totals, totals, share)
+            self.weight = weight
 
     def split(self) -> Iterator["_Block"]:
         """A block of each parameter, with the same moments."""
-        totals: Sequence[Tensor | None] = self.totals or [None] * len(self.m2s)
-        for p, m2, like, total in zip(self.parameters, self.m2s, self.like, totals, strict=True):
-            own = None if total is None else [total]
-            yield _Block([p], [m2], [like], self.fits, self.weight, self.written, own)
+        for number, (parameter, m2) in enumerate(zip(self.parameters, self.m2s, strict=True)):
+            own = None if self.totals is None else [self.totals[number]]
+            yield _Block([parameter], [m2], self.fits, self.weight, self.written, own)
 
 
 _Placed = list[tuple[_Block, list[int]]]
@@ -70,11 +89,9 @@ class GradientMoments(Subscriber):
 
     A micro-batch that does not reach a parameter has a gradient of 0 there, and counts as such.
     M2 and S are float32 at least. S is the source's, or, where that keeps none or one of a half
-    type, in a buffer of its own.
-
-    The gradients of a list of parameters are one call of a kernel, or of torch's foreach. The
-    second of a step writes M2, so nothing is zeroed. Where a later micro-batch reaches another
-    part of the parameters than those before, the rest of the step goes parameter by parameter.
+    type, in a buffer of its own. The gradients of a list of parameters are one call of a kernel, or
+    of torch's foreach. The second of a step writes M2, so nothing is zeroed. Where a micro-batch
+    reaches only a part of a list, the rest of the step is read one by one.
 
     Source:
         Welford 1962, West 1979; why not E[g^2] - E[g]^2: docs/theory.md (5).
@@ -87,14 +104,15 @@ class GradientMoments(Subscriber):
         self.micro_batches = 0  # groups of one backward count as micro-batches
         self.weight = 0.0  # of all micro-batches, the current one included
         self._watched = watched
-        self._watched_count = -1
+        self._watched_count = 0
         self._fused = fused
         self._weight_before = 0.0  # weight of the complete micro-batches
-        self._lists: dict[tuple[int, ...], _Placed] = {}  # by the ids of the parameters
-        # by id of the parameter, which is kept alive
+        # by the number of watched parameters and the ids of those in the list: shape, device and
+        # dtype of the gradients, and their blocks
+        self._lists: dict[tuple[int, ...], tuple[list[tuple[Any, ...]], _Placed]] = {}
+        # arrays by id of the parameter; without meaning between steps
         self._m2s: dict[int, Tensor] = {}
         self._totals: dict[int, Tensor] = {}  # S, if the source does not keep it
-        self._alive: dict[int, Tensor] = {}
         self._block_of: dict[int, _Block] = {}  # of the parameters that this step reached
 
     def begin(self) -> None:
@@ -102,9 +120,8 @@ class GradientMoments(Subscriber):
         self.micro_batches = 0
         self.weight = self._weight_before = 0.0
         self._block_of.clear()
-        count = -1 if self._watched is None else len(self._watched)
-        if count != self._watched_count or len(self._lists) > _LISTS:
-            self._watched_count = count
+        self._watched_count = len(self._watched or ())
+        if len(self._lists) > _LISTS:
             self._lists.clear()
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
@@ -115,8 +132,7 @@ class GradientMoments(Subscriber):
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Adds n_d g_d of each parameter, which the micro-batch is about to add to S."""
-        blocks = self._blocks(batch.parameters, batch.gradients)
-        for block, places in blocks:
+        for block, places in self._blocks(batch.parameters, batch.gradients):
             if block.weight == self.weight:
                 raise GradientError(TWICE)
             gradients = block.arrange(list(map(batch.gradients.__getitem__, places)))
@@ -138,14 +154,13 @@ class GradientMoments(Subscriber):
         block = self._block_of.get(id(parameter))
         if block is None or block.weight != self.weight:  # not watched
             return
-        _zeroed(block)
-        m2 = self._m2s[id(parameter)]
-        weights = groups.weights
+        block.zeroed()
+        m2, total = self._m2s[id(parameter)], sum(groups.weights)
         mean = gradient.to(groups.gradients.dtype)
-        for images, weight in zip(groups.gradients, weights, strict=True):
+        for images, weight in zip(groups.gradients, groups.weights, strict=True):
             if weight:
-                deviation = torch.sub(images, mean, alpha=weight / sum(weights))
-                scale = (self.weight - self._weight_before) / sum(weights)
+                deviation = torch.sub(images, mean, alpha=weight / total)
+                scale = (self.weight - self._weight_before) / total
                 m2.addcmul_(deviation, deviation, value=1 / (weight * scale))
 
     def are_reached(self, parameters: Iterable[Tensor]) -> list[bool]:
@@ -158,17 +173,14 @@ class GradientMoments(Subscriber):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """(S, M2) of each parameter over the whole step; zeros if no micro-batch reached it.
 
-        Args:
-            parameters: the parameters.
-            sums_of: returns S as the source keeps it.
-            like: tensors shaped like the gradients, if those are not shaped like the parameters.
+        `like` are tensors shaped like the gradients, if those are not shaped like the parameters.
         """
         ids = list(map(id, parameters))
         blocks = list(map(self._block_of.get, ids))
         for reached in filter(None, set(blocks)):
             if reached.weight < self.weight or not reached.written:
                 totals: Any = reached.totals or sums_of(reached.parameters)
-                self._catch_up(reached, reached.arrange(totals), self.weight)
+                reached.catch_up(reached.arrange(totals), self.weight)
         sums: list[Any] = list(sums_of(parameters))
         m2s: list[Any] = list(map(self._m2s.get, ids))
         for number, block in enumerate(blocks):
@@ -197,25 +209,26 @@ class GradientMoments(Subscriber):
 
     def _blocks(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
         """The blocks of a list of parameters, whose moments are those of this step."""
-        key = tuple(map(id, parameters))
-        placed = self._lists.get(key)
-        if placed is not None and all(self._block_of.get(b.ids[0]) is b for b, _ in placed):
+        ids = tuple(map(id, parameters))
+        key = self._watched_count, *ids
+        like, placed = self._lists.get(key, ([], []))
+        if placed and all(self._block_of.get(block.ids[0]) is block for block, _ in placed):
             return placed
-        if not self._block_of.keys().isdisjoint(key):
+        if not self._block_of.keys().isdisjoint(ids):
             return self._singles(parameters, gradients)
-        like = list(map(_LIKE, gradients))  # which an engine may change
-        if placed is None or any(
-            block.like != list(map(like.__getitem__, places)) for block, places in placed
-        ):
-            placed = self._lists[key] = self._make(parameters, gradients)
+        present = list(map(_LIKE, gradients))  # which an engine may change
+        if like != present:
+            placed = self._make(parameters, gradients)
+            self._lists[key] = present, placed
         for block, _ in placed:
             block.weight, block.written, block.total_addresses = 0.0, False, None
             self._block_of.update(dict.fromkeys(block.ids, block))
         return placed
 
     def _make(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
-        """Sorts parameters into blocks of one device and dtype, with a kernel or without."""
-        places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+        """Sorts parameters into blocks of one device and dtype, for a kernel or of a chunk."""
+        places: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
+        elements = 0
         for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             if self._watched is not None and parameter not in self._watched:
                 continue
@@ -224,16 +237,16 @@ class GradientMoments(Subscriber):
                 if m2 is not None:
                     self._lists.clear()  # whose blocks have the old one
                     self._totals.pop(id(parameter), None)
-                m2 = torch.empty_like(gradient, dtype=dtype)
-                self._m2s[id(parameter)], self._alive[id(parameter)] = m2, parameter
-            kernel = self._fused and gradient.dtype == m2.dtype and native.fits([m2])
-            places.setdefault((gradient.device, gradient.dtype, kernel), []).append(place)
-        placed = []
-        for (_, _, kernel), some in places.items():
+                m2 = self._m2s[id(parameter)] = torch.empty_like(gradient, dtype=dtype)
+            fits = self._fused and gradient.dtype == m2.dtype and native.fits([m2])
+            chunk = _KERNEL if fits else elements // _CHUNK
+            places.setdefault((gradient.device, gradient.dtype, chunk), []).append(place)
+            elements += gradient.numel()
+        placed: _Placed = []
+        for (_, _, chunk), some in places.items():
             own = list(map(parameters.__getitem__, some))
             m2s = list(map(self._m2s.__getitem__, map(id, own)))
-            like = [_LIKE(gradients[place]) for place in some]
-            placed.append((_Block(own, m2s, like, kernel), some))
+            placed.append((_Block(own, m2s, chunk == _KERNEL), some))
         return placed
 
     def _singles(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
@@ -254,7 +267,7 @@ class GradientMoments(Subscriber):
         """Takes the first gradients of a step; they were 0 in the micro-batches before."""
         if self._weight_before:
             share = self._weight_before / ((self.weight - self._weight_before) * self.weight)
-            torch._foreach_addcmul_(_zeroed(block), gradients, gradients, share)
+            torch._foreach_addcmul_(block.zeroed(), gradients, gradients, share)
         block.totals = None
         if keeps_none or gradients[0].dtype not in FULL_PRECISION:
             for number, m2 in zip(block.ids, block.m2s, strict=True):
@@ -274,7 +287,7 @@ class GradientMoments(Subscriber):
         assert stored is not None
         totals = block.arrange(stored)
         if block.weight < self._weight_before:
-            self._catch_up(block, totals, self._weight_before)
+            block.catch_up(totals, self._weight_before)
         before, weight = self._weight_before, self.weight - self._weight_before
         values = weight / before, before / (weight * self.weight), float(not block.written)
         adds = block.totals is not None
@@ -304,14 +317,6 @@ class GradientMoments(Subscriber):
             return None
         return [native.addresses(gradients), total_addresses, block.addresses]
 
-    def _catch_up(self, block: _Block, totals: list[Tensor], weight: float) -> None:
-        """Adds zero gradients for micro-batches since the last one that reached the parameters."""
-        m2s = _zeroed(block)
-        if block.weight < weight:
-            share = (weight - block.weight) / (block.weight * weight)
-            torch._foreach_addcmul_(m2s, totals, totals, share)
-            block.weight = weight
-
 
 def combine_moments(
     totals: Iterable[Tensor],
@@ -322,12 +327,11 @@ def combine_moments(
     *,
     fused: bool,
 ) -> None:
-    """Writes S and M2 of the union of several groups of micro-batches, exactly.
+    """Writes S and M2 of the union of several groups of micro-batches to `total` and `m2`, exactly.
 
         S = sum S_r;   M2 = sum M2_r + sum W_r (S_r / W_r - S / W)^2
 
-    S and M2 are written to `total` and `m2`. A group of weight 0 is in S alone; without `m2s` all
-    M2_r are 0.
+    A group of weight 0 is in S alone; without `m2s` all M2_r are 0.
 
     Source:
         Chan, Golub and LeVeque 1979.
@@ -350,21 +354,6 @@ def combine_moments(
         m2.add_(group_m2)
 
 
-def _zeroed(block: _Block) -> list[Tensor]:
-    """M2 of a block, which is set to 0 if the step has not written to it yet."""
-    if not block.written:
-        torch._foreach_zero_(block.m2s)
-        block.written = True
-    return block.m2s
-
-
-def _with_strides_of(value: Tensor, like: Tensor) -> Tensor:
-    """The value with the strides of `like`, so that both have the same order in memory."""
-    if value.stride() == like.stride() or (value.is_contiguous() and like.is_contiguous()):
-        return value
-    return torch.empty_like(like, dtype=value.dtype).copy_(value)
-
-
 def _add_deviations(
     gradients: list[Tensor],
     totals: list[Tensor],
@@ -375,23 +364,10 @@ def _add_deviations(
     *,
     adds: bool,
 ) -> None:
-    """M2 += share (g - mean_of S)^2, from 0 if `first`; S += g if `adds`; by torch, in chunks."""
-    for chunk in _chunks(m2s):
-        deviations = torch._foreach_sub(gradients[chunk], totals[chunk], alpha=mean_of)
-        if first:
-            torch._foreach_zero_(m2s[chunk])
-        torch._foreach_addcmul_(m2s[chunk], deviations, deviations, share)
-        if adds:
-            torch._foreach_add_(totals[chunk], gradients[chunk])
-
-
-def _chunks(arrays: Sequence[Tensor]) -> Iterator[slice]:
-    """Slices of a list whose arrays have at most `_CHUNK` elements together, or one array."""
-    first = elements = 0
-    for number, size in enumerate(map(Tensor.numel, arrays)):
-        if number > first and elements + size > _CHUNK:
-            yield slice(first, number)
-            first, elements = number, 0
-        elements += size
-    if arrays:
-        yield slice(first, len(arrays))
+    """M2 += share (g - mean_of S)^2, from 0 if `first`; S += g if `adds`; by torch."""
+    deviations = torch._foreach_sub(gradients, totals, alpha=mean_of)
+    if first:
+        torch._foreach_zero_(m2s)
+    torch._foreach_addcmul_(m2s, deviations, deviations, share)
+    if adds:
+        torch._foreach_add_(totals, gradients)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
-from bigbatch.statistics.half_batch_cosine import HalfBatchCosine
+from bigbatch.statistics.half_batch_cosine import HalfBatchCosine, cosine_of_halves
 from bigbatch.statistics.norms import MicroBatchNorms, count_layers, squared_norms, sum_by_layer
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections, leave_one_out
 
@@ -42,21 +42,13 @@ class StepAccumulators:
         sketches: bool,
         half_batch_cosine: bool,
     ) -> None:
-        self.norms = MicroBatchNorms(layers)
-        self._layers = layers
-        self.half_batch_cosine = HalfBatchCosine(source) if half_batch_cosine else None
+        self.norms, self.probe = MicroBatchNorms(layers), ProjectionProbe(source)
         self.lengths: dict[str, int] = {}  # length of each part of the last packed vector
-        self._source = source
-        self._probe = ProjectionProbe(source)
+        self._source, self._layers = source, layers
         self._sketches = RandomProjections(source.parameters) if sketches else None
-        readers = (self.norms, self._probe, self._sketches, self.half_batch_cosine)
+        self._half_batch = HalfBatchCosine(source) if half_batch_cosine else None
+        readers = (self.norms, self.probe, self._sketches, self._half_batch)
         self.subscribers: list[Subscriber] = [s for s in readers if s is not None]
-
-    @property
-    def projections(self) -> Tensor:
-        """Projections of the micro-batches of the step so far, (k, 8)."""
-        with without_autocast(self._device):
-            return self._probe.projections()
 
     @torch.no_grad()
     def measure(
@@ -75,12 +67,11 @@ class StepAccumulators:
             if self._sketches is None:
                 return self._all_reduce(parts)
             group_sizes = self._group_sizes(sizes or ())
-            means = self._sketches.stack() if sizes else self._sketches.zeros(0)
+            n = self._vector([size for size in group_sizes if size])
+            means = self._sketches.stack()[: len(group_sizes)]
             if not all(group_sizes):
                 means = means[[d for d, size in enumerate(group_sizes) if size]]
-            n = self._vector([size for size in group_sizes if size])
-            means = means.to(n)
-            means = means if are_means else means / n[:, None]
+            means = means.to(n) if are_means else means / n[:, None]
             parts["weighted_sum"] = n @ means
             parts["spread"] = (n @ means.square().sum(1)).view(1)
             packed = self._all_reduce(parts)
@@ -111,9 +102,9 @@ class StepAccumulators:
         if not self._layers:
             grads = source.local_grads()
         else:
-            pairs = [(p, source.local_grad(p)) for p in source.parameters]
-            parameters = [p for p, grad in pairs if grad is not None]
-            grads = [grad for _, grad in pairs if grad is not None]
+            found = {p: source.local_grad(p) for p in source.parameters}
+            parameters = [p for p, grad in found.items() if grad is not None]
+            grads = [grad for grad in found.values() if grad is not None]
         squares = [squared_norms(grads)] if grads else []
         return to_device(sum_by_layer(squares, parameters, self._layers), self._device)[None]
 
@@ -145,17 +136,19 @@ class StepAccumulators:
         # x - x is nan for the first one that is not finite, and nan is the largest
         first = 1 + (by_micro_batch - by_micro_batch).argmax()[None] if k > 1 else scale.new_ones(1)
         measured = torch.cat([sums[1:].sum(1), first])
+        if ranks > 1:  # by value, among zeros for the other ranks
+            measured = functional.pad(measured[:, None], (rank, ranks - 1 - rank)).flatten()
         for norms in source.group_norms:
             if norms is not None:
                 over_sizes = over_sizes + norms.scatter(layers, device)
-        projections, of_grad = self._probe.projections(with_grad=True).tensor_split([-1])
+        projections, of_grad = self.probe.projections(with_grad=True).tensor_split([-1])
         parts = {
             "sqnorms_over_sizes": over_sizes,
             "sqnorms": totals,
             "grad_sqnorms": grad_sqnorms,
             "inverse_sizes": inverse_sum,
             "counted": counted,
-            "measured": measured if ranks == 1 else _in_slot(measured, rank, ranks),
+            "measured": measured,
             "micro_batch_projections": projections.sum(0),
             "grad_projections": of_grad[0],
             "projection_sqnorm": projections.square().sum()[None],
@@ -165,8 +158,8 @@ class StepAccumulators:
             parts["slope"] = self._slope(sizes, by_micro_batch)
         if source.group_tap is not None:
             parts["group_error"] = self._group_error(scale)
-        if self.half_batch_cosine is not None:
-            parts["half_batch"] = self.half_batch_cosine.dots()
+        if self._half_batch is not None:
+            parts["half_batch"] = self._half_batch.dots()
         replicas = source.reducer.replicas
         if replicas > 1:
             of_replicas = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
@@ -214,46 +207,43 @@ class RankTotals(NamedTuple):
     grad_sqnorm: Array  # |.grad|^2 of a rank's shards
     first_nonfinite: Array  # number of the first micro-batch that is not finite, from 1
 
-    @property
-    def number(self) -> int:
-        """W."""
-        return len(self.samples)
-
 
 class StepTotals:
-    """The totals of a step on the host, over all ranks."""
+    """The totals of a step on the host, over all ranks.
+
+    Raises:
+        GradientError: a rank could not read its step.
+    """
 
     def __init__(self, parts: Mapping[str, list[float]]) -> None:
         self.sqnorms_over_sizes = parts["sqnorms_over_sizes"]  # sum |h_d|^2 / n_d, by layer
         self.sqnorms = parts["sqnorms"]  # sum |h_d|^2, by layer
         self.grad_sqnorms = parts["grad_sqnorms"]  # |.grad|^2, by layer
+        self.is_finite = all(map(math.isfinite, [*self.sqnorms, *self.grad_sqnorms]))
         # of ln |h_d|^2 over ln n_d: covariance, variance
-        self.slope = _pair(parts.get("slope", [0.0, 0.0]))
+        self.slope = parts.get("slope", [0.0, 0.0])
         (self.inverse_sizes,) = parts["inverse_sizes"]  # sum 1 / n_d
         (self.scale,) = parts["scale"]  # of a GradScaler
         (self.group_error,) = parts.get("group_error", [0.0])  # of gradients to sums of groups
-        self.leave_one_out = _pair(parts.get("leave_one_out"))  # sums of x_d and x_d^2, or nan
-        self.half_batch_cosine = _pair(parts.get("half_batch"))  # |Z|^2 and .grad . Z, or nan
+        self.leave_one_out = parts.get("leave_one_out", [math.nan] * 2)  # sums of x_d and x_d^2
+        self._half_batch = parts.get("half_batch")  # |Z|^2 and .grad . Z
         self._micro_batch_projections = parts["micro_batch_projections"]
         self._grad_projections = parts["grad_projections"]
         (self._projection_sqnorm,) = parts["projection_sqnorm"]
         rows = [*parts["counted"], *parts["measured"]]
         self.ranks = RankTotals(*numpy.array(rows).reshape(len(RankTotals._fields), -1))
+        if failed_ranks := self.ranks.failed.nonzero()[0].tolist():
+            names = ", ".join(map(str, failed_ranks))
+            raise GradientError(f"rank {names} could not read its step: see its error")
         self.micro_batches = round(self.ranks.micro_batches.sum())
         self.samples = math.fsum(self.ranks.samples.tolist())
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether every squared norm is finite."""
-        return all(map(math.isfinite, [*self.sqnorms, *self.grad_sqnorms]))
-
-    def require_all_took_part(self) -> None:
-        """Raises GradientError on every rank if one of them could not read its step."""
-        failed_ranks = self.ranks.failed.nonzero()[0].tolist()
-        if failed_ranks:
-            raise GradientError(
-                f"rank {_joined(failed_ranks)} could not read its step: see its error"
-            )
+    def half_batch_cosine(self, c: float) -> float | None:
+        """SimiGrad's own cosine if it was measured; c is `reduction`."""
+        if self._half_batch is None:
+            return None
+        signed_sqnorm, dot = self._half_batch
+        return cosine_of_halves(math.fsum(self.grad_sqnorms) / c**2, signed_sqnorm, dot / c)
 
     def reduction(self, eps: float, replicated: bool) -> float:
         """c with `.grad` = c * (sum of h_d over all ranks): 1/W for a mean over ranks, 1 for a sum.
@@ -261,19 +251,19 @@ class StepTotals:
         Raises:
             GradientError: `.grad` is neither, or differs between ranks that should hold the same.
         """
-        ranks, grad_sqnorms = self.ranks.number, self.ranks.grad_sqnorm
+        ranks, grad_sqnorms = len(self.ranks.samples), self.ranks.grad_sqnorm
         largest = float(grad_sqnorms.max())
         if replicated and largest - float(grad_sqnorms.min()) > _REPLICA_TOLERANCE * largest:
+            found = ", ".join(f"{sqnorm:.6g}" for sqnorm in grad_sqnorms)
             raise GradientError(
-                f".grad differs between ranks (squared norms {_joined(grad_sqnorms.tolist())}): "
-                "the last backward of the step ran under no_sync, or not on the DDP model's own "
-                "output"
+                f".grad differs between ranks (squared norms {found}): the last backward of the "
+                "step ran under no_sync, or not on the DDP model's own output"
             )
         expected, actual = self._micro_batch_projections, self._grad_projections
         errors = {c: math.dist(actual, [c * x for x in expected]) for c in (1 / ranks, 1)}
         c = min(errors, key=lambda c: errors[c])
-        max_micro_batches = float(self.ranks.micro_batches.max())
-        tolerance = max(_ONE_PROCESS_TOLERANCE, eps * (1 + math.sqrt(max_micro_batches)))
+        roundings = 1 + math.sqrt(self.ranks.micro_batches.max())
+        tolerance = max(_ONE_PROCESS_TOLERANCE, eps * roundings)
         if ranks > 1:
             tolerance = max(tolerance, _BFLOAT16_ROUNDING * (1 + math.sqrt(ranks)))
         length = math.hypot(*expected) + math.sqrt(self._projection_sqnorm)
@@ -293,16 +283,3 @@ def unpack(values: Vector, lengths: Mapping[str, int]) -> dict[str, Vector]:
     ends = itertools.accumulate(lengths.values())
     pairs = zip(lengths.items(), ends, strict=True)
     return {name: values[end - length : end] for (name, length), end in pairs}
-
-
-def _in_slot(values: Tensor, rank: int, ranks: int) -> Tensor:
-    """Values of this rank among zeros for the others, by value (n * W,)."""
-    return functional.pad(values[:, None], (rank, ranks - 1 - rank)).flatten()
-
-
-def _pair(values: list[float] | None) -> tuple[float, float]:
-    return (values[0], values[1]) if values else (math.nan, math.nan)
-
-
-def _joined(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.6g}" for value in values)
