@@ -38,6 +38,12 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
+    """Stacks 0-dim tensors, in the widest float dtype, on the device of the first."""
+    values = stacked(scalars)
+    return values.to(widest_float(values.device))
+
+
 def sum_scalars(scalars: Sequence[Tensor]) -> Tensor:
     """The sum of 0-dim tensors, (1,), in the widest float dtype, on the device of the first."""
     values = stacked(scalars)

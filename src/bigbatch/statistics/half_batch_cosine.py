@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients import GradientSource, GroupGradients, MicroBatchGradients, Subscriber
-from bigbatch.gradients.dtypes import stacked, sum_dtype, widest_float
+from bigbatch.gradients.dtypes import stack_scalars, sum_dtype
 from bigbatch.statistics.norms import squared_norm
 
 _MIN_PRODUCT = 2e-3  # about twice the ratio of the shorter half to the longer
@@ -75,8 +75,7 @@ class HalfBatchCosine(Subscriber):
             shard = reducer.shards.shard(parameter, signed_sum).reshape(-1)
             flat = shard.new_zeros(len(shard)) if grad is None else grad.reshape(-1).to(shard)
             products += [squared_norm(shard), shard.dot(flat)]
-        dtype = widest_float(products[0].device)
-        return stacked(products).view(-1, 2).sum(0, dtype=dtype)
+        return stack_scalars(products).view(-1, 2).sum(0)
 
 
 def cosine_of_halves(total_sqnorm: float, signed_sqnorm: float, dot: float) -> float:
