@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bigbatch.gradients.groups.backward_graph import Edge, Node, ParametersOf, is_batch_norm, trace
 from bigbatch.gradients.groups.contributions import SIGNS
 from bigbatch.gradients.groups.grouping import Grouping
-from bigbatch.gradients.groups.parameter_uses import ParameterUses, Route, Use
-from bigbatch.gradients.groups.rules import Place, Rule, can_project, rule_of
+from bigbatch.gradients.groups.parameter_uses import ParameterUses, Use
+from bigbatch.gradients.groups.rules import can_project, rule_of
 from bigbatch.gradients.groups.sample_check import SampleCheck, check_samples
 
 _BATCH_NORM = "BatchNorm normalizes over the samples of all groups"
@@ -24,22 +23,12 @@ Shapes = tuple[tuple[object, ...], ...]
 """Shapes of the outputs of uses, as far as they say where samples are."""
 
 
-class CoveredUse(NamedTuple):
-    """A use whose groups are computed."""
-
-    number: int  # of its node
-    rule: Rule  # computes what it adds to the groups' gradients
-    place: Place  # where the samples are in its output
-    # the route to the parameters, by the number of the operand that comes from them
-    routes: dict[int, Route]
-
-
 @dataclass
 class BackwardPlan:
     """What is known of all graphs of one structure."""
 
     refusal: str = ""  # why no parameter is covered
-    uses: Sequence[CoveredUse] = ()  # those that are covered, with the place of the samples
+    uses: Sequence[Use] = ()  # those that are covered
     refusals: Mapping[Tensor, str] = field(default_factory=dict)  # parameters not covered, and why
     # by id, the parameters whose gradients may be projected: the number of their random signs,
     # which those of one use share
@@ -97,17 +86,14 @@ class RememberedPlans:
         is_synchronous = any("SyncBatchNorm" in node.name() for node in nodes)
         if refusal or (normalizes and (check is None or is_synchronous)):
             return BackwardPlan(refusal or _BATCH_NORM)
-        without_samples: frozenset[int] = frozenset()
-        is_of_model = _constants(self._model)
+        without_samples, is_of_model = set[int](), _constants(self._model)
         while True:
             found = ParameterUses(
                 nodes, self._parameters_of, grouping.samples, is_of_model, without_samples
             )
             checked = _find_places(found, roots, grouping, check)
-            wrong = {number for number, place in checked.places.items() if place is None}
-            parameters_only = {
-                use.number for use in found.uses if use.number in wrong and found.is_ambiguous(use)
-            }
+            wrong = [use for use in found.uses if use.number not in checked.places]
+            parameters_only = {use.number for use in wrong if found.is_ambiguous(use)}
             if not parameters_only:
                 break
             without_samples |= parameters_only
@@ -117,20 +103,20 @@ class RememberedPlans:
         if normalizes or checked.coupling:
             refusal = _BATCH_NORM if normalizes else _COUPLED.format(checked.coupling)
             return BackwardPlan(refusal, coupling=checked.coupling)
-        refusals: dict[Tensor, str] = {}
-        for use in found.uses:
-            reason = use.refusal or _refusal_of_place(use, checked)
-            if reason:
-                refusals.update(dict.fromkeys(use.parameters, reason))
-        uses = [
-            CoveredUse(use.number, rule_of(nodes[use.number], place, use.routes), place, use.routes)
-            for use in found.uses
-            if (place := checked.places[use.number]) is not None and not use.refusal
-        ]
+        for use in wrong:
+            use.refusal = use.refusal or (
+                f"no value from the loss down to {use.name} has a dimension of the batch's size"
+                if use.number in checked.unlocated
+                else f"{_COUPLED.format(use.name)}, or are not together"
+            )
+        covered = [use for use in found.uses if not use.refusal]
+        for use in covered:
+            use.place = checked.places[use.number]
+            use.rule = rule_of(nodes[use.number], use.place, use.routes)
         return BackwardPlan(
             "",
-            uses,
-            refusals,
+            covered,
+            {p: use.refusal for use in found.uses if use.refusal for p in use.parameters},
             _projected(found),
             _rounding(found),
             is_conclusive=checked.is_conclusive,
@@ -161,24 +147,14 @@ def _find_places(
     found: ParameterUses, roots: Sequence[Edge], grouping: Grouping, check: int | None
 ) -> SampleCheck:
     """By the number of each use: where its samples are; None if it is not known."""
-    if grouping.samples == 1:
-        return SampleCheck({use.number: next(iter(use.places), None) for use in found.uses})
-    if check is not None:
+    if grouping.samples > 1 and check is not None:
         return check_samples(found, roots, grouping, check)
-    places: dict[int, Place | None] = {}
+    places = {}
     for use in found.uses:
-        certain = [place for place in use.places if place.is_certain]
-        places[use.number] = certain[0] if len(certain) == 1 else None
+        likely = [p for p in use.places if p.is_certain or grouping.samples == 1]
+        if len(likely) == 1 or (likely and grouping.samples == 1):
+            places[use.number] = likely[0]
     return SampleCheck(places)
-
-
-def _refusal_of_place(use: Use, checked: SampleCheck) -> str:
-    """Why it is not known where the samples of a use are; empty if it is."""
-    if checked.places[use.number] is not None:
-        return ""
-    if use.number in checked.unlocated:
-        return f"no value from the loss down to {use.name} has a dimension of the batch's size"
-    return f"{_COUPLED.format(use.name)}, or are not together"
 
 
 def _refusal_of_graph(nodes: Sequence[Node]) -> str:

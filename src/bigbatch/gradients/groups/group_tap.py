@@ -16,11 +16,11 @@ from bigbatch.gradients.groups.backward_graph import (
     edges_of,
     gradients_of_operands,
 )
-from bigbatch.gradients.groups.backward_plan import BackwardPlan, CoveredUse, RememberedPlans
+from bigbatch.gradients.groups.backward_plan import BackwardPlan, RememberedPlans
 from bigbatch.gradients.groups.contributions import SIGNS, Contribution, Projection, SignPool
 from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.grouping import Grouping
-from bigbatch.gradients.groups.parameter_uses import Route
+from bigbatch.gradients.groups.parameter_uses import Route, Use
 from bigbatch.gradients.groups.rules import Call
 
 _COLUMNS = 2003  # added to the seed of a parameter's columns
@@ -184,9 +184,7 @@ class GroupTap:
         self.step, self._backwards = step, 0
 
     @hands_errors_over
-    def _on_gradient(
-        self, prepared: int, use: CoveredUse, gradients: tuple[Tensor | None, ...]
-    ) -> None:
+    def _on_gradient(self, prepared: int, use: Use, gradients: tuple[Tensor | None, ...]) -> None:
         """The gradient of the output of a use is complete."""
         gradient, grouping = gradients[0], self.grouping
         if gradient is None or grouping is None or prepared != self._prepared:

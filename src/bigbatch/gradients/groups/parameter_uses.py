@@ -5,7 +5,7 @@ they lie on the route from a use to its parameter.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from bigbatch.gradients.groups.backward_graph import (
     operands_of,
     shape_of,
 )
-from bigbatch.gradients.groups.rules import Place, refusal_of, refusal_of_path
+from bigbatch.gradients.groups.rules import Place, Rule, refusal_of, refusal_of_path
 
 _ROWS = node_names("Addmm Embedding Mm")  # whose output is flattened to a matrix
 _ELEMENTWISE = node_names("Add Addcmul Div Expand Mul Sub Where") | {"PowBackward1"}
@@ -75,11 +75,12 @@ class Use:
 
     number: int  # of its node in the graph
     name: str
-    # for each operand that comes from parameters, the route to them
-    routes: dict[int, Route] = field(default_factory=dict)
-    # where the samples may be in the output, the likeliest first
-    places: list[Place] = field(default_factory=list)
-    refusal: str = ""  # why the groups' gradients cannot be computed here; empty if they can
+    routes: dict[int, Route]  # to the parameters, by the number of the operand that is from them
+    places: list[Place]  # where the samples may be in the output, the likeliest first
+    refusal: str  # why the groups' gradients cannot be computed here; empty if they can
+    # set where it is covered: where the samples are, and what computes the groups' gradients
+    place: Place = field(init=False)
+    rule: Rule = field(init=False)
 
     @property
     def parameters(self) -> Iterator[Tensor]:
@@ -105,7 +106,7 @@ class ParameterUses:
         parameters_of: ParametersOf,
         samples: int,
         is_of_model: Callable[[Tensor], bool],
-        without_samples: frozenset[int] = frozenset(),
+        without_samples: Collection[int] = (),
     ) -> None:
         self.nodes, self.samples = nodes, samples
         self.numbers = {node: number for number, node in enumerate(nodes)}
@@ -139,10 +140,6 @@ class ParameterUses:
             return False
         has_constants = any(following is None for following, _ in node.next_functions)
         return not (has_constants and not constants_of(node)) and not self._has_data(node)
-
-    def moves_samples(self, number: int) -> bool:
-        """Whether samples are among the operands of a function."""
-        return any(map(self.has_samples, operands_of(self.nodes[number])))
 
     def consumer_of(self, number: int) -> str:
         """The name of a function that takes the output of a node; its own above all others."""
