@@ -354,8 +354,7 @@ class GradientSource(ABC):
         unseen = {p: reason for p, reason in tap.refusals.items() if id(p) in self._reached}
         self.group_norms[-1] = tap.end()
         if unseen:
-            gradients = {p: self.guard.local_grad(p) for p in self._reached.values()}
-            self.refuse_groups(refusal_message(unseen, gradients, tap.model))
+            self.refuse_groups(refusal_message(unseen, tap.model))
 
     def refuse_groups(self, reason: str) -> None:
         """Raises GradientError if there is a reason why the groups of the step cannot be used."""

@@ -1,5 +1,6 @@
 """Computes the gradients of k groups of samples in one backward, at the nodes of its graph."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from bigbatch.gradients.groups.backward_graph import (
     edges_of,
     gradients_of_operands,
 )
-from bigbatch.gradients.groups.backward_plan import BackwardPlan, RememberedPlans
+from bigbatch.gradients.groups.backward_plan import RememberedPlans
 from bigbatch.gradients.groups.contributions import SIGNS, Contribution, Projection, SignPool
 from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.grouping import Grouping
@@ -57,24 +58,16 @@ class GroupTap:
 
     Call `prepare` after the forward, and `take` with each parameter's gradient of the backward, as
     a hook on the leaf reports it. See [Note: Groups of one backward].
-
-    Args:
-        groups: k, the groups of a backward; one per sample if there are fewer samples.
-        parameters_of: the watched parameters that leaves are; None for other leaves.
-        layers: the number of each parameter's layer, whose norms are exact; empty if all are one.
-        model: the model, whose buffers have no samples; None if it is unknown.
-        checks_samples: whether extra backwards may check that the samples of a group do not
-            influence others and are where they are looked for.
     """
 
     def __init__(
         self,
-        groups: int,
+        groups: int,  # k; one per sample if there are fewer samples
         parameters_of: ParametersOf,
-        layers: Mapping[Tensor, int],
-        model: nn.Module | None = None,
+        layers: Mapping[Tensor, int],  # of the parameters, whose norms are exact; empty for one
+        model: nn.Module | None = None,  # whose buffers have no samples
         *,
-        checks_samples: bool = True,
+        checks_samples: bool = True,  # whether extra backwards may look where samples are
     ) -> None:
         self.groups = groups
         self.on_error: Callable[[Exception], None] | None = None  # see `hands_errors_over`
@@ -87,11 +80,13 @@ class GroupTap:
         self.missing = ""  # why no backward could be prepared after the last forward
         self.grouping: Grouping | None = None  # of the prepared backward
         self.weights: tuple[float, ...] = ()  # n_d of its groups that have any weight
+        # the function in which samples of the prepared backward influence others; "" if none
+        self.coupling = ""
         self._plans = RememberedPlans(parameters_of, model, checks_samples=checks_samples)
         self._backwards = 0  # of the step
         self._prepared = 0  # number of the last prepared graph
-        self._plan: BackwardPlan | None = None
         # of the prepared backward
+        self._refusal = ""  # of parameters that it does not reach
         self._projected: Mapping[int, int] = {}  # see `BackwardPlan`
         self._counting: list[int] | None = None  # groups that have any weight; None for all
         self._compares = True  # whether the sums of groups are compared
@@ -123,7 +118,8 @@ class GroupTap:
         grouping = Grouping(samples, min(self.groups, samples))
         nodes, plan = self._plans.plan(edges_of(roots), grouping)
         plan.backwards += 1
-        self._nodes, self._plan = nodes, plan
+        self._nodes, self.coupling = nodes, plan.coupling
+        self._refusal = plan.refusal or _NOT_IN_GRAPH
         self._projected = {} if self.exact or self._layers else plan.projected
         self.refusals = dict(plan.refusals)
         sums = grouping.sizes if sample_weights is None else grouping.sums(sample_weights)
@@ -140,18 +136,12 @@ class GroupTap:
         for use in plan.uses:
             nodes[use.number].register_prehook(partial(on_gradient, self._prepared, use))
 
-    @property
-    def coupling(self) -> str:
-        """The function in which samples of the prepared backward influence others; "" if none."""
-        return "" if self._plan is None else self._plan.coupling
-
     def take(self, parameter: Tensor, gradient: Tensor) -> GroupGradients | None:
         """The groups' gradients, complete when the parameter's `gradient` is; None if unseen."""
         images, projection = self._images.pop(id(parameter), (None, None))
         assert self._norms is not None
         if images is None:
-            assert self._plan is not None
-            self.refusals.setdefault(parameter, self._plan.refusal or _NOT_IN_GRAPH)
+            self.refusals.setdefault(parameter, self._refusal)
             return None
         if self._counting is not None:
             images = images[self._counting]
@@ -175,7 +165,7 @@ class GroupTap:
 
     def forget(self) -> None:
         """Forgets the prepared backward."""
-        self._nodes, self._plan, self.grouping = [], None, None
+        self._nodes, self.coupling, self.grouping = [], "", None
         self._norms, self.missing, self.failed = None, "", False
         self._images, self._projections = {}, {}
 
@@ -205,25 +195,22 @@ class GroupTap:
                 self._add(use.routes[operand], contribution, call.gradient)
 
     def _add(self, route: Route, contribution: Contribution, like: Tensor) -> None:
-        if not route.is_matrix:
-            by_group = [self._follow(route, gradient) for gradient in contribution.exact()]
-            for parameter in route.parameters:
-                images = torch.stack([found[parameter] for found in by_group])
-                self._add_images(id(parameter), full_precision(images), None)
-            return
-        parameter = route.parameters[0]
-        key = id(parameter)
-        source = contribution.transposed() if route.is_transposed else contribution
-        if key in self._projected:
-            projection = self._projection_of(parameter, self._projected[key], like)
-            self._add_images(key, source.projected(projection), projection)
+        projection = None
+        if route.is_matrix:
+            parameter = route.parameters[0]
+            source = contribution.transposed() if route.is_transposed else contribution
+            if id(parameter) in self._projected:
+                projection = self._projection_of(parameter, like)
+            images = source.exact() if projection is None else source.projected(projection)
+            found = {parameter: images}
         else:
-            self._add_images(key, source.exact(), None)
-
-    def _add_images(self, key: int, images: Tensor, projection: Projection | None) -> None:
-        if key in self._images:
-            images = images.add_(self._images[key][0])
-        self._images[key] = images, projection
+            by_group = [self._follow(route, gradient) for gradient in contribution.exact()]
+            stacked = {p: torch.stack([one[p] for one in by_group]) for p in route.parameters}
+            found = {p: full_precision(images) for p, images in stacked.items()}
+        for parameter, images in found.items():
+            if id(parameter) in self._images:
+                images = images.add_(self._images[id(parameter)][0])
+            self._images[id(parameter)] = images, projection
 
     def _follow(self, route: Route, gradient: Tensor) -> dict[Tensor, Tensor]:
         """The gradients of the parameters, from that of the operand computed from them."""
@@ -242,9 +229,9 @@ class GroupTap:
                     gradients[operand] = found if before is None else before + found
         return by_parameter
 
-    def _projection_of(self, parameter: Tensor, number: int, like: Tensor) -> Projection:
+    def _projection_of(self, parameter: Tensor, like: Tensor) -> Projection:
         """The projection of a parameter in this backward, for factors like this tensor."""
-        shape = parameter.shape
+        number, shape = self._projected[id(parameter)], parameter.shape
         key = number, shape[: 2 if shape[2:] else 1], like.dtype
         if key not in self._projections:
             seed = 7919 * number + 1009 * self.step + 131 * self._backwards
@@ -256,29 +243,17 @@ class GroupTap:
         return self._projections[key]
 
 
-def refusal_message(
-    refusals: Mapping[Tensor, str],
-    gradients: Mapping[Tensor, Tensor | None],
-    model: nn.Module | None,
-) -> str:
-    """Names the parameters whose groups cannot be seen, with their share of |G|^2 and why."""
+def refusal_message(refusals: Mapping[Tensor, str], model: nn.Module | None) -> str:
+    """Names the parameters whose groups cannot be seen, and why."""
     named = () if model is None else model.named_parameters()
     names: dict[Tensor, str] = {p: name for name, p in named}
-    squares = {
-        p: 0.0 if g is None else float(torch.linalg.vector_norm(g.detach())) ** 2
-        for p, g in gradients.items()
-    }
-    total = sum(squares.values()) or 1.0
-    by_reason: dict[str, list[Tensor]] = {}
+    by_reason = defaultdict[str, list[str]](list)
     for parameter, reason in refusals.items():
-        by_reason.setdefault(reason, []).append(parameter)
-    parts = []
-    for parameters in by_reason.values():
-        shown = [names.get(p, f"one of shape {tuple(p.shape)}") for p in parameters[:_NAMED]]
-        if len(parameters) > _NAMED:
-            shown.append(f"{len(parameters) - _NAMED} more")
-        share = sum(squares[p] for p in parameters) / total
-        parts.append(f"{', '.join(shown)} ({share:.0%} of the squared gradient)")
+        by_reason[reason].append(names.get(parameter, f"one of shape {tuple(parameter.shape)}"))
+    parts = [
+        ", ".join(found[:_NAMED]) + f", {len(found) - _NAMED} more" * (len(found) > _NAMED)
+        for found in by_reason.values()
+    ]
     return (
         f"{'; '.join(by_reason)}; so the gradients of the groups of one backward cannot be seen "
         f"for {'; '.join(parts)}"
