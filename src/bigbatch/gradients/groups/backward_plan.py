@@ -42,6 +42,19 @@ class BackwardPlan:
     backwards: int = 0  # how many it was used for
 
 
+@dataclass
+class _Structure:
+    """What is known of the graphs of one structure."""
+
+    plans: dict[Shapes, BackwardPlan] = field(default_factory=dict)
+    backwards: int = 0
+    numbers: tuple[int, ...] = ()  # of the nodes of all uses
+
+    def shapes_of(self, nodes: Sequence[Node], samples: int) -> Shapes:
+        """Where these graphs have dimensions of the batch's size, or a multiple of it in rows."""
+        return ((samples == 1,), *[_relative(nodes[n], samples) for n in self.numbers])
+
+
 class RememberedPlans:
     """Plans backwards, once for all graphs of one structure.
 
@@ -60,19 +73,17 @@ class RememberedPlans:
     def plan(self, roots: Sequence[Edge], grouping: Grouping) -> tuple[list[Node], BackwardPlan]:
         """The nodes below the roots, and what is known of their backward."""
         nodes, key = trace(roots, self._parameters_of)
-        structure = self._structures.get(key)
-        if structure is None:
-            while len(self._structures) >= _MAX_STRUCTURES:
+        if key not in self._structures:
+            self._structures[key] = _Structure()
+            if len(self._structures) > _MAX_STRUCTURES:
                 self._structures.pop(next(iter(self._structures)))
-            structure = self._structures[key] = _Structure()
-        shapes = structure.shapes_of(nodes, grouping.samples)
-        plan = structure.plans.get(shapes)
+        structure = self._structures[key]
+        plan = structure.plans.get(structure.shapes_of(nodes, grouping.samples))
         structure.backwards += 1
         is_due = self._checks_samples and structure.backwards in _CHECKED
         if plan is None or is_due or not plan.is_conclusive:
-            check = structure.checks if self._checks_samples else None
+            check = structure.backwards - 1 if self._checks_samples else None
             plan = self._plan(nodes, roots, grouping, check)
-            structure.checks += 1
             structure.numbers = structure.numbers or plan.numbers
             structure.plans[structure.shapes_of(nodes, grouping.samples)] = plan
         return nodes, plan
@@ -124,19 +135,6 @@ class RememberedPlans:
         )
 
 
-class _Structure:
-    """What is known of the graphs of one structure."""
-
-    def __init__(self) -> None:
-        self.plans: dict[Shapes, BackwardPlan] = {}
-        self.backwards = self.checks = 0
-        self.numbers: tuple[int, ...] = ()  # of the nodes of all uses
-
-    def shapes_of(self, nodes: Sequence[Node], samples: int) -> Shapes:
-        """Where these graphs have dimensions of the batch's size, or a multiple of it in rows."""
-        return ((samples == 1,), *[_relative(nodes[n], samples) for n in self.numbers])
-
-
 def _relative(node: Node, samples: int) -> tuple[object, ...]:
     shape = node._input_metadata[0].shape
     rows = shape[0] if shape else 1
@@ -179,17 +177,14 @@ def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
     """Whether a constant is a buffer of the model or a frozen parameter, a view or a copy of it."""
     tensors = () if model is None else (*model.buffers(), *model.parameters())
     # a parameter of fully_shard has no memory of its own
-    plain = (tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter))
-    by_address = {tensor.untyped_storage().data_ptr(): tensor for tensor in plain}
+    plain = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)]
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in plain}
 
     def is_of_model(constant: Tensor) -> bool:
-        if constant.untyped_storage().data_ptr() in by_address:
-            return True
-        return any(
-            (tensor.shape, tensor.dtype, tensor.device)
-            == (constant.shape, constant.dtype, constant.device)
-            and torch.equal(tensor, constant)
-            for tensor in by_address.values()
+        kind = constant.shape, constant.dtype, constant.device
+        return constant.untyped_storage().data_ptr() in addresses or any(
+            (one.shape, one.dtype, one.device) == kind and torch.equal(one, constant)
+            for one in plain
         )
 
     return is_of_model
@@ -197,28 +192,22 @@ def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
 
 def _projected(found: ParameterUses) -> dict[int, int]:
     """The parameters that are larger than their projection, and can be projected in every use."""
-    projects: dict[Tensor, bool] = {}
-    numbers: dict[Tensor, int] = {}
+    numbers, excluded = dict[Tensor, int](), set[Tensor]()
     for number, use in enumerate(found.uses):
         shared = next((numbers[p] for p in use.parameters if p in numbers), number)
         for operand, route in use.routes.items():
-            for parameter in route.parameters:
+            can = route.is_matrix and can_project(found.nodes[use.number], operand)
+            for parameter in route.parameters.values():
                 numbers.setdefault(parameter, shared)
-                projects[parameter] = (
-                    projects.get(parameter, True)
-                    and parameter.dim() > 0
-                    and parameter.shape[0] > SIGNS
-                    and route.is_matrix
-                    and can_project(found.nodes[use.number], operand)
-                )
-    return {id(parameter): numbers[parameter] for parameter, can in projects.items() if can}
+                if not (can and parameter.dim() and parameter.shape[0] > SIGNS):
+                    excluded.add(parameter)
+    return {id(p): number for p, number in numbers.items() if p not in excluded}
 
 
 def _rounding(found: ParameterUses) -> float:
     """Relative rounding of the coarsest dtype of the uses, and of what leads to parameters."""
     dtypes = {p.dtype for use in found.uses for p in use.parameters}
     for use in found.uses:
-        on_routes = (node for route in use.routes.values() for node in route.nodes)
-        numbers = {use.number, *(node.number for node in on_routes if node.parameter is None)}
-        dtypes |= {m.dtype for n in numbers for m in found.nodes[n]._input_metadata}
+        routes = (n for r in use.routes.values() for n in r.nodes if n not in r.parameters)
+        dtypes |= {m.dtype for n in (use.number, *routes) for m in found.nodes[n]._input_metadata}
     return max((torch.finfo(t).eps for t in dtypes if t.is_floating_point), default=0.0)

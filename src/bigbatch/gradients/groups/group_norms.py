@@ -23,23 +23,16 @@ class GroupNorms:
     """Sums over the parameters of a backward, by layer, a number from 0.
 
     Large images are read at once, small ones are read together.
-
-    Args:
-        weights: n_d of the groups.
-        layers: the layer of each parameter; empty if all are one.
-        eps: relative rounding of the coarsest dtype in which the backward computed them.
-        by_parameter: whether each parameter is read, and its sum compared, by itself.
-        with_products: whether the products of the groups are wanted.
     """
 
     def __init__(
         self,
-        weights: tuple[float, ...],
-        layers: Mapping[Tensor, int],
-        eps: float,
+        weights: tuple[float, ...],  # n_d of the groups
+        layers: Mapping[Tensor, int],  # of each parameter; empty if all are one
+        eps: float,  # relative rounding of the coarsest dtype in which the backward computed them
         *,
-        by_parameter: bool,
-        with_products: bool = False,
+        by_parameter: bool,  # whether each parameter is read, and its sum compared, by itself
+        with_products: bool = False,  # whether the products of the groups are wanted
     ) -> None:
         self.weights, self._layers, self._eps = weights, layers, eps
         self._by_parameter, self._with_products = by_parameter, with_products

@@ -12,6 +12,7 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import full_precision, without_autocast
 from bigbatch.gradients.gradient_hooks import hands_errors_over, weak_method
 from bigbatch.gradients.groups.backward_graph import (
+    Edge,
     Node,
     ParametersOf,
     edges_of,
@@ -192,41 +193,41 @@ class GroupTap:
         with without_autocast(gradient.device):
             call = Call(node, full_precision(gradient), use.place, grouping, use.routes)
             for operand, contribution in use.rule(call).items():
-                self._add(use.routes[operand], contribution, call.gradient)
+                self._add(call, operand, use.routes[operand], contribution)
 
-    def _add(self, route: Route, contribution: Contribution, like: Tensor) -> None:
+    def _add(self, call: Call, operand: int, route: Route, contribution: Contribution) -> None:
         projection = None
         if route.is_matrix:
-            parameter = route.parameters[0]
+            (parameter,) = route.parameters.values()
             source = contribution.transposed() if route.is_transposed else contribution
             if id(parameter) in self._projected:
-                projection = self._projection_of(parameter, like)
+                projection = self._projection_of(parameter, call.gradient)
             images = source.exact() if projection is None else source.projected(projection)
             found = {parameter: images}
         else:
-            by_group = [self._follow(route, gradient) for gradient in contribution.exact()]
-            stacked = {p: torch.stack([one[p] for one in by_group]) for p in route.parameters}
+            start = call.node.next_functions[operand]
+            by_group = [self._follow(start, route, h) for h in contribution.exact()]
+            stacked = {p: torch.stack([one[p] for one in by_group]) for p in by_group[0]}
             found = {p: full_precision(images) for p, images in stacked.items()}
         for parameter, images in found.items():
             if id(parameter) in self._images:
                 images = images.add_(self._images[id(parameter)][0])
             self._images[id(parameter)] = images, projection
 
-    def _follow(self, route: Route, gradient: Tensor) -> dict[Tensor, Tensor]:
+    def _follow(self, start: Edge, route: Route, gradient: Tensor) -> dict[Tensor, Tensor]:
         """The gradients of the parameters, from that of the operand computed from them."""
-        gradients = {route.start: gradient}
-        by_parameter: dict[Tensor, Tensor] = {}
-        for number, operands, parameter in route.nodes:
+        gradients, by_parameter = {start: gradient}, dict[Tensor, Tensor]()
+        for number in route.nodes:
             node = self._nodes[number]
-            arrived = [gradients.get((number, n)) for n in range(len(node._input_metadata))]
-            if parameter is not None:
+            arrived = [gradients.get((node, n)) for n in range(len(node._input_metadata))]
+            if number in route.parameters:
                 assert arrived[0] is not None
-                by_parameter[parameter] = arrived[0]
+                by_parameter[route.parameters[number]] = arrived[0]
                 continue
-            for operand, found in zip(operands, gradients_of_operands(node, arrived), strict=False):
-                if operand is not None and found is not None:
-                    before = gradients.get(operand)
-                    gradients[operand] = found if before is None else before + found
+            found = gradients_of_operands(node, arrived)
+            for edge, one in zip(node.next_functions, found, strict=False):
+                if one is not None:
+                    gradients[edge] = gradients[edge] + one if edge in gradients else one
         return by_parameter
 
     def _projection_of(self, parameter: Tensor, like: Tensor) -> Projection:

@@ -5,16 +5,14 @@ they lie on the route from a use to its parameter.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bigbatch.gradients.groups.backward_graph import (
-    Edge,
     Node,
     ParametersOf,
     constants_of,
@@ -48,22 +46,12 @@ FLATTENED = (
 """Where the samples may be in dimension 0 with others, the likeliest first."""
 
 
-class RouteNode(NamedTuple):
-    """A node on the way from an operand to the parameters that it was computed from."""
-
-    number: int  # of the node in the graph
-    # the numbers of the operands' nodes, and of their outputs; None for constants
-    operands: tuple[tuple[int, int] | None, ...]
-    parameter: Tensor | None  # the parameter, if the node is its leaf
-
-
 @dataclass(frozen=True)
 class Route:
     """How an operand was computed from parameters."""
 
-    parameters: tuple[Tensor, ...]
-    start: tuple[int, int]  # the operand: the number of its node, and of the node's output
-    nodes: tuple[RouteNode, ...]  # the nodes from there to the parameters, each before its operands
+    parameters: Mapping[int, Tensor]  # by the numbers of their leaves
+    nodes: Sequence[int]  # the numbers of the nodes from the operand on, each before its operands
     is_matrix: bool  # whether the operand is one parameter, cast or transposed
     is_transposed: bool  # whether it is transposed, if `is_matrix`
     refusal: str  # why its gradient cannot be computed; empty if it can
@@ -85,27 +73,19 @@ class Use:
     @property
     def parameters(self) -> Iterator[Tensor]:
         """The parameters, which may repeat."""
-        return (parameter for route in self.routes.values() for parameter in route.parameters)
+        return (p for route in self.routes.values() for p in route.parameters.values())
 
 
 class ParameterUses:
-    """All uses of the watched parameters in a graph.
-
-    Args:
-        nodes: the nodes of the graph.
-        parameters_of: the watched parameters that leaves are; None for other leaves.
-        samples: B.
-        is_of_model: whether a constant is in the memory of a tensor of the model.
-        without_samples: numbers of nodes known to be functions of parameters alone, although a
-            dimension has the size B.
-    """
+    """All uses of the watched parameters in a graph."""
 
     def __init__(
         self,
         nodes: Sequence[Node],
         parameters_of: ParametersOf,
-        samples: int,
-        is_of_model: Callable[[Tensor], bool],
+        samples: int,  # B
+        is_of_model: Callable[[Tensor], bool],  # whether a constant is a tensor of the model
+        # the numbers of functions of parameters alone, although a dimension has the size B
         without_samples: Collection[int] = (),
     ) -> None:
         self.nodes, self.samples = nodes, samples
@@ -121,14 +101,12 @@ class ParameterUses:
         graph = TopologicalSorter({node: operands_of(node) for node in nodes})
         self.operands_first = list(graph.static_order())
         self._positions = {node: position for position, node in enumerate(self.operands_first)}
-        self._has_samples: dict[Node, bool] = {}
+        # the functions whose outputs depend on samples, and not on parameters alone
+        self.with_samples = set[Node]()
         for node in self.operands_first:
-            self._has_samples[node] = self._decide_samples(node)
+            if self._has_samples(node):
+                self.with_samples.add(node)
         self.uses = list(self._find())
-
-    def has_samples(self, node: Node) -> bool:
-        """Whether the output of a function depends on samples, and not on parameters alone."""
-        return self._has_samples[node]
 
     def is_ambiguous(self, use: Use) -> bool:
         """Whether only its shape makes the output of a use depend on samples.
@@ -136,7 +114,7 @@ class ParameterUses:
         A constant may be samples, unless it is the model's or has the numbers of positions.
         """
         node = self.nodes[use.number]
-        if any(map(self.has_samples, operands_of(node))):
+        if not self.with_samples.isdisjoint(operands_of(node)):
             return False
         has_constants = any(following is None for following, _ in node.next_functions)
         return not (has_constants and not constants_of(node)) and not self._has_data(node)
@@ -150,11 +128,11 @@ class ParameterUses:
         """Whether a constant of a function may be samples."""
         return any(not self._is_of_model(c) and not _are_positions(c) for c in constants_of(node))
 
-    def _decide_samples(self, node: Node) -> bool:
+    def _has_samples(self, node: Node) -> bool:
         operands = operands_of(node)
         if node in self._parameters:
             return self._parameters[node] is None
-        if not operands or any(self._has_samples[operand] for operand in operands):
+        if not operands or not self.with_samples.isdisjoint(operands):
             return True
         if node.name() in _VIEWS_OF_PARAMETERS or self.numbers[node] in self._without_samples:
             return False
@@ -166,12 +144,12 @@ class ParameterUses:
 
     def _find(self) -> Iterator[Use]:
         for number, node in enumerate(self.nodes):
-            if node in self._parameters or not self.has_samples(node):
+            if node in self._parameters or node not in self.with_samples:
                 continue
             routes = {
-                operand: self._route(edge)
+                operand: self._route(edge[0])
                 for operand, edge in enumerate(node.next_functions)
-                if edge[0] is not None and not self.has_samples(edge[0])
+                if edge[0] is not None and edge[0] not in self.with_samples
             }
             routes = {operand: route for operand, route in routes.items() if route.parameters}
             if routes:
@@ -184,33 +162,25 @@ class ParameterUses:
                     )
                 yield Use(number, node.name(), routes, places, refusal)
 
-    def _route(self, edge: Edge) -> Route:
-        waiting, below = [edge[0]], set[Node]()
+    def _route(self, start: Node) -> Route:
+        waiting, below = [start], set[Node]()
         while waiting:
             node = waiting.pop()
             if node not in below:
                 below.add(node)
                 waiting += operands_of(node)
         order = sorted(below, key=self._positions.__getitem__, reverse=True)
-        nodes = tuple(map(self._route_node, order))
-        inner = [self.nodes[n.number] for n in nodes if n.parameter is None]
+        leaves = [(self.numbers[n], self._parameters.get(n)) for n in order]
+        inner = [node for node in order if self._parameters.get(node) is None]
         names = [node.name() for node in inner]
         turns = sum(n.name() in _TRANSPOSES and len(shape_of(n)) == 2 for n in inner)
         return Route(
-            tuple(n.parameter for n in nodes if n.parameter is not None),
-            (self.numbers[edge[0]], edge[1]),
-            nodes,
+            {number: parameter for number, parameter in leaves if parameter is not None},
+            [self.numbers[node] for node in order],
             is_matrix=all(name in _TRANSPOSES | _CASTS for name in names),
             is_transposed=turns % 2 == 1,
             refusal=next((refusal for n in inner if (refusal := refusal_of_path(n))), ""),
         )
-
-    def _route_node(self, node: Node) -> RouteNode:
-        edges = (
-            None if following is None else (self.numbers[following], output)
-            for following, output in node.next_functions
-        )
-        return RouteNode(self.numbers[node], tuple(edges), self._parameters.get(node))
 
     def _places_of_samples(self, node: Node, of_parameters: Iterable[int]) -> list[Place]:
         """Where the samples may be in the output of a function, the likeliest first."""

@@ -148,49 +148,35 @@ def _of_weight(node: Node, weight: Tensor, gradient: Tensor, inputs: Tensor) -> 
     return result
 
 
-def _layer_norm(call: Call) -> Contributions:
-    """Sums over rows of D, and of D (x - mean) / std."""
-    node, gradients = call.node, dict[int, Contribution]()
-    dims = len(node._saved_normalized_shape)
+def _layer_norm(call: Call, *, has_mean: bool = True) -> Contributions:
+    """Sums over rows of D, and of D (x - mean) / std, or D x / rms."""
+    dims, gradients = len(call.node._saved_normalized_shape), dict[int, Contribution]()
     d = call.rows(call.gradient, dims)
     if 2 in call.operands:
         gradients[2] = OuterProducts(Rows(d, call.grouping))
     if 1 in call.operands:
-        x, mean, inverse = (
-            call.rows(call.saved(name), dims) for name in ("input", "result1", "result2")
-        )
-        gradients[1] = OuterProducts(Rows((x - mean).mul_(inverse).mul_(d), call.grouping))
+        names = ("input", "result1", "result2") if has_mean else ("input", "result1")
+        x, *mean, inverse = (call.rows(call.saved(name), dims) for name in names)
+        products = ((x - mean[0] if has_mean else x) * inverse).mul_(d)
+        gradients[1] = OuterProducts(Rows(products, call.grouping))
     return gradients
-
-
-def _rms_norm(call: Call) -> Contributions:
-    """Sums over rows of D x / rms, in the one function that GPUs have for it."""
-    dims = len(call.node._saved_normalized_shape)
-    x, inverse = (call.rows(call.saved(name), dims) for name in ("input", "result1"))
-    products = (x * inverse).mul_(call.rows(call.gradient, dims))
-    return {1: OuterProducts(Rows(products, call.grouping))}
 
 
 def _group_norm(call: Call) -> Contributions:
     """Per sample and channel: sum D (x - mean) v = v (sum D x - mean sum D), v = 1 / std."""
-    node, d = call.node, _by_channel(call.gradient)
-    gradients: dict[int, Contribution] = {}
+    node, gradients = call.node, dict[int, Contribution]()
+    d = call.gradient.reshape(*call.gradient.shape[:2], -1)  # (B, C, n)
     sums = d.sum(2)
     if 2 in call.operands:
         gradients[2] = call.sums(sums, 2)
     if 1 in call.operands:
-        products = torch.einsum("bcx,bcx->bc", d, _by_channel(call.saved("input")))
+        products = torch.einsum("bcx,bcx->bc", d, call.saved("input").reshape(d.shape))
         channels = node._saved_C // node._saved_group  # of a group that is normalized together
         mean, inverse = (
             call.saved(name).repeat_interleave(channels, 1) for name in ("result1", "result2")
         )
         gradients[1] = call.sums((products - mean * sums) * inverse, 1)
     return gradients
-
-
-def _by_channel(images: Tensor) -> Tensor:
-    """(B, C, ...) -> (B, C, n)."""
-    return images.reshape(*images.shape[:2], -1)
 
 
 def _multiply(call: Call) -> Contributions:
@@ -283,7 +269,7 @@ RULES: Mapping[str, tuple[Rule, tuple[int, ...]]] = {
     "BmmBackward0": (_bmm, (1,)),
     "EmbeddingBackward0": (_embedding, (0,)),
     "ConvolutionBackward0": (_convolution, (1, 2)),
-    "FusedRmsNormBackward0": (_rms_norm, (1,)),
+    "FusedRmsNormBackward0": (partial(_layer_norm, has_mean=False), (1,)),
     "NativeLayerNormBackward0": (_layer_norm, (1, 2)),
     "NativeGroupNormBackward0": (_group_norm, (1, 2)),
     "MulBackward0": (_multiply, (0, 1)),

@@ -113,7 +113,7 @@ class _Attempts:
             has_none = bool(operands) and leaves_samples(node, operands[0], found.samples)
             places = found.places_by_shape(shape_of(node, output))
             certain = [place for place in places if place.is_certain]
-            if certain and found.has_samples(node) and not has_none:
+            if certain and node in found.with_samples and not has_none:
                 self.starts[edge] = certain
             else:
                 above.add(node)
@@ -147,7 +147,8 @@ class _Attempts:
 
     def _moves(self, node: Node) -> bool:
         """Whether a node takes samples elsewhere by indices."""
-        return node.name() in _INDEXED and any(map(self._found.has_samples, operands_of(node)))
+        operands = operands_of(node) if node.name() in _INDEXED else ()
+        return not self._found.with_samples.isdisjoint(operands)
 
     def _run_backward(self, starts: dict[Edge, Place], members: Tensor) -> None:
         """A backward of random gradients."""
@@ -155,7 +156,7 @@ class _Attempts:
         handles = [
             node.register_prehook(lambda gradients, n=n: self._note(n, gradients, members))
             for n, node in enumerate(found.nodes)
-            if n not in ends and found.has_samples(node)
+            if n not in ends and node in found.with_samples
         ]
         gradients = list[Tensor]()
         for (node, output), place in starts.items():
