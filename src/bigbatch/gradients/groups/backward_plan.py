@@ -115,11 +115,7 @@ class RememberedPlans:
             refusal = _BATCH_NORM if normalizes else _COUPLED.format(checked.coupling)
             return BackwardPlan(refusal, coupling=checked.coupling)
         for use in wrong:
-            use.refusal = use.refusal or (
-                f"no value from the loss down to {use.name} has a dimension of the batch's size"
-                if use.number in checked.unlocated
-                else f"{_COUPLED.format(use.name)}, or are not together"
-            )
+            use.refusal = use.refusal or f"{_COUPLED.format(use.name)}, or are not together"
         covered = [use for use in found.uses if not use.refusal]
         for use in covered:
             use.place = checked.places[use.number]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -88,22 +89,21 @@ def _rows_of(tensor: Tensor) -> Tensor:
     return tensor[0] if tensor.dim() == 3 and len(tensor) == 1 else tensor
 
 
+_OPTIONS = "stride", "padding", "dilation", "transposed", "output_padding", "groups"
+_CONVOLUTION = attrgetter(*(f"_saved_{option}" for option in _OPTIONS))
 Contributions = Mapping[int, Contribution]
 Rule = Callable[[Call], Contributions]
 
 
-def _mm(call: Call) -> Contributions:
-    left = Rows(call.rows(call.saved("self")), call.grouping)
-    return {1: OuterProducts(left, Rows(call.rows(call.gradient), call.grouping))}
-
-
-def _addmm(call: Call) -> Contributions:
+def _mm(call: Call, factor: str = "self", weight: int = 1) -> Contributions:
+    """A factor times a weight, the operand of this number; the one before both is a bias."""
     gradients: dict[int, Contribution] = {}
     rows = Rows(call.rows(call.gradient), call.grouping)
-    if 0 in call.operands:
-        gradients[0] = OuterProducts(rows)
-    if 2 in call.operands:
-        gradients[2] = OuterProducts(Rows(call.rows(call.saved("mat1")), call.grouping), rows)
+    if weight - 2 in call.operands:
+        gradients[weight - 2] = OuterProducts(rows)
+    if weight in call.operands:
+        factors = Rows(call.rows(call.saved(factor)), call.grouping)
+        gradients[weight] = OuterProducts(factors, rows)
     return gradients
 
 
@@ -132,18 +132,9 @@ def _of_weight(node: Node, weight: Tensor, gradient: Tensor, inputs: Tensor) -> 
     has_all = weight.shape[:2] == channels or node._saved_groups > 1 or node._saved_transposed
     if not has_all:
         weight = weight[:1, :1].expand(*channels, *weight.shape[2:])
+    needed = False, True, False  # of the input, the weight, the bias
     result: Tensor = torch.ops.aten.convolution_backward(
-        gradient,
-        inputs,
-        weight,
-        [0],
-        node._saved_stride,
-        node._saved_padding,
-        node._saved_dilation,
-        node._saved_transposed,
-        node._saved_output_padding,
-        node._saved_groups,
-        (False, True, False),
+        gradient, inputs, weight, [0], *_CONVOLUTION(node), needed
     )[1]
     return result
 
@@ -264,7 +255,7 @@ def can_project(node: Node, operand: int) -> bool:
 _PROJECTED = {"AddmmBackward0": (0, 2), "MmBackward0": (1,), "EmbeddingBackward0": (0,)}
 
 RULES: Mapping[str, tuple[Rule, tuple[int, ...]]] = {
-    "AddmmBackward0": (_addmm, (0, 2)),
+    "AddmmBackward0": (partial(_mm, factor="mat1", weight=2), (0, 2)),
     "MmBackward0": (_mm, (1,)),
     "BmmBackward0": (_bmm, (1,)),
     "EmbeddingBackward0": (_embedding, (0,)),

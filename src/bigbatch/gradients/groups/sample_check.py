@@ -47,12 +47,11 @@ class SampleCheck:
     # whether another batch gives the same: no function got a gradient of zeros, which shows
     # nothing, or one that is not finite, and none moves samples by indices
     is_conclusive: bool = True
-    # a function whose backward changed what its forward had saved, which was put back; or empty
+    # the function whose backward changed what its forward had saved, which was put back; or empty
     overwriting: str = ""
     # the function, above any BatchNorm, in which samples influence others; empty if none is known,
     # and where they may just lie elsewhere
     coupling: str = ""
-    unlocated: frozenset[int] = frozenset()  # uses above all outputs that show where samples are
 
 
 def check_samples(
@@ -85,6 +84,11 @@ class _Attempts:
         self.starts: dict[Edge, list[Place]] = {}  # where the samples may be in each output
         above = self._descend(roots)
         self.uses = [use for use in found.uses if found.nodes[use.number] not in above]
+        for use in found.uses:
+            if found.nodes[use.number] in above and not use.refusal:
+                use.refusal = (
+                    f"no value from the loss down to {use.name} has a dimension of the batch's size"
+                )
         used = {found.nodes[use.number] for use in found.uses}
         leads_to_use = set[Node]()  # by an operand
         for node in found.operands_first:
@@ -142,7 +146,6 @@ class _Attempts:
             self._arrived == self._seen and self._is_finite and not moves,
             self._overwriting,
             found.consumer_of(min(self._mixed)) if self._mixed else "",
-            frozenset(use.number for use in found.uses if use.number not in self._possible),
         )
 
     def _moves(self, node: Node) -> bool:
