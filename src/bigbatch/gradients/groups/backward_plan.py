@@ -16,6 +16,11 @@ from bigbatch.gradients.groups.sample_check import SampleCheck, check_samples
 
 _BATCH_NORM = "BatchNorm normalizes over the samples of all groups"
 _COUPLED = "a group's samples influence others in {}"
+_REFUSED = {
+    "CheckpointFunctionBackward": "reentrant checkpointing hides their use; pass "
+    "use_reentrant=False",
+    "CompiledFunction": "torch.compile makes one function of many, in which uses are not seen",
+}
 _MAX_STRUCTURES = 32
 _CHECKED = {4**n for n in range(32)}  # numbers of the backwards of a structure
 
@@ -92,9 +97,11 @@ class RememberedPlans:
         self, nodes: Sequence[Node], roots: Sequence[Edge], grouping: Grouping, check: int | None
     ) -> BackwardPlan:
         """Finds the uses of parameters in a graph, and where the samples are in each."""
-        refusal, normalizes = _refusal_of_graph(nodes), _has_batch_norm(nodes, self._model)
+        names, normalizes = [node.name() for node in nodes], _has_batch_norm(nodes, self._model)
+        refused = (_REFUSED[start] for start in _REFUSED for n in names if n.startswith(start))
+        refusal = next(refused, "")
         # a SyncBatchNorm would wait for the other ranks
-        is_synchronous = any("SyncBatchNorm" in node.name() for node in nodes)
+        is_synchronous = any("SyncBatchNorm" in name for name in names)
         if refusal or (normalizes and (check is None or is_synchronous)):
             return BackwardPlan(refusal or _BATCH_NORM)
         without_samples, is_of_model = set[int](), _constants(self._model)
@@ -151,17 +158,6 @@ def _find_places(
     return SampleCheck(places)
 
 
-def _refusal_of_graph(nodes: Sequence[Node]) -> str:
-    """Why no backward of these nodes can be cut into groups; empty if it may be."""
-    for node in nodes:
-        name = node.name()
-        if name == "CheckpointFunctionBackward":
-            return "reentrant checkpointing hides their use; pass use_reentrant=False"
-        if name.startswith("CompiledFunction"):
-            return "torch.compile makes one function of many, in which uses are not seen"
-    return ""
-
-
 def _has_batch_norm(nodes: Sequence[Node], model: nn.Module | None) -> bool:
     modules = () if model is None else model.modules()
     normalizing = (m for m in modules if isinstance(m, _BatchNorm))
@@ -192,7 +188,7 @@ def _projected(found: ParameterUses) -> dict[int, int]:
     for number, use in enumerate(found.uses):
         shared = next((numbers[p] for p in use.parameters if p in numbers), number)
         for operand, route in use.routes.items():
-            can = route.is_matrix and can_project(found.nodes[use.number], operand)
+            can = route.matrix is not None and can_project(found.nodes[use.number], operand)
             for parameter in route.parameters.values():
                 numbers.setdefault(parameter, shared)
                 if not (can and parameter.dim() and parameter.shape[0] > SIGNS):

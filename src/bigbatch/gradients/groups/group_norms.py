@@ -45,16 +45,13 @@ class GroupNorms:
         self._compares = False
 
     def add(
-        self, parameter: Tensor, images: Tensor, scale: int, expected: Tensor | None = None
+        self,
+        parameter: Tensor,  # chooses the layer
+        images: Tensor,  # linear images of the groups' gradients (k, ...)
+        scale: int,  # c, with |h_d|^2 = E |image of h_d|^2 / c
+        expected: Tensor | None = None,  # that of their sum, if they are compared, all or none
     ) -> None:
-        """Adds a parameter.
-
-        Args:
-            parameter: chooses the layer.
-            images: linear images of the groups' gradients (k, ...).
-            scale: c, with |h_d|^2 = E |image of h_d|^2 / c.
-            expected: the image of their sum, if it is compared: for all parameters or for none.
-        """
+        """Adds a parameter."""
         key = self._layers.get(parameter, 0) if self._layers else 0, scale
         if images.dim() != 2:
             images = images.reshape(images.shape[0], -1)  # (k,) of a parameter that is one number

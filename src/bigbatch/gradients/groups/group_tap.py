@@ -85,7 +85,6 @@ class GroupTap:
         self.coupling = ""
         self._plans = RememberedPlans(parameters_of, model, checks_samples=checks_samples)
         self._backwards = 0  # of the step
-        self._prepared = 0  # number of the last prepared graph
         # of the prepared backward
         self._refusal = ""  # of parameters that it does not reach
         self._projected: Mapping[int, int] = {}  # see `BackwardPlan`
@@ -103,17 +102,11 @@ class GroupTap:
 
     def prepare(
         self,
-        roots: Iterable[Tensor],
-        samples: int,
-        sample_weights: Sequence[float] | Tensor | None = None,
+        roots: Iterable[Tensor],  # the loss, or the model's outputs
+        samples: int,  # B
+        sample_weights: Sequence[float] | Tensor | None = None,  # in the loss, (B,); None if equal
     ) -> None:
-        """Hooks the graph below `roots`, whose backward is to come.
-
-        Args:
-            roots: the loss, or the model's outputs.
-            samples: B.
-            sample_weights: the weight of each sample in the loss, (B,); None if they are equal.
-        """
+        """Hooks the graph below `roots`, whose backward is to come."""
         is_surprising = self.grouping is not None  # a forward without its backward
         self.forget()
         grouping = Grouping(samples, min(self.groups, samples))
@@ -132,10 +125,9 @@ class GroupTap:
         self._norms = GroupNorms(self.weights, self._layers, plan.eps, **kinds)
         self._backwards += 1
         self._compares = is_surprising or plan.backwards % _COMPARED == 1
-        self._prepared += 1
         on_gradient = weak_method(self._on_gradient)
         for use in plan.uses:
-            nodes[use.number].register_prehook(partial(on_gradient, self._prepared, use))
+            nodes[use.number].register_prehook(partial(on_gradient, grouping, use))
 
     def take(self, parameter: Tensor, gradient: Tensor) -> GroupGradients | None:
         """The groups' gradients, complete when the parameter's `gradient` is; None if unseen."""
@@ -146,14 +138,12 @@ class GroupTap:
             return None
         if self._counting is not None:
             images = images[self._counting]
-        scale, expected = 1, None
+        expected = None
         if self._compares:
             # of a copy, since an engine may write to the gradient's memory before it is compared
-            expected = gradient.to(images.dtype, copy=projection is None)
-        if projection is not None:
-            scale = projection.scale
-            expected = None if expected is None else projection.of(expected)
-        self._norms.add(parameter, images, scale, expected)
+            whole = gradient.to(images.dtype, copy=projection is None)
+            expected = whole if projection is None else projection.of(whole)
+        self._norms.add(parameter, images, 1 if projection is None else projection.scale, expected)
         return GroupGradients(images, self.weights) if self.exact else None
 
     def end(self) -> GroupNorms:
@@ -175,10 +165,12 @@ class GroupTap:
         self.step, self._backwards = step, 0
 
     @hands_errors_over
-    def _on_gradient(self, prepared: int, use: Use, gradients: tuple[Tensor | None, ...]) -> None:
+    def _on_gradient(
+        self, grouping: Grouping, use: Use, gradients: tuple[Tensor | None, ...]
+    ) -> None:
         """The gradient of the output of a use is complete."""
-        gradient, grouping = gradients[0], self.grouping
-        if gradient is None or grouping is None or prepared != self._prepared:
+        gradient = gradients[0]
+        if gradient is None or grouping is not self.grouping:
             return
         if torch.is_grad_enabled():
             raise GradientError(
@@ -197,22 +189,23 @@ class GroupTap:
 
     def _add(self, call: Call, operand: int, route: Route, contribution: Contribution) -> None:
         projection = None
-        if route.is_matrix:
-            (parameter,) = route.parameters.values()
+        if route.matrix is not None:
             source = contribution.transposed() if route.is_transposed else contribution
-            if id(parameter) in self._projected:
-                projection = self._projection_of(parameter, call.gradient)
+            parameter = id(route.matrix)
+            if parameter in self._projected:
+                number = self._projected[parameter]
+                projection = self._projection_of(number, route.matrix.shape, call.gradient)
             images = source.exact() if projection is None else source.projected(projection)
-            found = {parameter: images}
+            found = [(parameter, images)]
         else:
             start = call.node.next_functions[operand]
             by_group = [self._follow(start, route, h) for h in contribution.exact()]
-            stacked = {p: torch.stack([one[p] for one in by_group]) for p in by_group[0]}
-            found = {p: full_precision(images) for p, images in stacked.items()}
-        for parameter, images in found.items():
-            if id(parameter) in self._images:
-                images = images.add_(self._images[id(parameter)][0])
-            self._images[id(parameter)] = images, projection
+            stacked = ((p, torch.stack([one[p] for one in by_group])) for p in by_group[0])
+            found = [(id(p), full_precision(images)) for p, images in stacked]
+        for key, images in found:
+            if key in self._images:
+                images.add_(self._images[key][0])
+            self._images[key] = images, projection
 
     def _follow(self, start: Edge, route: Route, gradient: Tensor) -> dict[Tensor, Tensor]:
         """The gradients of the parameters, from that of the operand computed from them."""
@@ -230,9 +223,8 @@ class GroupTap:
                     gradients[edge] = gradients[edge] + one if edge in gradients else one
         return by_parameter
 
-    def _projection_of(self, parameter: Tensor, like: Tensor) -> Projection:
+    def _projection_of(self, number: int, shape: torch.Size, like: Tensor) -> Projection:
         """The projection of a parameter in this backward, for factors like this tensor."""
-        number, shape = self._projected[id(parameter)], parameter.shape
         key = number, shape[: 2 if shape[2:] else 1], like.dtype
         if key not in self._projections:
             seed = 7919 * number + 1009 * self.step + 131 * self._backwards

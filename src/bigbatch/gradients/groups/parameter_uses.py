@@ -52,8 +52,8 @@ class Route:
 
     parameters: Mapping[int, Tensor]  # by the numbers of their leaves
     nodes: Sequence[int]  # the numbers of the nodes from the operand on, each before its operands
-    is_matrix: bool  # whether the operand is one parameter, cast or transposed
-    is_transposed: bool  # whether it is transposed, if `is_matrix`
+    matrix: Tensor | None  # the parameter, if the operand is one alone, cast or transposed
+    is_transposed: bool  # whether `matrix` is
     refusal: str  # why its gradient cannot be computed; empty if it can
 
 
@@ -170,14 +170,15 @@ class ParameterUses:
                 below.add(node)
                 waiting += operands_of(node)
         order = sorted(below, key=self._positions.__getitem__, reverse=True)
-        leaves = [(self.numbers[n], self._parameters.get(n)) for n in order]
+        leaves = ((self.numbers[n], self._parameters.get(n)) for n in order)
+        parameters = {number: leaf for number, leaf in leaves if leaf is not None}
         inner = [node for node in order if self._parameters.get(node) is None]
-        names = [node.name() for node in inner]
         turns = sum(n.name() in _TRANSPOSES and len(shape_of(n)) == 2 for n in inner)
+        is_matrix = all(node.name() in _TRANSPOSES | _CASTS for node in inner)
         return Route(
-            {number: parameter for number, parameter in leaves if parameter is not None},
+            parameters,
             [self.numbers[node] for node in order],
-            is_matrix=all(name in _TRANSPOSES | _CASTS for name in names),
+            next(iter(parameters.values()), None) if is_matrix else None,
             is_transposed=turns % 2 == 1,
             refusal=next((refusal for n in inner if (refusal := refusal_of_path(n))), ""),
         )

@@ -125,12 +125,7 @@ class _Attempts:
         return above
 
     def run(self, attempt: int, halves: Sequence[Tensor]) -> SampleCheck:
-        """Runs a backward of each half.
-
-        Args:
-            attempt: the number of each output's place; the last one if it has fewer.
-            halves: flags of samples.
-        """
+        """Runs a backward of each half, from each output's place of this number, or its last."""
         found = self._found
         self._possible = {use.number: list(use.places) for use in self.uses}
         self._arrived, self._seen = set[int](), set[int]()  # where gradients were; were not zero
