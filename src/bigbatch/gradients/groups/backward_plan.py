@@ -57,7 +57,10 @@ class _Structure:
 
     def shapes_of(self, nodes: Sequence[Node], samples: int) -> Shapes:
         """Where these graphs have dimensions of the batch's size, or a multiple of it in rows."""
-        return ((samples == 1,), *[_relative(nodes[n], samples) for n in self.numbers])
+        shapes = [nodes[number]._input_metadata[0].shape for number in self.numbers]
+        are_rows = [(s[0] % samples == 0, s[0] > samples) if s else () for s in shapes]
+        sizes = [[size == samples for size in shape] for shape in shapes]
+        return ((samples == 1,), *are_rows, *map(tuple, sizes))
 
 
 class RememberedPlans:
@@ -109,7 +112,7 @@ class RememberedPlans:
             found = ParameterUses(
                 nodes, self._parameters_of, grouping.samples, is_of_model, without_samples
             )
-            checked = _find_places(found, roots, grouping, check)
+            checked = _find_places(found, roots, check)
             wrong = [use for use in found.uses if use.number not in checked.places]
             parameters_only = {use.number for use in wrong if found.is_ambiguous(use)}
             if not parameters_only:
@@ -138,24 +141,14 @@ class RememberedPlans:
         )
 
 
-def _relative(node: Node, samples: int) -> tuple[object, ...]:
-    shape = node._input_metadata[0].shape
-    rows = shape[0] if shape else 1
-    return rows % samples == 0, rows > samples, *[size == samples for size in shape]
-
-
-def _find_places(
-    found: ParameterUses, roots: Sequence[Edge], grouping: Grouping, check: int | None
-) -> SampleCheck:
-    """By the number of each use: where its samples are; None if it is not known."""
-    if grouping.samples > 1 and check is not None:
-        return check_samples(found, roots, grouping, check)
-    places = {}
-    for use in found.uses:
-        likely = [p for p in use.places if p.is_certain or grouping.samples == 1]
-        if len(likely) == 1 or (likely and grouping.samples == 1):
-            places[use.number] = likely[0]
-    return SampleCheck(places)
+def _find_places(found: ParameterUses, roots: Sequence[Edge], check: int | None) -> SampleCheck:
+    """Where the samples of each use are, as far as it is known."""
+    if found.samples == 1:
+        return SampleCheck({use.number: use.places[0] for use in found.uses if use.places})
+    if check is not None:
+        return check_samples(found, roots, check)
+    certain = ((u.number, [place for place in u.places if place.is_certain]) for u in found.uses)
+    return SampleCheck({number: places[0] for number, places in certain if len(places) == 1})
 
 
 def _has_batch_norm(nodes: Sequence[Node], model: nn.Module | None) -> bool:

@@ -39,10 +39,7 @@ _VIEWS_OF_PARAMETERS = (
 )
 """Functions whose output has no samples if their operands have none, whatever its shape."""
 
-FLATTENED = (
-    Place(None, "sample-major", is_certain=False),
-    Place(None, "sample-minor", is_certain=False),
-)
+FLATTENED = Place(None, is_certain=False), Place(None, is_minor=True, is_certain=False)
 """Where the samples may be in dimension 0 with others, the likeliest first."""
 
 
@@ -213,7 +210,7 @@ class ParameterUses:
             rows = _leading(shape_of(consumer), shape[0]) if consumer.name() in _VIEWS else ()
             if len(rows) > 1:
                 places += [Place(None)] * (rows[0] == self.samples)
-                places += [Place(None, "sample-minor")] * (rows[-1] == self.samples)
+                places += [Place(None, is_minor=True)] * (rows[-1] == self.samples)
         if not places and shape[0] % self.samples == 0 and shape[0]:
             places = list(FLATTENED)
         return places + columns

@@ -26,7 +26,7 @@ from bigbatch.gradients.groups.contributions import (
     Rows,
     group_sums,
 )
-from bigbatch.gradients.groups.grouping import Grouping, RowOrder
+from bigbatch.gradients.groups.grouping import Grouping
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,21 @@ class Place:
     """Where the samples are in the gradient of a function's output."""
 
     dim: int | None  # the dimension of size B; None if samples are flattened with others into rows
-    order: RowOrder = "sample-major"  # the order of those rows
+    is_minor: bool = False  # whether these rows are one of every sample first, not all of one
     is_certain: bool = True  # whether a shape shows it; otherwise it is the usual order
 
-    def by_sample(self, tensor: Tensor, grouping: Grouping) -> Tensor:
+    def rows(self, tensor: Tensor, samples: int) -> Tensor:
+        """The flattened rows, (B n, ...), all of the first sample first."""
+        rows = _rows_of(tensor)
+        if not self.is_minor:
+            return rows
+        return rows.reshape(-1, samples, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+    def by_sample(self, tensor: Tensor, samples: int) -> Tensor:
         """The tensor with the samples first, (B, ...)."""
         if self.dim is None:
-            rows = grouping.by_sample(_rows_of(tensor), self.order)
-            return rows.reshape(grouping.samples, -1, *rows.shape[1:])
+            rows = self.rows(tensor, samples)
+            return rows.reshape(samples, -1, *rows.shape[1:])
         return tensor if self.dim == 0 else tensor.movedim(self.dim, 0)
 
     def mask(self, members: Tensor, tensor: Tensor) -> Tensor:
@@ -50,8 +57,9 @@ class Place:
         if dim is None:
             dim = tensor.dim() - _rows_of(tensor).dim()
             repeats = tensor.shape[dim] // len(members)
-            is_major = self.order == "sample-major"
-            members = members.repeat_interleave(repeats) if is_major else members.repeat(repeats)
+            members = (
+                members.repeat(repeats) if self.is_minor else members.repeat_interleave(repeats)
+            )
         return members.reshape(-1, *(1,) * (tensor.dim() - 1 - dim))
 
 
@@ -71,7 +79,7 @@ class Call(NamedTuple):
     def rows(self, tensor: Tensor, trailing: int = 1) -> Tensor:
         """(..., trailing dimensions) -> (B n, trailing dimensions), sample by sample."""
         if self.place.dim is None:
-            return self.grouping.by_sample(_rows_of(tensor), self.place.order)
+            return self.place.rows(tensor, self.grouping.samples)
         if self.place.dim:
             tensor = tensor.movedim(self.place.dim, 0)
         return tensor.reshape(-1, *tensor.shape[tensor.dim() - trailing :])
@@ -80,7 +88,7 @@ class Call(NamedTuple):
         """A contribution to an operand that is broadcast over the samples."""
         following, number = self.node.next_functions[operand]
         shape = shape_of(following, number)
-        by_sample = self.place.by_sample(tensor, self.grouping)
+        by_sample = self.place.by_sample(tensor, self.grouping.samples)
         return GroupSums(group_sums(by_sample, self.grouping, shape))
 
 

@@ -24,7 +24,6 @@ from bigbatch.gradients.groups.backward_graph import (
     written_in_python,
 )
 from bigbatch.gradients.groups.coupling import coupling_function, leaves_samples
-from bigbatch.gradients.groups.grouping import Grouping
 from bigbatch.gradients.groups.parameter_uses import ParameterUses
 from bigbatch.gradients.groups.rules import Place
 
@@ -54,14 +53,12 @@ class SampleCheck:
     coupling: str = ""
 
 
-def check_samples(
-    found: ParameterUses, roots: Sequence[Edge], grouping: Grouping, number: int
-) -> SampleCheck:
+def check_samples(found: ParameterUses, roots: Sequence[Edge], number: int) -> SampleCheck:
     """Looks where gradients of some samples arrive, from the first places that all uses have."""
-    attempts = _Attempts(found, roots, grouping)
+    attempts = _Attempts(found, roots)
     ends = {node for node, _ in attempts.starts}
-    of_loss = coupling_function((node for node, _ in roots), ends, grouping.samples)
-    checks, halves = list[SampleCheck](), _halves(grouping.samples, number)
+    of_loss = coupling_function((node for node, _ in roots), ends, found.samples)
+    checks, halves = list[SampleCheck](), _halves(found.samples, number)
     for attempt in range(max(map(len, attempts.starts.values()), default=1)):
         check = attempts.run(attempt, halves)
         wrong = [use for use in attempts.uses if use.number not in check.places]
@@ -79,8 +76,8 @@ class _Attempts:
     which no other use is: before the leaves and their hooks.
     """
 
-    def __init__(self, found: ParameterUses, roots: Sequence[Edge], grouping: Grouping) -> None:
-        self._found, self._grouping = found, grouping
+    def __init__(self, found: ParameterUses, roots: Sequence[Edge]) -> None:
+        self._found = found
         self.starts: dict[Edge, list[Place]] = {}  # where the samples may be in each output
         above = self._descend(roots)
         self.uses = [use for use in found.uses if found.nodes[use.number] not in above]
@@ -227,8 +224,8 @@ class _Attempts:
 
     def _samples_of(self, gradient: Tensor, place: Place) -> Tensor:
         """Whether each sample has a gradient that is not zero, (B,)."""
-        by_sample = place.by_sample(gradient, self._grouping)
-        return (by_sample != 0).reshape(self._grouping.samples, -1).any(1).cpu()
+        by_sample = place.by_sample(gradient, self._found.samples)
+        return (by_sample != 0).reshape(len(by_sample), -1).any(1).cpu()
 
 
 def _halves(samples: int, number: int) -> list[Tensor]:
