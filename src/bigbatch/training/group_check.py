@@ -116,8 +116,7 @@ def check_groups(
     Args:
         model: the model; all its parameters that require a gradient are checked.
         loss_fn: (output, y) -> mean loss, one number.
-        x: the input of samples in dimension 0: a tensor, a tuple of positional arguments, or a
-            mapping of keyword arguments.
+        x: the input, samples in dimension 0: a tensor, a tuple of arguments, or a mapping of them.
         y: the second argument of `loss_fn`, cut like x; None if it needs none.
         groups: k, at most the number of samples.
         weight: the weight of each sample in the mean, (B,), as for `step.backward`; default: its
@@ -126,8 +125,8 @@ def check_groups(
     Returns:
         `ok`, and for each parameter its share of |G|^2 and its error, or why it is refused.
     Raises:
-        SettingError: fewer than two samples, a sharded model, no parameter to check, a loss that is
-            not one number, or random in eval mode too.
+        SettingError: fewer than two samples, a sharded model, no parameter to check, or a loss that
+            is not one number, or is random in eval mode too.
         BatchError: x or y cannot be cut along its samples.
     Example:
         >>> model, x, y = nn.Linear(3, 1), torch.arange(24.0).view(8, 3), torch.zeros(8, 1)
@@ -180,10 +179,9 @@ def check_groups(
             of_y = None if y is None else slice_samples(y, *parts[d])
             return _loss(model, loss_fn, slice_samples(x, *parts[d]), of_y)
 
-        squares, sqnorm = _compare(compared, tap.weights, loss_of_group)
+        errors, scatters, sqnorm = _compare(compared, tap.weights, loss_of_group)
     lengths = {p: _square(g) for p, g in whole.items()}
-    total = math.fsum(lengths.values()) or 1.0
-    errors = dict(zip(compared, _relative_errors(squares), strict=True))
+    total, covered = math.fsum(lengths.values()) or 1.0, math.fsum(lengths[p] for p in compared)
     parameters = tuple(
         ParameterCheck(
             names[p],
@@ -194,14 +192,10 @@ def check_groups(
         )
         for p, length in lengths.items()
     )
-    scatters = (squares / torch.tensor(tap.weights, device="cpu")[:, None]).sum((0, 1)).tolist()
     one_backward, loop = (
         # sums that do not fit together are what is looked for
         from_weighted_losses(scatter, square, len(tap.weights), sum(tap.weights), eps=math.inf)
-        for scatter, square in (
-            (scatters[0], math.fsum(lengths[p] for p in compared)),
-            (scatters[1], sqnorm),
-        )
+        for scatter, square in zip(scatters, (covered, sqnorm), strict=True)
     )
     return GroupCheck(samples, grouping.groups, parameters, one_backward, loop, tolerance, mode)
 
@@ -210,8 +204,8 @@ def _compare(
     groups: Mapping[Tensor, Tensor],
     weights: Sequence[float],
     loss_of_group: Callable[[int], Tensor],
-) -> tuple[Tensor, float]:
-    """|h_d|^2, |h'_d|^2 and |h_d - h'_d|^2, (parameters, k, 3), and |sum_d h'_d|^2."""
+) -> tuple[dict[Tensor, float], list[float], float]:
+    """|h - h'| / |h'| by parameter; sum_d |h_d|^2 / n_d, and that of h'_d; |sum_d h'_d|^2."""
     squares: dict[Tensor, list[list[float]]] = {p: [] for p in groups}
     sums = {p: torch.zeros_like(p) for p in groups}
     for d, n in enumerate(weights if groups else ()):
@@ -220,16 +214,15 @@ def _compare(
             expected = n / sum(weights) * gradient
             sums[p] += expected
             error = h[d].to(expected.dtype) - expected
-            squares[p].append([_square(h[d]), _square(expected), _square(error)])
+            squares[p].append([_square(error), _square(h[d]), _square(expected)])
     table = torch.tensor([*squares.values()], dtype=torch.float64, device="cpu")
-    return table.reshape(len(groups), len(weights), 3), math.fsum(map(_square, sums.values()))
-
-
-def _relative_errors(squares: Tensor) -> list[float]:
-    """|h - h'| / |h'| of each parameter, over all groups."""
-    lengths, errors = squares.sum(1)[:, 1:].unbind(1)
+    table = table.reshape(len(groups), len(weights), 3)
+    errors, _, lengths = table.sum(1).unbind(1)
     lengths = lengths.clamp_min(_SMALL**2 * lengths.sum())
-    return torch.where(lengths == 0, errors, errors / lengths).sqrt().tolist()
+    relative = torch.where(lengths == 0, errors, errors / lengths).sqrt()
+    scatters = (table / torch.tensor(weights, device="cpu")[:, None]).sum((0, 1))
+    by_parameter = dict(zip(groups, relative.tolist(), strict=True))
+    return by_parameter, scatters.tolist()[1:], math.fsum(map(_square, sums.values()))
 
 
 def _loss(model: nn.Module, loss_fn: LossFunction, x: Batch, y: Batch) -> Tensor:
