@@ -424,12 +424,10 @@ class GradientSource:
         self.micro_batches += 1
         self.group_norms.append(None)
         if (tap := self.group_tap) is not None and tap.grouping is not None:
-            reached, refusals = current.reached, tap.refusals.items()
-            unseen = {p: reason for p, reason in refusals if id(p) in reached}
+            unseen = {p: why for p, why in tap.refusals.items() if id(p) in current.reached}
             self.group_norms[-1] = tap.end()
             if unseen:  # every parameter that the backward reached must have had its groups
-                gradients = {p: self.guard.local_grad(p) for p in reached.values()}
-                self.refuse_groups(refusal_message(unseen, gradients, tap.model))
+                self.refuse_groups(refusal_message(unseen, tap.model))
         for subscriber in self._subscribers:
             subscriber.end()
 

@@ -1,7 +1,7 @@
 """Compares the groups of one backward with a backward for each group."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -104,32 +104,29 @@ def check_groups(
         h_d  = what group d adds to the gradient of loss_fn(model(x), y), from one backward
         h'_d = n_d / N * gradient of loss_fn(model(x_d), y_d), from a backward of group d alone
 
-    They are equal if no sample influences another and the loss is the mean over samples. `groups=`
-    itself checks the model's graph up to its last output of the batch's size; this check also finds
-    a loss that couples samples, a sum in place of a mean, and a mean over tokens without weights.
+    They are equal if no sample influences another and the loss is the mean over samples. Unlike
+    `groups=` itself, it also finds a loss that couples samples above the model's last output, a sum
+    in place of a mean, and a mean over tokens without weights.
 
-    Both begin with the same random state. Dropout draws other masks for a group alone, so if the
-    loss is random, everything except BatchNorm is compared in eval mode. Weights, buffers, `.grad`,
-    training modes and random states are as before. Call it before a GradientMeter, an AdaptiveBatch
-    or fully_shard gets the model; a DDP model is checked without its ranks. It needs memory for
-    k + 3 gradients. Call it under autocast if training does, with tolerance=0.1.
+    If the loss is random, as with dropout, everything except BatchNorm is compared in eval mode.
+    The model and random states are as before. Call it before a GradientMeter, an AdaptiveBatch or
+    fully_shard gets the model; a DDP model is checked without its ranks. It needs memory for k + 3
+    gradients. Call it under autocast if training does, with tolerance=0.1.
 
     Args:
         model: the model; all its parameters that require a gradient are checked.
         loss_fn: (output, y) -> mean loss, one number.
-        x: the input of samples in dimension 0: a tensor, a tuple of positional arguments, or a
-            mapping of keyword arguments.
+        x: the input, samples in dimension 0: a tensor, a tuple of arguments, or a mapping of them.
         y: the second argument of `loss_fn`, cut like x; None if it needs none.
         groups: k, at most the number of samples.
         weight: the weight of each sample in the mean, (B,), as for `step.backward`; default: its
             labels in a mean cross entropy, else 1.
         tolerance: largest error of a parameter that is `ok`.
     Returns:
-        A `GroupCheck`: `ok`, and for each parameter its share of |G|^2 and its error, or why it is
-        refused.
+        `ok`, and for each parameter its share of |G|^2 and its error, or why it is refused.
     Raises:
-        SettingError: fewer than two samples, a sharded model, no parameter to check, a loss that is
-            not one number, or random in eval mode too.
+        SettingError: fewer than two samples, a sharded model, no parameter to check, or a loss that
+            is not one number, or is random in eval mode too.
         BatchError: x or y cannot be cut along its samples.
     Example:
         >>> model, x, y = nn.Linear(3, 1), torch.arange(24.0).view(8, 3), torch.zeros(8, 1)
@@ -157,103 +154,75 @@ def check_groups(
         )
     grouping = Grouping(samples, min(groups, samples))
     with ForwardSnapshot(model), torch.enable_grad():
-        mode = _set_mode(model, lambda: _loss(model, loss_fn, x, y))
+        mode = _set_mode(lambda: _loss(model, loss_fn, x, y), model)
         random = random_state()
         loss = _loss(model, loss_fn, x, y)
         labels = label_weights(loss, samples) if weight is None else None
         if labels is not None and len(labels) == samples:
             weight = labels
-        compared = _ComparedGradients(model, names, grouping, weight, loss)
-        for d, (lo, hi) in enumerate(pairwise(accumulate(grouping.sizes, initial=0))):
-            if compared.weights[d]:
-                restore_random_state(random)
-                part = None if y is None else slice_samples(y, lo, hi)
-                compared.add_group(d, _loss(model, loss_fn, slice_samples(x, lo, hi), part))
-    one_backward, loop = compared.statistics()
-    return GroupCheck(
-        samples, grouping.groups, compared.parameters(), one_backward, loop, tolerance, mode
-    )
-
-
-class _ComparedGradients:
-    """The groups' gradients of one backward, h_d, and of a backward for each group, h'_d."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        names: Mapping[Tensor, str],
-        grouping: Grouping,
-        weight: Tensor | None,
-        loss: Tensor,
-    ) -> None:
-        self.weights = [*(grouping.sizes if weight is None else grouping.sums(weight))]
-        self._names = names
         tap = GroupTap(
             grouping.groups, lambda leaves: [p if p in names else None for p in leaves], {}, model
         )
         tap.exact = True
-        tap.prepare([loss], grouping.samples, weight)
-        self._whole = gradients_of(loss, list(names))  # G
-        self._refusals = tap.refusals
-        self._groups: dict[Tensor, Tensor] = {}  # h_d, (k, *shape)
-        for parameter, gradient in self._whole.items():
-            groups = tap.take(parameter, gradient)
-            if groups is not None and not tap.refusals.get(parameter):
-                self._groups[parameter] = groups.gradients
+        tap.prepare([loss], samples, weight)
+        gradients = zip(names, torch.autograd.grad(loss, [*names], allow_unused=True), strict=True)
+        whole = {p: g for p, g in gradients if g is not None}
+        taken = {p: tap.take(p, g) for p, g in whole.items()}
         tap.forget()
-        self._sums = {p: torch.zeros_like(p) for p in self._groups}  # sum_d h'_d
-        self._errors = dict.fromkeys(self._groups, 0.0)  # sum_d |h_d - h'_d|^2
-        self._squares = dict.fromkeys(self._groups, 0.0)  # sum_d |h'_d|^2
-        self._scatters = [0.0, 0.0]  # sum_d |h_d|^2 / n_d, sum_d |h'_d|^2 / n_d
+        compared = {p: h.gradients for p, h in taken.items() if h and p not in tap.refusals}
+        sums = grouping.sizes if weight is None else grouping.sums(weight)
+        bounds = pairwise(accumulate(grouping.sizes, initial=0))
+        parts = [part for part, n in zip(bounds, sums, strict=True) if n]
 
-    def add_group(self, d: int, loss: Tensor) -> None:
-        """Runs the backward of the mean loss of group d alone."""
-        share = self.weights[d] / sum(self.weights)
-        gradients = gradients_of(loss, list(self._groups))
-        for parameter, groups in self._groups.items():
-            expected = share * gradients.get(parameter, torch.zeros_like(parameter))
-            own, square = _square(groups[d]), _square(expected)
-            self._sums[parameter] += expected
-            self._squares[parameter] += square
-            self._errors[parameter] += _square(groups[d].to(expected.dtype) - expected)
-            self._scatters[0] += own / self.weights[d]
-            self._scatters[1] += square / self.weights[d]
+        def loss_of_group(d: int) -> Tensor:
+            restore_random_state(random)
+            of_y = None if y is None else slice_samples(y, *parts[d])
+            return _loss(model, loss_fn, slice_samples(x, *parts[d]), of_y)
 
-    def parameters(self) -> tuple[ParameterCheck, ...]:
-        """The result of every parameter that has a gradient."""
-        squares = {p: _square(g) for p, g in self._whole.items()}
-        total = math.fsum(squares.values()) or 1.0
-        smallest = _SMALL**2 * math.fsum(self._squares.values())
-        return tuple(
-            ParameterCheck(
-                self._names[p],
-                tuple(p.shape),
-                square / total,
-                self._refusals.get(p, ""),
-                math.sqrt(self._errors[p] / (max(self._squares[p], smallest) or 1.0))
-                if p in self._groups
-                else math.nan,
-            )
-            for p, square in squares.items()
+        errors, scatters, sqnorm = _compare(compared, tap.weights, loss_of_group)
+    lengths = {p: _square(g) for p, g in whole.items()}
+    total, covered = math.fsum(lengths.values()) or 1.0, math.fsum(lengths[p] for p in compared)
+    parameters = tuple(
+        ParameterCheck(
+            names[p],
+            tuple(p.shape),
+            length / total,
+            tap.refusals.get(p, ""),
+            errors.get(p, math.nan),
         )
-
-    def statistics(self) -> tuple[GradientStatistics, GradientStatistics]:
-        """Statistics of the groups of one backward, and of the loop; over covered parameters."""
-        k, n = sum(map(bool, self.weights)), sum(self.weights)
-        sums = (self._whole[p] for p in self._groups), self._sums.values()
-        squares = (math.fsum(map(_square, gradients)) for gradients in sums)
-        one_backward, loop = (
-            # sums that do not fit together are what is looked for
-            from_weighted_losses(scatter, square, k, n, eps=math.inf)
-            for scatter, square in zip(self._scatters, squares, strict=True)
-        )
-        return one_backward, loop
+        for p, length in lengths.items()
+    )
+    one_backward, loop = (
+        # sums that do not fit together are what is looked for
+        from_weighted_losses(scatter, square, len(tap.weights), sum(tap.weights), eps=math.inf)
+        for scatter, square in zip(scatters, (covered, sqnorm), strict=True)
+    )
+    return GroupCheck(samples, grouping.groups, parameters, one_backward, loop, tolerance, mode)
 
 
-def gradients_of(loss: Tensor, parameters: list[Tensor]) -> dict[Tensor, Tensor]:
-    """The gradients of the parameters that the loss reaches; writes to no `.grad`."""
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if parameters else ()
-    return {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
+def _compare(
+    groups: Mapping[Tensor, Tensor],
+    weights: Sequence[float],
+    loss_of_group: Callable[[int], Tensor],
+) -> tuple[dict[Tensor, float], list[float], float]:
+    """|h - h'| / |h'| by parameter; sum_d |h_d|^2 / n_d, and that of h'_d; |sum_d h'_d|^2."""
+    squares: dict[Tensor, list[list[float]]] = {p: [] for p in groups}
+    sums = {p: torch.zeros_like(p) for p in groups}
+    for d, n in enumerate(weights if groups else ()):
+        own = torch.autograd.grad(loss_of_group(d), [*groups], materialize_grads=True)
+        for (p, h), gradient in zip(groups.items(), own, strict=True):
+            expected = n / sum(weights) * gradient
+            sums[p] += expected
+            error = h[d].to(expected.dtype) - expected
+            squares[p].append([_square(error), _square(h[d]), _square(expected)])
+    table = torch.tensor([*squares.values()], dtype=torch.float64, device="cpu")
+    table = table.reshape(len(groups), len(weights), 3)
+    errors, _, lengths = table.sum(1).unbind(1)
+    lengths = lengths.clamp_min(_SMALL**2 * lengths.sum())
+    relative = torch.where(lengths == 0, errors, errors / lengths).sqrt()
+    scatters = (table / torch.tensor(weights, device="cpu")[:, None]).sum((0, 1))
+    by_parameter = dict(zip(groups, relative.tolist(), strict=True))
+    return by_parameter, scatters.tolist()[1:], math.fsum(map(_square, sums.values()))
 
 
 def _loss(model: nn.Module, loss_fn: LossFunction, x: Batch, y: Batch) -> Tensor:
@@ -265,26 +234,19 @@ def _loss(model: nn.Module, loss_fn: LossFunction, x: Batch, y: Batch) -> Tensor
     return one_number(loss_fn(output, y), "loss_fn").reshape(())
 
 
-def _set_mode(model: nn.Module, loss_of: Callable[[], Tensor]) -> str:
-    """Puts the model into eval mode, without BatchNorm, if its loss is random; the mode."""
-    mode = "train" if model.training else "eval"
-    if not _is_random(loss_of):
-        return mode
-    for module in model.modules():
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.training = False
-    if _is_random(loss_of):
-        raise SettingError(
-            "the loss is random in eval mode too, so two backwards of the same samples differ; "
-            "draw random numbers in the loader, or only if module.training"
-        )
-    return "eval"
-
-
 @torch.no_grad()
-def _is_random(loss_of: Callable[[], Tensor]) -> bool:
-    """Whether the loss differs between two random states."""
-    return float(loss_of()) != float(loss_of())
+def _set_mode(loss_of: Callable[[], Tensor], model: nn.Module) -> str:
+    """Puts the model into eval mode, without BatchNorm, if its loss is random; the mode."""
+    if float(loss_of()) == float(loss_of()):
+        return "train" if model.training else "eval"
+    for module in model.modules():
+        module.training &= isinstance(module, nn.modules.batchnorm._BatchNorm)
+    if float(loss_of()) == float(loss_of()):
+        return "eval"
+    raise SettingError(
+        "the loss is random in eval mode too, so two backwards of the same samples differ; "
+        "draw random numbers in the loader, or only if module.training"
+    )
 
 
 def _square(tensor: Tensor) -> float:

@@ -271,23 +271,22 @@ def test_tokens_of_all_samples_that_are_centred_are_refused():
         measured(net, [tokens], K)
 
 
-@pytest.mark.parametrize("order", ["sample-major", "sample-minor"])
 @pytest.mark.parametrize("time", [6, 8])
-def test_a_head_on_rows_of_all_samples_is_covered(order, time):
-    """Its output has no dimension of the batch's size; what is below shows where samples are."""
-
-    def function(s, x):
-        hidden, _ = s.r(x if order == "sample-major" else x.transpose(0, 1))
-        return s.m(hidden.flatten(0, 1))
-
+def test_a_head_on_rows_of_all_samples_is_refused_until_its_output_has_a_dimension_of_them(time):
     def loss(net, x):
         return net(x).sin().sum(-1).mean()
 
-    recurrent = nn.GRU(5, 10, batch_first=order == "sample-major")
-    assert (
-        error(model(function, r=recurrent, m=nn.Linear(10, 9)), batches(1, 8, time, 5), K, loss)
-        < CLOSE
-    )
+    (x,), is_reshaped = batches(1, 8, time, 5), False
+
+    def function(s, x):
+        rows = s.m(s.r(x)[0].flatten(0, 1))
+        return rows.unflatten(0, x.shape[:2]) if is_reshaped else rows
+
+    net = model(function, r=nn.GRU(5, 10, batch_first=True), m=nn.Linear(10, 9))
+    with pytest.raises(GradientError, match="no value from the loss down to AddmmBackward0"):
+        measured(net, [x], K, loss)
+    is_reshaped = True
+    assert error(net, [x], K, loss) < CLOSE
 
 
 def test_outputs_whose_samples_nothing_shows_are_refused():

@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
-from bigbatch.errors import GradientError
-
 Node = Any
 """A `torch.autograd.graph.Node`, whose C++ attributes have no types."""
 
@@ -46,9 +44,7 @@ def trace(
 ) -> tuple[list[Node], tuple[object, ...]]:
     """Every node below the roots, in an order that depends on the structure of the graph alone.
 
-    Returns:
-        The nodes, and a key that graphs of one structure share: the kinds of their functions, how
-        they are connected, and the parameters.
+    And a key of it: the kinds of functions, how they are connected, and the parameters.
     """
     nodes: list[Node] = []
     numbers: dict[Node | None, int] = {None: -1}
@@ -152,16 +148,8 @@ def _names_of_saved(kind: type) -> list[str]:
 def _keep(saved: Any) -> None:
     """Non-reentrant checkpointing gives a tensor once; lets it be read until the node is freed."""
     packed = saved.data
-    if not isinstance(packed, checkpoint._Holder):
-        return
-    handles = getattr(packed, "handles", None)
-    if not isinstance(handles, dict):
-        raise GradientError(
-            f"torch {torch.__version__} checkpoints in a way that is not known here; measure "
-            "by micro-batches (groups=None), or without checkpointing"
-        )
-    if not isinstance(handles, _KeptHandles):
-        packed.handles = _KeptHandles(handles)
+    if isinstance(packed, checkpoint._Holder) and not isinstance(packed.handles, _KeptHandles):
+        packed.handles = _KeptHandles(packed.handles)
 
 
 class _KeptHandles(dict[int, Any]):

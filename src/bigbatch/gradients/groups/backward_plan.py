@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +10,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bigbatch.gradients.groups.backward_graph import Edge, Node, ParametersOf, is_batch_norm, trace
 from bigbatch.gradients.groups.contributions import SIGNS
 from bigbatch.gradients.groups.grouping import Grouping
-from bigbatch.gradients.groups.parameter_uses import ParameterUses, Route, Use
-from bigbatch.gradients.groups.rules import Place, Rule, can_project, rule_of
+from bigbatch.gradients.groups.parameter_uses import ParameterUses, Use
+from bigbatch.gradients.groups.rules import can_project, rule_of
 from bigbatch.gradients.groups.sample_check import SampleCheck, check_samples
 
 _BATCH_NORM = "BatchNorm normalizes over the samples of all groups"
 _COUPLED = "a group's samples influence others in {}"
+_REFUSED = {
+    "CheckpointFunctionBackward": "reentrant checkpointing hides their use; pass "
+    "use_reentrant=False",
+    "CompiledFunction": "torch.compile makes one function of many, in which uses are not seen",
+}
 _MAX_STRUCTURES = 32
 _CHECKED = {4**n for n in range(32)}  # numbers of the backwards of a structure
 
@@ -24,22 +28,12 @@ Shapes = tuple[tuple[object, ...], ...]
 """Shapes of the outputs of uses, as far as they say where samples are."""
 
 
-class CoveredUse(NamedTuple):
-    """A use whose groups are computed."""
-
-    number: int  # of its node
-    rule: Rule  # computes what it adds to the groups' gradients
-    place: Place  # where the samples are in its output
-    # the route to the parameters, by the number of the operand that comes from them
-    routes: dict[int, Route]
-
-
 @dataclass
 class BackwardPlan:
     """What is known of all graphs of one structure."""
 
     refusal: str = ""  # why no parameter is covered
-    uses: Sequence[CoveredUse] = ()  # those that are covered, with the place of the samples
+    uses: Sequence[Use] = ()  # those that are covered
     refusals: Mapping[Tensor, str] = field(default_factory=dict)  # parameters not covered, and why
     # by id, the parameters whose gradients may be projected: the number of their random signs,
     # which those of one use share
@@ -51,6 +45,22 @@ class BackwardPlan:
     is_conclusive: bool = True
     numbers: tuple[int, ...] = ()  # the numbers of the nodes of all uses
     backwards: int = 0  # how many it was used for
+
+
+@dataclass
+class _Structure:
+    """What is known of the graphs of one structure."""
+
+    plans: dict[Shapes, BackwardPlan] = field(default_factory=dict)
+    backwards: int = 0
+    numbers: tuple[int, ...] = ()  # of the nodes of all uses
+
+    def shapes_of(self, nodes: Sequence[Node], samples: int) -> Shapes:
+        """Where these graphs have dimensions of the batch's size, or a multiple of it in rows."""
+        shapes = [nodes[number]._input_metadata[0].shape for number in self.numbers]
+        are_rows = [(s[0] % samples == 0, s[0] > samples) if s else () for s in shapes]
+        sizes = [[size == samples for size in shape] for shape in shapes]
+        return ((samples == 1,), *are_rows, *map(tuple, sizes))
 
 
 class RememberedPlans:
@@ -71,19 +81,17 @@ class RememberedPlans:
     def plan(self, roots: Sequence[Edge], grouping: Grouping) -> tuple[list[Node], BackwardPlan]:
         """The nodes below the roots, and what is known of their backward."""
         nodes, key = trace(roots, self._parameters_of)
-        structure = self._structures.get(key)
-        if structure is None:
-            while len(self._structures) >= _MAX_STRUCTURES:
+        if key not in self._structures:
+            self._structures[key] = _Structure()
+            if len(self._structures) > _MAX_STRUCTURES:
                 self._structures.pop(next(iter(self._structures)))
-            structure = self._structures[key] = _Structure()
-        shapes = structure.shapes_of(nodes, grouping.samples)
-        plan = structure.plans.get(shapes)
+        structure = self._structures[key]
+        plan = structure.plans.get(structure.shapes_of(nodes, grouping.samples))
         structure.backwards += 1
         is_due = self._checks_samples and structure.backwards in _CHECKED
         if plan is None or is_due or not plan.is_conclusive:
-            check = structure.checks if self._checks_samples else None
+            check = structure.backwards - 1 if self._checks_samples else None
             plan = self._plan(nodes, roots, grouping, check)
-            structure.checks += 1
             structure.numbers = structure.numbers or plan.numbers
             structure.plans[structure.shapes_of(nodes, grouping.samples)] = plan
         return nodes, plan
@@ -92,22 +100,21 @@ class RememberedPlans:
         self, nodes: Sequence[Node], roots: Sequence[Edge], grouping: Grouping, check: int | None
     ) -> BackwardPlan:
         """Finds the uses of parameters in a graph, and where the samples are in each."""
-        refusal, normalizes = _refusal_of_graph(nodes), _has_batch_norm(nodes, self._model)
+        names, normalizes = [node.name() for node in nodes], _has_batch_norm(nodes, self._model)
+        refused = (_REFUSED[start] for start in _REFUSED for n in names if n.startswith(start))
+        refusal = next(refused, "")
         # a SyncBatchNorm would wait for the other ranks
-        is_synchronous = any("SyncBatchNorm" in node.name() for node in nodes)
+        is_synchronous = any("SyncBatchNorm" in name for name in names)
         if refusal or (normalizes and (check is None or is_synchronous)):
             return BackwardPlan(refusal or _BATCH_NORM)
-        without_samples: frozenset[int] = frozenset()
-        is_of_model = _constants(self._model)
+        without_samples, is_of_model = set[int](), _constants(self._model)
         while True:
             found = ParameterUses(
                 nodes, self._parameters_of, grouping.samples, is_of_model, without_samples
             )
-            checked = _find_places(found, roots, grouping, check)
-            wrong = {number for number, place in checked.places.items() if place is None}
-            parameters_only = {
-                use.number for use in found.uses if use.number in wrong and found.is_ambiguous(use)
-            }
+            checked = _find_places(found, roots, check)
+            wrong = [use for use in found.uses if use.number not in checked.places]
+            parameters_only = {use.number for use in wrong if found.is_ambiguous(use)}
             if not parameters_only:
                 break
             without_samples |= parameters_only
@@ -117,20 +124,16 @@ class RememberedPlans:
         if normalizes or checked.coupling:
             refusal = _BATCH_NORM if normalizes else _COUPLED.format(checked.coupling)
             return BackwardPlan(refusal, coupling=checked.coupling)
-        refusals: dict[Tensor, str] = {}
-        for use in found.uses:
-            reason = use.refusal or _refusal_of_place(use, checked)
-            if reason:
-                refusals.update(dict.fromkeys(use.parameters, reason))
-        uses = [
-            CoveredUse(use.number, rule_of(nodes[use.number], place, use.routes), place, use.routes)
-            for use in found.uses
-            if (place := checked.places[use.number]) is not None and not use.refusal
-        ]
+        for use in wrong:
+            use.refusal = use.refusal or f"{_COUPLED.format(use.name)}, or are not together"
+        covered = [use for use in found.uses if not use.refusal]
+        for use in covered:
+            use.place = checked.places[use.number]
+            use.rule = rule_of(nodes[use.number], use.place, use.routes)
         return BackwardPlan(
             "",
-            uses,
-            refusals,
+            covered,
+            {p: use.refusal for use in found.uses if use.refusal for p in use.parameters},
             _projected(found),
             _rounding(found),
             is_conclusive=checked.is_conclusive,
@@ -138,58 +141,14 @@ class RememberedPlans:
         )
 
 
-class _Structure:
-    """What is known of the graphs of one structure."""
-
-    def __init__(self) -> None:
-        self.plans: dict[Shapes, BackwardPlan] = {}
-        self.backwards = self.checks = 0
-        self.numbers: tuple[int, ...] = ()  # of the nodes of all uses
-
-    def shapes_of(self, nodes: Sequence[Node], samples: int) -> Shapes:
-        """Where these graphs have dimensions of the batch's size, or a multiple of it in rows."""
-        return ((samples == 1,), *[_relative(nodes[n], samples) for n in self.numbers])
-
-
-def _relative(node: Node, samples: int) -> tuple[object, ...]:
-    shape = node._input_metadata[0].shape
-    rows = shape[0] if shape else 1
-    return rows % samples == 0, rows > samples, *[size == samples for size in shape]
-
-
-def _find_places(
-    found: ParameterUses, roots: Sequence[Edge], grouping: Grouping, check: int | None
-) -> SampleCheck:
-    """By the number of each use: where its samples are; None if it is not known."""
-    if grouping.samples == 1:
-        return SampleCheck({use.number: next(iter(use.places), None) for use in found.uses})
+def _find_places(found: ParameterUses, roots: Sequence[Edge], check: int | None) -> SampleCheck:
+    """Where the samples of each use are, as far as it is known."""
+    if found.samples == 1:
+        return SampleCheck({use.number: use.places[0] for use in found.uses if use.places})
     if check is not None:
-        return check_samples(found, roots, grouping, check)
-    places: dict[int, Place | None] = {}
-    for use in found.uses:
-        certain = [place for place in use.places if place.is_certain]
-        places[use.number] = certain[0] if len(certain) == 1 else None
-    return SampleCheck(places)
-
-
-def _refusal_of_place(use: Use, checked: SampleCheck) -> str:
-    """Why it is not known where the samples of a use are; empty if it is."""
-    if checked.places[use.number] is not None:
-        return ""
-    if use.number in checked.unlocated:
-        return f"no value from the loss down to {use.name} has a dimension of the batch's size"
-    return f"{_COUPLED.format(use.name)}, or are not together"
-
-
-def _refusal_of_graph(nodes: Sequence[Node]) -> str:
-    """Why no backward of these nodes can be cut into groups; empty if it may be."""
-    for node in nodes:
-        name = node.name()
-        if name == "CheckpointFunctionBackward":
-            return "reentrant checkpointing hides their use; pass use_reentrant=False"
-        if name.startswith("CompiledFunction"):
-            return "torch.compile makes one function of many, in which uses are not seen"
-    return ""
+        return check_samples(found, roots, check)
+    certain = ((u.number, [place for place in u.places if place.is_certain]) for u in found.uses)
+    return SampleCheck({number: places[0] for number, places in certain if len(places) == 1})
 
 
 def _has_batch_norm(nodes: Sequence[Node], model: nn.Module | None) -> bool:
@@ -203,17 +162,14 @@ def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
     """Whether a constant is a buffer of the model or a frozen parameter, a view or a copy of it."""
     tensors = () if model is None else (*model.buffers(), *model.parameters())
     # a parameter of fully_shard has no memory of its own
-    plain = (tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter))
-    by_address = {tensor.untyped_storage().data_ptr(): tensor for tensor in plain}
+    plain = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)]
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in plain}
 
     def is_of_model(constant: Tensor) -> bool:
-        if constant.untyped_storage().data_ptr() in by_address:
-            return True
-        return any(
-            (tensor.shape, tensor.dtype, tensor.device)
-            == (constant.shape, constant.dtype, constant.device)
-            and torch.equal(tensor, constant)
-            for tensor in by_address.values()
+        kind = constant.shape, constant.dtype, constant.device
+        return constant.untyped_storage().data_ptr() in addresses or any(
+            (one.shape, one.dtype, one.device) == kind and torch.equal(one, constant)
+            for one in plain
         )
 
     return is_of_model
@@ -221,28 +177,22 @@ def _constants(model: nn.Module | None) -> Callable[[Tensor], bool]:
 
 def _projected(found: ParameterUses) -> dict[int, int]:
     """The parameters that are larger than their projection, and can be projected in every use."""
-    projects: dict[Tensor, bool] = {}
-    numbers: dict[Tensor, int] = {}
+    numbers, excluded = dict[Tensor, int](), set[Tensor]()
     for number, use in enumerate(found.uses):
         shared = next((numbers[p] for p in use.parameters if p in numbers), number)
         for operand, route in use.routes.items():
-            for parameter in route.parameters:
+            can = route.matrix is not None and can_project(found.nodes[use.number], operand)
+            for parameter in route.parameters.values():
                 numbers.setdefault(parameter, shared)
-                projects[parameter] = (
-                    projects.get(parameter, True)
-                    and parameter.dim() > 0
-                    and parameter.shape[0] > SIGNS
-                    and route.is_matrix
-                    and can_project(found.nodes[use.number], operand)
-                )
-    return {id(parameter): numbers[parameter] for parameter, can in projects.items() if can}
+                if not (can and parameter.dim() and parameter.shape[0] > SIGNS):
+                    excluded.add(parameter)
+    return {id(p): number for p, number in numbers.items() if p not in excluded}
 
 
 def _rounding(found: ParameterUses) -> float:
     """Relative rounding of the coarsest dtype of the uses, and of what leads to parameters."""
     dtypes = {p.dtype for use in found.uses for p in use.parameters}
     for use in found.uses:
-        on_routes = (node for route in use.routes.values() for node in route.nodes)
-        numbers = {use.number, *(node.number for node in on_routes if node.parameter is None)}
-        dtypes |= {m.dtype for n in numbers for m in found.nodes[n]._input_metadata}
+        routes = (n for r in use.routes.values() for n in r.nodes if n not in r.parameters)
+        dtypes |= {m.dtype for n in (use.number, *routes) for m in found.nodes[n]._input_metadata}
     return max((torch.finfo(t).eps for t in dtypes if t.is_floating_point), default=0.0)

@@ -161,26 +161,24 @@ class EmbeddingRows(Contribution):
 class Convolutions(Contribution):
     """The weight gradients of a convolution, from D (B, out, ...) and its input (B, in, ...)."""
 
-    output_gradient: Tensor
+    gradient: Tensor
     inputs: Tensor
     grouping: Grouping
-    weight_gradient: Callable[[Tensor, Tensor], Tensor]  # (D, input) -> gradient
+    of_weight: Callable[[Tensor, Tensor], Tensor]  # (D, input) -> gradient of the weight
 
     def exact(self) -> Tensor:
         """(k, out, in, ...)."""
-        return self._by_group(self.output_gradient, self.inputs)
+        return self._by_group(self.gradient, self.inputs)
 
     def projected(self, projection: Projection) -> Tensor:
         """(k, m of S, m of R, ...)."""
-        return self._by_group(
-            _of_channels(projection.rows, self.output_gradient),
-            _of_channels(projection.columns, self.inputs),
-        )
+        rows, columns = projection.rows, projection.columns
+        return self._by_group(_of_channels(rows, self.gradient), _of_channels(columns, self.inputs))
 
-    def _by_group(self, output_gradient: Tensor, inputs: Tensor) -> Tensor:
+    def _by_group(self, gradient: Tensor, inputs: Tensor) -> Tensor:
         sizes = list(self.grouping.sizes)
-        pairs = zip(torch.split(output_gradient, sizes), torch.split(inputs, sizes), strict=True)
-        return torch.stack([self.weight_gradient(d, x) for d, x in pairs])
+        pairs = zip(torch.split(gradient, sizes), torch.split(inputs, sizes), strict=True)
+        return torch.stack([self.of_weight(d, x) for d, x in pairs])
 
 
 def group_sums(values: Tensor, grouping: Grouping, shape: torch.Size) -> Tensor:

@@ -6,6 +6,7 @@ The graph alone shows it, so a backward may have freed what its functions saved.
 import sys
 import threading
 from collections.abc import Collection, Iterable, Sequence
+from graphlib import TopologicalSorter
 from itertools import chain
 from traceback import walk_stack
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from bigbatch.gradients.groups.backward_graph import Edge, Node, node_names, shape_of
+from bigbatch.gradients.groups.backward_graph import Edge, Node, node_names, operands_of, shape_of
 
 _PRODUCTS = node_names("Addmm Addmv Bmm Baddbmm Cdist EuclideanDist Mm Mv")
 _ELEMENTWISE = node_names("Add Sub Mul Div Maximum Minimum Where")
@@ -39,14 +40,8 @@ def coupling_function(roots: Iterable[Node], ends: Collection[Node], samples: in
     It is a product of two tensors of samples whose rows meet, a difference or another function of
     all pairs of rows, a deviation or softmax along the samples, a product of two means, or another
     nonlinear function of means, whose slope is another at the mean of a group alone.
-
-    Args:
-        roots: the nodes of the loss.
-        ends: the nodes of the outputs.
-        samples: B.
     """
-    depends = set(ends)
-    reduced = set[Node]()  # functions of sums over samples alone
+    depends, reduced = set(ends), set[Node]()  # reduced: functions of sums over samples alone
     members = dict[Edge, int]()  # values of one sample alone, in loops over samples; its number
     for node in _operands_first(roots, ends) if samples > 1 else ():
         operands = [edge for edge in node.next_functions if edge[0] in depends]
@@ -97,18 +92,13 @@ def running_roots() -> list[Node]:
     return []
 
 
-def _operands_first(roots: Iterable[Node], ends: Collection[Node]) -> list[Node]:
-    order, visited, waiting = list[Node](), set[Node](), [(node, False) for node in roots]
-    while waiting:
-        node, has_operands = waiting.pop()
-        if has_operands:
-            order.append(node)
-        elif node not in visited:
-            visited.add(node)
-            waiting.append((node, True))
-            if node not in ends:
-                waiting += [(n, False) for n, _ in node.next_functions if n is not None]
-    return order
+def _operands_first(roots: Iterable[Node], ends: Collection[Node]) -> Iterable[Node]:
+    graph, waiting = dict[Node, list[Node]](), [*roots]
+    for node in waiting:  # while they become more
+        if node not in graph:
+            graph[node] = [] if node in ends else operands_of(node)
+            waiting += graph[node]
+    return TopologicalSorter(graph).static_order()
 
 
 def _outputs_of(node: Node) -> list[Edge]:

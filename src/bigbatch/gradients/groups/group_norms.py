@@ -23,23 +23,16 @@ class GroupNorms:
     """Sums over the parameters of a backward, by layer, a number from 0.
 
     Large images are read at once, small ones are read together.
-
-    Args:
-        weights: n_d of the groups.
-        layers: the layer of each parameter; empty if all are one.
-        eps: relative rounding of the coarsest dtype in which the backward computed them.
-        by_parameter: whether each parameter is read, and its sum compared, by itself.
-        with_products: whether the products of the groups are wanted.
     """
 
     def __init__(
         self,
-        weights: tuple[float, ...],
-        layers: Mapping[Tensor, int],
-        eps: float,
+        weights: tuple[float, ...],  # n_d of the groups
+        layers: Mapping[Tensor, int],  # of each parameter; empty if all are one
+        eps: float,  # relative rounding of the coarsest dtype in which the backward computed them
         *,
-        by_parameter: bool,
-        with_products: bool = False,
+        by_parameter: bool,  # whether each parameter is read, and its sum compared, by itself
+        with_products: bool = False,  # whether the products of the groups are wanted
     ) -> None:
         self.weights, self._layers, self._eps = weights, layers, eps
         self._by_parameter, self._with_products = by_parameter, with_products
@@ -52,16 +45,13 @@ class GroupNorms:
         self._compares = False
 
     def add(
-        self, parameter: Tensor, images: Tensor, scale: int, expected: Tensor | None = None
+        self,
+        parameter: Tensor,  # chooses the layer
+        images: Tensor,  # linear images of the groups' gradients (k, ...)
+        scale: int,  # c, with |h_d|^2 = E |image of h_d|^2 / c
+        expected: Tensor | None = None,  # that of their sum, if they are compared, all or none
     ) -> None:
-        """Adds a parameter.
-
-        Args:
-            parameter: chooses the layer.
-            images: linear images of the groups' gradients (k, ...).
-            scale: c, with |h_d|^2 = E |image of h_d|^2 / c.
-            expected: the image of their sum, if it is compared: for all parameters or for none.
-        """
+        """Adds a parameter."""
         key = self._layers.get(parameter, 0) if self._layers else 0, scale
         if images.dim() != 2:
             images = images.reshape(images.shape[0], -1)  # (k,) of a parameter that is one number

@@ -1,5 +1,6 @@
 """Computes the gradients of k groups of samples in one backward, at the nodes of its graph."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,16 +12,17 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients.dtypes import full_precision, without_autocast
 from bigbatch.gradients.gradient_hooks import hands_errors_over, weak_method
 from bigbatch.gradients.groups.backward_graph import (
+    Edge,
     Node,
     ParametersOf,
     edges_of,
     gradients_of_operands,
 )
-from bigbatch.gradients.groups.backward_plan import BackwardPlan, CoveredUse, RememberedPlans
+from bigbatch.gradients.groups.backward_plan import RememberedPlans
 from bigbatch.gradients.groups.contributions import SIGNS, Contribution, Projection, SignPool
 from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.grouping import Grouping
-from bigbatch.gradients.groups.parameter_uses import Route
+from bigbatch.gradients.groups.parameter_uses import Route, Use
 from bigbatch.gradients.groups.rules import Call
 
 _COLUMNS = 2003  # added to the seed of a parameter's columns
@@ -57,24 +59,16 @@ class GroupTap:
 
     Call `prepare` after the forward, and `take` with each parameter's gradient of the backward, as
     a hook on the leaf reports it. See [Note: Groups of one backward].
-
-    Args:
-        groups: k, the groups of a backward; one per sample if there are fewer samples.
-        parameters_of: the watched parameters that leaves are; None for other leaves.
-        layers: the number of each parameter's layer, whose norms are exact; empty if all are one.
-        model: the model, whose buffers have no samples; None if it is unknown.
-        checks_samples: whether extra backwards may check that the samples of a group do not
-            influence others and are where they are looked for.
     """
 
     def __init__(
         self,
-        groups: int,
+        groups: int,  # k; one per sample if there are fewer samples
         parameters_of: ParametersOf,
-        layers: Mapping[Tensor, int],
-        model: nn.Module | None = None,
+        layers: Mapping[Tensor, int],  # of the parameters, whose norms are exact; empty for one
+        model: nn.Module | None = None,  # whose buffers have no samples
         *,
-        checks_samples: bool = True,
+        checks_samples: bool = True,  # whether extra backwards may look where samples are
     ) -> None:
         self.groups = groups
         self.on_error: Callable[[Exception], None] | None = None  # see `hands_errors_over`
@@ -87,11 +81,12 @@ class GroupTap:
         self.missing = ""  # why no backward could be prepared after the last forward
         self.grouping: Grouping | None = None  # of the prepared backward
         self.weights: tuple[float, ...] = ()  # n_d of its groups that have any weight
+        # the function in which samples of the prepared backward influence others; "" if none
+        self.coupling = ""
         self._plans = RememberedPlans(parameters_of, model, checks_samples=checks_samples)
         self._backwards = 0  # of the step
-        self._prepared = 0  # number of the last prepared graph
-        self._plan: BackwardPlan | None = None
         # of the prepared backward
+        self._refusal = ""  # of parameters that it does not reach
         self._projected: Mapping[int, int] = {}  # see `BackwardPlan`
         self._counting: list[int] | None = None  # groups that have any weight; None for all
         self._compares = True  # whether the sums of groups are compared
@@ -107,23 +102,18 @@ class GroupTap:
 
     def prepare(
         self,
-        roots: Iterable[Tensor],
-        samples: int,
-        sample_weights: Sequence[float] | Tensor | None = None,
+        roots: Iterable[Tensor],  # the loss, or the model's outputs
+        samples: int,  # B
+        sample_weights: Sequence[float] | Tensor | None = None,  # in the loss, (B,); None if equal
     ) -> None:
-        """Hooks the graph below `roots`, whose backward is to come.
-
-        Args:
-            roots: the loss, or the model's outputs.
-            samples: B.
-            sample_weights: the weight of each sample in the loss, (B,); None if they are equal.
-        """
+        """Hooks the graph below `roots`, whose backward is to come."""
         is_surprising = self.grouping is not None  # a forward without its backward
         self.forget()
         grouping = Grouping(samples, min(self.groups, samples))
         nodes, plan = self._plans.plan(edges_of(roots), grouping)
         plan.backwards += 1
-        self._nodes, self._plan = nodes, plan
+        self._nodes, self.coupling = nodes, plan.coupling
+        self._refusal = plan.refusal or _NOT_IN_GRAPH
         self._projected = {} if self.exact or self._layers else plan.projected
         self.refusals = dict(plan.refusals)
         sums = grouping.sizes if sample_weights is None else grouping.sums(sample_weights)
@@ -135,34 +125,25 @@ class GroupTap:
         self._norms = GroupNorms(self.weights, self._layers, plan.eps, **kinds)
         self._backwards += 1
         self._compares = is_surprising or plan.backwards % _COMPARED == 1
-        self._prepared += 1
         on_gradient = weak_method(self._on_gradient)
         for use in plan.uses:
-            nodes[use.number].register_prehook(partial(on_gradient, self._prepared, use))
-
-    @property
-    def coupling(self) -> str:
-        """The function in which samples of the prepared backward influence others; "" if none."""
-        return "" if self._plan is None else self._plan.coupling
+            nodes[use.number].register_prehook(partial(on_gradient, grouping, use))
 
     def take(self, parameter: Tensor, gradient: Tensor) -> GroupGradients | None:
         """The groups' gradients, complete when the parameter's `gradient` is; None if unseen."""
         images, projection = self._images.pop(id(parameter), (None, None))
         assert self._norms is not None
         if images is None:
-            assert self._plan is not None
-            self.refusals.setdefault(parameter, self._plan.refusal or _NOT_IN_GRAPH)
+            self.refusals.setdefault(parameter, self._refusal)
             return None
         if self._counting is not None:
             images = images[self._counting]
-        scale, expected = 1, None
+        expected = None
         if self._compares:
             # of a copy, since an engine may write to the gradient's memory before it is compared
-            expected = gradient.to(images.dtype, copy=projection is None)
-        if projection is not None:
-            scale = projection.scale
-            expected = None if expected is None else projection.of(expected)
-        self._norms.add(parameter, images, scale, expected)
+            whole = gradient.to(images.dtype, copy=projection is None)
+            expected = whole if projection is None else projection.of(whole)
+        self._norms.add(parameter, images, 1 if projection is None else projection.scale, expected)
         return GroupGradients(images, self.weights) if self.exact else None
 
     def end(self) -> GroupNorms:
@@ -175,7 +156,7 @@ class GroupTap:
 
     def forget(self) -> None:
         """Forgets the prepared backward."""
-        self._nodes, self._plan, self.grouping = [], None, None
+        self._nodes, self.coupling, self.grouping = [], "", None
         self._norms, self.missing, self.failed = None, "", False
         self._images, self._projections = {}, {}
 
@@ -185,11 +166,11 @@ class GroupTap:
 
     @hands_errors_over
     def _on_gradient(
-        self, prepared: int, use: CoveredUse, gradients: tuple[Tensor | None, ...]
+        self, grouping: Grouping, use: Use, gradients: tuple[Tensor | None, ...]
     ) -> None:
         """The gradient of the output of a use is complete."""
-        gradient, grouping = gradients[0], self.grouping
-        if gradient is None or grouping is None or prepared != self._prepared:
+        gradient = gradients[0]
+        if gradient is None or grouping is not self.grouping:
             return
         if torch.is_grad_enabled():
             raise GradientError(
@@ -204,49 +185,46 @@ class GroupTap:
         with without_autocast(gradient.device):
             call = Call(node, full_precision(gradient), use.place, grouping, use.routes)
             for operand, contribution in use.rule(call).items():
-                self._add(use.routes[operand], contribution, call.gradient)
+                self._add(call, operand, use.routes[operand], contribution)
 
-    def _add(self, route: Route, contribution: Contribution, like: Tensor) -> None:
-        if not route.is_matrix:
-            by_group = [self._follow(route, gradient) for gradient in contribution.exact()]
-            for parameter in route.parameters:
-                images = torch.stack([found[parameter] for found in by_group])
-                self._add_images(id(parameter), full_precision(images), None)
-            return
-        parameter = route.parameters[0]
-        key = id(parameter)
-        source = contribution.transposed() if route.is_transposed else contribution
-        if key in self._projected:
-            projection = self._projection_of(parameter, self._projected[key], like)
-            self._add_images(key, source.projected(projection), projection)
+    def _add(self, call: Call, operand: int, route: Route, contribution: Contribution) -> None:
+        projection = None
+        if route.matrix is not None:
+            source = contribution.transposed() if route.is_transposed else contribution
+            parameter = id(route.matrix)
+            if parameter in self._projected:
+                number = self._projected[parameter]
+                projection = self._projection_of(number, route.matrix.shape, call.gradient)
+            images = source.exact() if projection is None else source.projected(projection)
+            found = [(parameter, images)]
         else:
-            self._add_images(key, source.exact(), None)
+            start = call.node.next_functions[operand]
+            by_group = [self._follow(start, route, h) for h in contribution.exact()]
+            stacked = ((p, torch.stack([one[p] for one in by_group])) for p in by_group[0])
+            found = [(id(p), full_precision(images)) for p, images in stacked]
+        for key, images in found:
+            if key in self._images:
+                images.add_(self._images[key][0])
+            self._images[key] = images, projection
 
-    def _add_images(self, key: int, images: Tensor, projection: Projection | None) -> None:
-        if key in self._images:
-            images = images.add_(self._images[key][0])
-        self._images[key] = images, projection
-
-    def _follow(self, route: Route, gradient: Tensor) -> dict[Tensor, Tensor]:
+    def _follow(self, start: Edge, route: Route, gradient: Tensor) -> dict[Tensor, Tensor]:
         """The gradients of the parameters, from that of the operand computed from them."""
-        gradients = {route.start: gradient}
-        by_parameter: dict[Tensor, Tensor] = {}
-        for number, operands, parameter in route.nodes:
+        gradients, by_parameter = {start: gradient}, dict[Tensor, Tensor]()
+        for number in route.nodes:
             node = self._nodes[number]
-            arrived = [gradients.get((number, n)) for n in range(len(node._input_metadata))]
-            if parameter is not None:
+            arrived = [gradients.get((node, n)) for n in range(len(node._input_metadata))]
+            if number in route.parameters:
                 assert arrived[0] is not None
-                by_parameter[parameter] = arrived[0]
+                by_parameter[route.parameters[number]] = arrived[0]
                 continue
-            for operand, found in zip(operands, gradients_of_operands(node, arrived), strict=False):
-                if operand is not None and found is not None:
-                    before = gradients.get(operand)
-                    gradients[operand] = found if before is None else before + found
+            found = gradients_of_operands(node, arrived)
+            for edge, one in zip(node.next_functions, found, strict=False):
+                if one is not None:
+                    gradients[edge] = gradients[edge] + one if edge in gradients else one
         return by_parameter
 
-    def _projection_of(self, parameter: Tensor, number: int, like: Tensor) -> Projection:
+    def _projection_of(self, number: int, shape: torch.Size, like: Tensor) -> Projection:
         """The projection of a parameter in this backward, for factors like this tensor."""
-        shape = parameter.shape
         key = number, shape[: 2 if shape[2:] else 1], like.dtype
         if key not in self._projections:
             seed = 7919 * number + 1009 * self.step + 131 * self._backwards
@@ -258,29 +236,17 @@ class GroupTap:
         return self._projections[key]
 
 
-def refusal_message(
-    refusals: Mapping[Tensor, str],
-    gradients: Mapping[Tensor, Tensor | None],
-    model: nn.Module | None,
-) -> str:
-    """Names the parameters whose groups cannot be seen, with their share of |G|^2 and why."""
+def refusal_message(refusals: Mapping[Tensor, str], model: nn.Module | None) -> str:
+    """Names the parameters whose groups cannot be seen, and why."""
     named = () if model is None else model.named_parameters()
     names: dict[Tensor, str] = {p: name for name, p in named}
-    squares = {
-        p: 0.0 if g is None else float(torch.linalg.vector_norm(g.detach())) ** 2
-        for p, g in gradients.items()
-    }
-    total = sum(squares.values()) or 1.0
-    by_reason: dict[str, list[Tensor]] = {}
+    by_reason = defaultdict[str, list[str]](list)
     for parameter, reason in refusals.items():
-        by_reason.setdefault(reason, []).append(parameter)
-    parts = []
-    for parameters in by_reason.values():
-        shown = [names.get(p, f"one of shape {tuple(p.shape)}") for p in parameters[:_NAMED]]
-        if len(parameters) > _NAMED:
-            shown.append(f"{len(parameters) - _NAMED} more")
-        share = sum(squares[p] for p in parameters) / total
-        parts.append(f"{', '.join(shown)} ({share:.0%} of the squared gradient)")
+        by_reason[reason].append(names.get(parameter, f"one of shape {tuple(parameter.shape)}"))
+    parts = [
+        ", ".join(found[:_NAMED]) + f", {len(found) - _NAMED} more" * (len(found) > _NAMED)
+        for found in by_reason.values()
+    ]
     return (
         f"{'; '.join(by_reason)}; so the gradients of the groups of one backward cannot be seen "
         f"for {'; '.join(parts)}"

@@ -5,13 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-RowOrder = Literal["sample-major", "sample-minor"]
-"""The order of flattened rows: all of one sample first, or one of every sample first."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +52,8 @@ class Grouping:
 
     def members(self, device: torch.device) -> Tensor:
         """Whether each sample is of each group, (k, B)."""
-        numbers = torch.arange(self.groups).repeat_interleave(torch.tensor(self.sizes))
-        return (numbers == torch.arange(self.groups)[:, None]).to(device)
-
-    def by_sample(self, rows: Tensor, order: RowOrder) -> Tensor:
-        """Rows in any order -> all rows of the first sample, of the second, and so on."""
-        if order == "sample-major":
-            return rows
-        shape = rows.shape
-        return rows.reshape(-1, self.samples, *shape[1:]).transpose(0, 1).reshape(shape)
+        groups = torch.eye(self.groups, dtype=torch.bool, device="cpu")
+        return groups.repeat_interleave(torch.tensor(self.sizes, device="cpu"), 1).to(device)
 
 
 def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

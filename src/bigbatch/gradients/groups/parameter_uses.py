@@ -5,16 +5,14 @@ they lie on the route from a use to its parameter.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bigbatch.gradients.groups.backward_graph import (
-    Edge,
     Node,
     ParametersOf,
     constants_of,
@@ -23,7 +21,7 @@ from bigbatch.gradients.groups.backward_graph import (
     operands_of,
     shape_of,
 )
-from bigbatch.gradients.groups.rules import Place, refusal_of, refusal_of_path
+from bigbatch.gradients.groups.rules import Place, Rule, refusal_of, refusal_of_path
 
 _ROWS = node_names("Addmm Embedding Mm")  # whose output is flattened to a matrix
 _ELEMENTWISE = node_names("Add Addcmul Div Expand Mul Sub Where") | {"PowBackward1"}
@@ -41,31 +39,18 @@ _VIEWS_OF_PARAMETERS = (
 )
 """Functions whose output has no samples if their operands have none, whatever its shape."""
 
-FLATTENED = (
-    Place(None, "sample-major", is_certain=False),
-    Place(None, "sample-minor", is_certain=False),
-)
+FLATTENED = Place(None, is_certain=False), Place(None, is_minor=True, is_certain=False)
 """Where the samples may be in dimension 0 with others, the likeliest first."""
-
-
-class RouteNode(NamedTuple):
-    """A node on the way from an operand to the parameters that it was computed from."""
-
-    number: int  # of the node in the graph
-    # the numbers of the operands' nodes, and of their outputs; None for constants
-    operands: tuple[tuple[int, int] | None, ...]
-    parameter: Tensor | None  # the parameter, if the node is its leaf
 
 
 @dataclass(frozen=True)
 class Route:
     """How an operand was computed from parameters."""
 
-    parameters: tuple[Tensor, ...]
-    start: tuple[int, int]  # the operand: the number of its node, and of the node's output
-    nodes: tuple[RouteNode, ...]  # the nodes from there to the parameters, each before its operands
-    is_matrix: bool  # whether the operand is one parameter, cast or transposed
-    is_transposed: bool  # whether it is transposed, if `is_matrix`
+    parameters: Mapping[int, Tensor]  # by the numbers of their leaves
+    nodes: Sequence[int]  # the numbers of the nodes from the operand on, each before its operands
+    matrix: Tensor | None  # the parameter, if the operand is one alone, cast or transposed
+    is_transposed: bool  # whether `matrix` is
     refusal: str  # why its gradient cannot be computed; empty if it can
 
 
@@ -75,37 +60,30 @@ class Use:
 
     number: int  # of its node in the graph
     name: str
-    # for each operand that comes from parameters, the route to them
-    routes: dict[int, Route] = field(default_factory=dict)
-    # where the samples may be in the output, the likeliest first
-    places: list[Place] = field(default_factory=list)
-    refusal: str = ""  # why the groups' gradients cannot be computed here; empty if they can
+    routes: dict[int, Route]  # to the parameters, by the number of the operand that is from them
+    places: list[Place]  # where the samples may be in the output, the likeliest first
+    refusal: str  # why the groups' gradients cannot be computed here; empty if they can
+    # set where it is covered: where the samples are, and what computes the groups' gradients
+    place: Place = field(init=False)
+    rule: Rule = field(init=False)
 
     @property
     def parameters(self) -> Iterator[Tensor]:
         """The parameters, which may repeat."""
-        return (parameter for route in self.routes.values() for parameter in route.parameters)
+        return (p for route in self.routes.values() for p in route.parameters.values())
 
 
 class ParameterUses:
-    """All uses of the watched parameters in a graph.
-
-    Args:
-        nodes: the nodes of the graph.
-        parameters_of: the watched parameters that leaves are; None for other leaves.
-        samples: B.
-        is_of_model: whether a constant is in the memory of a tensor of the model.
-        without_samples: numbers of nodes known to be functions of parameters alone, although a
-            dimension has the size B.
-    """
+    """All uses of the watched parameters in a graph."""
 
     def __init__(
         self,
         nodes: Sequence[Node],
         parameters_of: ParametersOf,
-        samples: int,
-        is_of_model: Callable[[Tensor], bool],
-        without_samples: frozenset[int] = frozenset(),
+        samples: int,  # B
+        is_of_model: Callable[[Tensor], bool],  # whether a constant is a tensor of the model
+        # the numbers of functions of parameters alone, although a dimension has the size B
+        without_samples: Collection[int] = (),
     ) -> None:
         self.nodes, self.samples = nodes, samples
         self.numbers = {node: number for number, node in enumerate(nodes)}
@@ -120,14 +98,12 @@ class ParameterUses:
         graph = TopologicalSorter({node: operands_of(node) for node in nodes})
         self.operands_first = list(graph.static_order())
         self._positions = {node: position for position, node in enumerate(self.operands_first)}
-        self._has_samples: dict[Node, bool] = {}
+        # the functions whose outputs depend on samples, and not on parameters alone
+        self.with_samples = set[Node]()
         for node in self.operands_first:
-            self._has_samples[node] = self._decide_samples(node)
+            if self._has_samples(node):
+                self.with_samples.add(node)
         self.uses = list(self._find())
-
-    def has_samples(self, node: Node) -> bool:
-        """Whether the output of a function depends on samples, and not on parameters alone."""
-        return self._has_samples[node]
 
     def is_ambiguous(self, use: Use) -> bool:
         """Whether only its shape makes the output of a use depend on samples.
@@ -135,14 +111,10 @@ class ParameterUses:
         A constant may be samples, unless it is the model's or has the numbers of positions.
         """
         node = self.nodes[use.number]
-        if any(map(self.has_samples, operands_of(node))):
+        if not self.with_samples.isdisjoint(operands_of(node)):
             return False
         has_constants = any(following is None for following, _ in node.next_functions)
         return not (has_constants and not constants_of(node)) and not self._has_data(node)
-
-    def moves_samples(self, number: int) -> bool:
-        """Whether samples are among the operands of a function."""
-        return any(map(self.has_samples, operands_of(self.nodes[number])))
 
     def consumer_of(self, number: int) -> str:
         """The name of a function that takes the output of a node; its own above all others."""
@@ -153,11 +125,11 @@ class ParameterUses:
         """Whether a constant of a function may be samples."""
         return any(not self._is_of_model(c) and not _are_positions(c) for c in constants_of(node))
 
-    def _decide_samples(self, node: Node) -> bool:
+    def _has_samples(self, node: Node) -> bool:
         operands = operands_of(node)
         if node in self._parameters:
             return self._parameters[node] is None
-        if not operands or any(self._has_samples[operand] for operand in operands):
+        if not operands or not self.with_samples.isdisjoint(operands):
             return True
         if node.name() in _VIEWS_OF_PARAMETERS or self.numbers[node] in self._without_samples:
             return False
@@ -169,12 +141,12 @@ class ParameterUses:
 
     def _find(self) -> Iterator[Use]:
         for number, node in enumerate(self.nodes):
-            if node in self._parameters or not self.has_samples(node):
+            if node in self._parameters or node not in self.with_samples:
                 continue
             routes = {
-                operand: self._route(edge)
+                operand: self._route(edge[0])
                 for operand, edge in enumerate(node.next_functions)
-                if edge[0] is not None and not self.has_samples(edge[0])
+                if edge[0] is not None and edge[0] not in self.with_samples
             }
             routes = {operand: route for operand, route in routes.items() if route.parameters}
             if routes:
@@ -187,33 +159,26 @@ class ParameterUses:
                     )
                 yield Use(number, node.name(), routes, places, refusal)
 
-    def _route(self, edge: Edge) -> Route:
-        waiting, below = [edge[0]], set[Node]()
+    def _route(self, start: Node) -> Route:
+        waiting, below = [start], set[Node]()
         while waiting:
             node = waiting.pop()
             if node not in below:
                 below.add(node)
                 waiting += operands_of(node)
         order = sorted(below, key=self._positions.__getitem__, reverse=True)
-        nodes = tuple(map(self._route_node, order))
-        inner = [self.nodes[n.number] for n in nodes if n.parameter is None]
-        names = [node.name() for node in inner]
+        leaves = ((self.numbers[n], self._parameters.get(n)) for n in order)
+        parameters = {number: leaf for number, leaf in leaves if leaf is not None}
+        inner = [node for node in order if self._parameters.get(node) is None]
         turns = sum(n.name() in _TRANSPOSES and len(shape_of(n)) == 2 for n in inner)
+        is_matrix = all(node.name() in _TRANSPOSES | _CASTS for node in inner)
         return Route(
-            tuple(n.parameter for n in nodes if n.parameter is not None),
-            (self.numbers[edge[0]], edge[1]),
-            nodes,
-            is_matrix=all(name in _TRANSPOSES | _CASTS for name in names),
+            parameters,
+            [self.numbers[node] for node in order],
+            next(iter(parameters.values()), None) if is_matrix else None,
             is_transposed=turns % 2 == 1,
             refusal=next((refusal for n in inner if (refusal := refusal_of_path(n))), ""),
         )
-
-    def _route_node(self, node: Node) -> RouteNode:
-        edges = (
-            None if following is None else (self.numbers[following], output)
-            for following, output in node.next_functions
-        )
-        return RouteNode(self.numbers[node], tuple(edges), self._parameters.get(node))
 
     def _places_of_samples(self, node: Node, of_parameters: Iterable[int]) -> list[Place]:
         """Where the samples may be in the output of a function, the likeliest first."""
@@ -245,7 +210,7 @@ class ParameterUses:
             rows = _leading(shape_of(consumer), shape[0]) if consumer.name() in _VIEWS else ()
             if len(rows) > 1:
                 places += [Place(None)] * (rows[0] == self.samples)
-                places += [Place(None, "sample-minor")] * (rows[-1] == self.samples)
+                places += [Place(None, is_minor=True)] * (rows[-1] == self.samples)
         if not places and shape[0] % self.samples == 0 and shape[0]:
             places = list(FLATTENED)
         return places + columns

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from bigbatch.gradients.groups.contributions import (
     Rows,
     group_sums,
 )
-from bigbatch.gradients.groups.grouping import Grouping, RowOrder
+from bigbatch.gradients.groups.grouping import Grouping
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,21 @@ class Place:
     """Where the samples are in the gradient of a function's output."""
 
     dim: int | None  # the dimension of size B; None if samples are flattened with others into rows
-    order: RowOrder = "sample-major"  # the order of those rows
+    is_minor: bool = False  # whether these rows are one of every sample first, not all of one
     is_certain: bool = True  # whether a shape shows it; otherwise it is the usual order
 
-    def by_sample(self, tensor: Tensor, grouping: Grouping) -> Tensor:
+    def rows(self, tensor: Tensor, samples: int) -> Tensor:
+        """The flattened rows, (B n, ...), all of the first sample first."""
+        rows = _rows_of(tensor)
+        if not self.is_minor:
+            return rows
+        return rows.reshape(-1, samples, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+    def by_sample(self, tensor: Tensor, samples: int) -> Tensor:
         """The tensor with the samples first, (B, ...)."""
         if self.dim is None:
-            rows = grouping.by_sample(_rows_of(tensor), self.order)
-            return rows.reshape(grouping.samples, -1, *rows.shape[1:])
+            rows = self.rows(tensor, samples)
+            return rows.reshape(samples, -1, *rows.shape[1:])
         return tensor if self.dim == 0 else tensor.movedim(self.dim, 0)
 
     def mask(self, members: Tensor, tensor: Tensor) -> Tensor:
@@ -49,8 +57,9 @@ class Place:
         if dim is None:
             dim = tensor.dim() - _rows_of(tensor).dim()
             repeats = tensor.shape[dim] // len(members)
-            is_major = self.order == "sample-major"
-            members = members.repeat_interleave(repeats) if is_major else members.repeat(repeats)
+            members = (
+                members.repeat(repeats) if self.is_minor else members.repeat_interleave(repeats)
+            )
         return members.reshape(-1, *(1,) * (tensor.dim() - 1 - dim))
 
 
@@ -70,7 +79,7 @@ class Call(NamedTuple):
     def rows(self, tensor: Tensor, trailing: int = 1) -> Tensor:
         """(..., trailing dimensions) -> (B n, trailing dimensions), sample by sample."""
         if self.place.dim is None:
-            return self.grouping.by_sample(_rows_of(tensor), self.place.order)
+            return self.place.rows(tensor, self.grouping.samples)
         if self.place.dim:
             tensor = tensor.movedim(self.place.dim, 0)
         return tensor.reshape(-1, *tensor.shape[tensor.dim() - trailing :])
@@ -79,7 +88,7 @@ class Call(NamedTuple):
         """A contribution to an operand that is broadcast over the samples."""
         following, number = self.node.next_functions[operand]
         shape = shape_of(following, number)
-        by_sample = self.place.by_sample(tensor, self.grouping)
+        by_sample = self.place.by_sample(tensor, self.grouping.samples)
         return GroupSums(group_sums(by_sample, self.grouping, shape))
 
 
@@ -88,22 +97,21 @@ def _rows_of(tensor: Tensor) -> Tensor:
     return tensor[0] if tensor.dim() == 3 and len(tensor) == 1 else tensor
 
 
+_OPTIONS = "stride", "padding", "dilation", "transposed", "output_padding", "groups"
+_CONVOLUTION = attrgetter(*(f"_saved_{option}" for option in _OPTIONS))
 Contributions = Mapping[int, Contribution]
 Rule = Callable[[Call], Contributions]
 
 
-def _mm(call: Call) -> Contributions:
-    left = Rows(call.rows(call.saved("self")), call.grouping)
-    return {1: OuterProducts(left, Rows(call.rows(call.gradient), call.grouping))}
-
-
-def _addmm(call: Call) -> Contributions:
+def _mm(call: Call, factor: str = "self", weight: int = 1) -> Contributions:
+    """A factor times a weight, the operand of this number; the one before both is a bias."""
     gradients: dict[int, Contribution] = {}
     rows = Rows(call.rows(call.gradient), call.grouping)
-    if 0 in call.operands:
-        gradients[0] = OuterProducts(rows)
-    if 2 in call.operands:
-        gradients[2] = OuterProducts(Rows(call.rows(call.saved("mat1")), call.grouping), rows)
+    if weight - 2 in call.operands:
+        gradients[weight - 2] = OuterProducts(rows)
+    if weight in call.operands:
+        factors = Rows(call.rows(call.saved(factor)), call.grouping)
+        gradients[weight] = OuterProducts(factors, rows)
     return gradients
 
 
@@ -132,65 +140,42 @@ def _of_weight(node: Node, weight: Tensor, gradient: Tensor, inputs: Tensor) -> 
     has_all = weight.shape[:2] == channels or node._saved_groups > 1 or node._saved_transposed
     if not has_all:
         weight = weight[:1, :1].expand(*channels, *weight.shape[2:])
+    needed = False, True, False  # of the input, the weight, the bias
     result: Tensor = torch.ops.aten.convolution_backward(
-        gradient,
-        inputs,
-        weight,
-        [0],
-        node._saved_stride,
-        node._saved_padding,
-        node._saved_dilation,
-        node._saved_transposed,
-        node._saved_output_padding,
-        node._saved_groups,
-        (False, True, False),
+        gradient, inputs, weight, [0], *_CONVOLUTION(node), needed
     )[1]
     return result
 
 
-def _layer_norm(call: Call) -> Contributions:
-    """Sums over rows of D, and of D (x - mean) / std."""
-    node, gradients = call.node, dict[int, Contribution]()
-    dims = len(node._saved_normalized_shape)
+def _layer_norm(call: Call, *, has_mean: bool = True) -> Contributions:
+    """Sums over rows of D, and of D (x - mean) / std, or D x / rms."""
+    dims, gradients = len(call.node._saved_normalized_shape), dict[int, Contribution]()
     d = call.rows(call.gradient, dims)
     if 2 in call.operands:
         gradients[2] = OuterProducts(Rows(d, call.grouping))
     if 1 in call.operands:
-        x, mean, inverse = (
-            call.rows(call.saved(name), dims) for name in ("input", "result1", "result2")
-        )
-        gradients[1] = OuterProducts(Rows((x - mean).mul_(inverse).mul_(d), call.grouping))
+        names = ("input", "result1", "result2") if has_mean else ("input", "result1")
+        x, *mean, inverse = (call.rows(call.saved(name), dims) for name in names)
+        products = ((x - mean[0] if has_mean else x) * inverse).mul_(d)
+        gradients[1] = OuterProducts(Rows(products, call.grouping))
     return gradients
-
-
-def _rms_norm(call: Call) -> Contributions:
-    """Sums over rows of D x / rms, in the one function that GPUs have for it."""
-    dims = len(call.node._saved_normalized_shape)
-    x, inverse = (call.rows(call.saved(name), dims) for name in ("input", "result1"))
-    products = (x * inverse).mul_(call.rows(call.gradient, dims))
-    return {1: OuterProducts(Rows(products, call.grouping))}
 
 
 def _group_norm(call: Call) -> Contributions:
     """Per sample and channel: sum D (x - mean) v = v (sum D x - mean sum D), v = 1 / std."""
-    node, d = call.node, _by_channel(call.gradient)
-    gradients: dict[int, Contribution] = {}
+    node, gradients = call.node, dict[int, Contribution]()
+    d = call.gradient.reshape(*call.gradient.shape[:2], -1)  # (B, C, n)
     sums = d.sum(2)
     if 2 in call.operands:
         gradients[2] = call.sums(sums, 2)
     if 1 in call.operands:
-        products = torch.einsum("bcx,bcx->bc", d, _by_channel(call.saved("input")))
+        products = torch.einsum("bcx,bcx->bc", d, call.saved("input").reshape(d.shape))
         channels = node._saved_C // node._saved_group  # of a group that is normalized together
         mean, inverse = (
             call.saved(name).repeat_interleave(channels, 1) for name in ("result1", "result2")
         )
         gradients[1] = call.sums((products - mean * sums) * inverse, 1)
     return gradients
-
-
-def _by_channel(images: Tensor) -> Tensor:
-    """(B, C, ...) -> (B, C, n)."""
-    return images.reshape(*images.shape[:2], -1)
 
 
 def _multiply(call: Call) -> Contributions:
@@ -278,12 +263,12 @@ def can_project(node: Node, operand: int) -> bool:
 _PROJECTED = {"AddmmBackward0": (0, 2), "MmBackward0": (1,), "EmbeddingBackward0": (0,)}
 
 RULES: Mapping[str, tuple[Rule, tuple[int, ...]]] = {
-    "AddmmBackward0": (_addmm, (0, 2)),
+    "AddmmBackward0": (partial(_mm, factor="mat1", weight=2), (0, 2)),
     "MmBackward0": (_mm, (1,)),
     "BmmBackward0": (_bmm, (1,)),
     "EmbeddingBackward0": (_embedding, (0,)),
     "ConvolutionBackward0": (_convolution, (1, 2)),
-    "FusedRmsNormBackward0": (_rms_norm, (1,)),
+    "FusedRmsNormBackward0": (partial(_layer_norm, has_mean=False), (1,)),
     "NativeLayerNormBackward0": (_layer_norm, (1, 2)),
     "NativeGroupNormBackward0": (_group_norm, (1, 2)),
     "MulBackward0": (_multiply, (0, 1)),
