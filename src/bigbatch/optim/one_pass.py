@@ -2,9 +2,7 @@
 
 import itertools
 import operator
-import weakref
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +21,7 @@ from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.optim.sharding import AllReduce
 
 _RULES = {SGD: Rule.GSNR_SGD, Adam: Rule.GSNR_ADAM, AdamW: Rule.GSNR_ADAM}
+_DTYPE = operator.attrgetter("dtype")
 _OTHER_STEPS = ("differentiable", "amsgrad", "capturable")  # that torch does itself
 
 
@@ -37,33 +36,6 @@ class GroupShare:
     layers: Layers = field(init=False)  # with their moments
 
 
-class _Column:
-    """Arrays that the kernels could read in the step before, if nothing about them has changed."""
-
-    def __init__(self) -> None:
-        self._refs: list[weakref.ref[Tensor]] = []  # a state that is replaced is not kept alive
-        self._addresses = array("q")
-
-    def find(
-        self, tensors: Sequence[Tensor], like: Sequence[Tensor], lengths: "array[int]"
-    ) -> "array[int] | None":
-        """The addresses of tensors shaped `like` others; None if the kernels cannot read them."""
-        addresses = native.addresses(tensors)
-        is_contiguous = all(map(Tensor.is_contiguous, tensors))
-        if (
-            is_contiguous
-            and addresses == self._addresses
-            and all(map(operator.is_, tensors, map(weakref.ref.__call__, self._refs)))
-            and native.lengths(tensors) == lengths
-        ):
-            return addresses
-        fits = native.fits(like, tensors)
-        keeps = fits and is_contiguous
-        self._refs = list(map(weakref.ref, tensors)) if keeps else []
-        self._addresses = addresses if keeps else array("q")
-        return addresses if fits else None
-
-
 class OnePass:
     """Finds the kernel calls that do the base optimizer's step.
 
@@ -74,24 +46,12 @@ class OnePass:
 
     def __init__(self, state: GsnrState) -> None:
         self._state = state
-        self._columns: dict[tuple[int, int], _Column] = defaultdict(_Column)
+        self._read: dict[int, Any] = {}  # where the arrays of each group lay in the step before
 
     def find(self, shares: Sequence[GroupShare]) -> list[Callable[[], None]] | None:
         """Calls that replace each gradient by r g and step the parameters; None if torch has to."""
-        if not self._is_possible():
-            return None
-        calls = []
-        for number, share in enumerate(shares):
-            call = self._find(number, share)
-            if call is None:
-                return None
-            calls.append(call)
-        return calls
-
-    def _is_possible(self) -> bool:
-        """Whether nothing but the arrays of a group can prevent it."""
         base: Any = self._state.base
-        return (
+        is_possible = (
             type(base) in _RULES
             and not self._state.watch
             and self._state.uses_kernels
@@ -101,12 +61,21 @@ class OnePass:
             and vars(base).get("found_inf") is None
             and all(map(_may_replace, base.param_groups))
         )
+        if not is_possible:
+            return None
+        calls = [self._find(number, share) for number, share in enumerate(shares)]
+        return None if None in calls else calls  # type: ignore[return-value]
 
     def _find(self, number: int, share: GroupShare) -> Callable[[], None] | None:
         """The call for a group; None if the kernels cannot read its arrays."""
         base: Any = self._state.base
-        rule, group, parameters = _RULES[type(base)], share.group, share.parameters
-        layers, weight = share.layers, self._state.moments.weight
+        rule, group, parameters, layers = (
+            _RULES[type(base)],
+            share.group,
+            share.parameters,
+            share.layers,
+        )
+        moments, gradients, averages = self._state.moments, layers.gradients, layers.averages or ()
         names = _state_names(rule, group)
         states = list(map(base.state.get, parameters)) if names else []
         try:
@@ -116,36 +85,46 @@ class OnePass:
         if not all(map(is_tensor, itertools.chain.from_iterable(shaped))):
             return None
         steps = shaped.pop() if rule is Rule.GSNR_ADAM else []
-        totals, m2s, gradients = layers.totals, layers.m2s, layers.gradients
-        known, totals_at = self._state.moments.kernel_columns(parameters), native.addresses(totals)
-        if known is None or known[1] != totals_at:
-            if not native.fits(totals, m2s):
-                return None
-            known = native.lengths(m2s), totals_at, native.addresses(m2s)
-        is_sum = all(map(operator.is_, totals, gradients))
-        if not (is_sum or native.fits(m2s, gradients)) or not native.are_plain(steps):
+        read, totals = moments.kernel_columns(parameters), native.addresses(layers.totals)
+        is_sum = all(map(operator.is_, layers.totals, gradients))
+        if (
+            (read is None or read[1] != totals)
+            or not (is_sum or native.fits(layers.m2s, gradients))
+            or not native.are_plain(steps)
+        ):
             return None
-        none = array("q", bytes(8 * len(parameters)))
-        gradients_at = totals_at if is_sum else native.addresses(gradients)
-        lengths, columns = known[0], [*known[1:], gradients_at]
-        for place, tensors in enumerate((layers.averages, parameters, *shaped)):
-            column = self._columns[number, place]
-            found = column.find(tensors, m2s, lengths) if tensors else none
-            if found is None:
-                return None
-            columns.append(found)
-        if steps:
-            columns.append(native.addresses(steps))
-        layer_values = itertools.chain.from_iterable(layers.layer_values)
-        values = [*kernel_values(group, weight), *_step_values(rule, group)]
+        kept = self._addresses(number, [averages, parameters, *shaped], layers.m2s)
+        if kept is None:
+            return None
+        columns = [totals, read[2], native.addresses(gradients), *kept, native.addresses(steps)]
+        values = [*kernel_values(group, moments.weight), *_step_values(rule, group)]
 
         def call() -> None:
-            native.run_at(rule, columns, lengths, values, layer_values)
-            increment_version([*parameters, *gradients, *(layers.averages or ())])
+            own = itertools.chain.from_iterable(layers.layer_values)
+            native.run_at(rule, [column or None for column in columns], read[0], values, own)
+            increment_version([*parameters, *gradients, *averages])
             if steps:
                 torch._foreach_add_(steps, 1)
 
         return call
+
+    def _addresses(
+        self, number: int, columns: list[Sequence[Tensor]], like: Sequence[Tensor]
+    ) -> "list[array[int]] | None":
+        """Where arrays that stay from step to step lie; None if the kernels cannot read them.
+
+        Arrays of one type at the addresses of the step before are not looked at again.
+        """
+        arrays = list(itertools.chain.from_iterable(columns))
+        places = list(map(native.addresses, columns)), native.lengths(arrays)
+        is_usual = set(map(_DTYPE, arrays)) <= {torch.float32} and all(
+            map(Tensor.is_contiguous, arrays)
+        )
+        if not is_usual or places != self._read.get(number):
+            if not native.fits(like, *filter(None, columns)):
+                return None
+            self._read[number] = places if is_usual else None
+        return places[0]
 
 
 def _state_names(rule: Rule, group: dict[str, Any]) -> tuple[str, ...]:
