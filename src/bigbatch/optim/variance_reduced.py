@@ -13,7 +13,7 @@ from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import DDPReducer, DDPSource
 from bigbatch.optim.apply_gsnr import LayerGsnr
-from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable, warn_of_nodes
+from bigbatch.optim.ddp_comm_hook import DDPCommHook, require_attachable
 from bigbatch.optim.fused_step import BaseStep, can_fuse
 from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
 from bigbatch.optim.gsnr_options import load_into, require_base, require_valid
@@ -150,7 +150,7 @@ class VarianceReduced(Optimizer):
 
     # one step
 
-    def attach(self, ddp: DistributedDataParallel, *, groups: Groups = "all") -> DDPCommHook:
+    def attach(self, ddp: DistributedDataParallel) -> DDPCommHook:
         """Scales gradients inside the all-reduce of a DDP model. Collective; once, before training.
 
         With one micro-batch per rank and step it sends as much as a plain all-reduce, with several
@@ -160,23 +160,18 @@ class VarianceReduced(Optimizer):
 
         Args:
             ddp: the wrapped model.
-            groups: the gradients that r compares: "all", those of all micro-batches of all ranks,
-                or "ranks", one mean gradient per rank, for which no M2 is kept or sent. "ranks" is
-                good enough from 8 ranks on.
         Returns:
             The hook, which is also `self.attached`: `grad_norm`, `clip_grad_norm_`, `consolidate`.
         Raises:
-            SettingError: `ddp` is not a DDP model or has a communication hook, or `groups` is
-                unknown.
+            SettingError: `ddp` is not a DDP model or has a communication hook.
         Source:
             docs/decisions/0009.
         """
         parameters = list(self.gsnr_state.vr_parameters)
-        require_attachable(ddp, parameters, groups)
-        warn_of_nodes(ddp.process_group)
+        require_attachable(ddp, parameters)
         if self.attached is not None:
             self.attached.consolidate()  # p moves to the new hook
-        self.attached = DDPCommHook(ddp, self.gsnr_state, groups)
+        self.attached = DDPCommHook(ddp, self.gsnr_state)
         weakref.finalize(self, self.attached.release).atexit = False
         self.bind(DDPSource(ddp, parameters), self.attached)
         return self.attached
