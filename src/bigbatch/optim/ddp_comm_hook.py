@@ -128,14 +128,6 @@ class DDPCommHook(ReducedShards, Subscriber):
 
     # gradient scaling
 
-    def bind(self, source: GradientSource) -> list[Subscriber]:
-        """The hook subscribes, for the weights, and the moments.
-
-        These read their sums from `.grad`, which under no_sync is this rank's sum.
-        """
-        self._state.sums_of = source.sums_of
-        return [self, self._state.moments]
-
     @property
     def has_untaken_step(self) -> bool:
         """Whether `.grad` is r g and no `step()` has used it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.loop_warning import warn_in_loop
 from bigbatch.optim.apply_gsnr import AppliedGsnr
@@ -56,9 +56,6 @@ class GsnrState:
 
 class GradientScaling(Protocol):
     """Multiplies gradients by r at one point of a step: in `step()`, or inside the all-reduce."""
-
-    def bind(self, source: GradientSource) -> list[Subscriber]:
-        """Prepares for steps of this source; returns what has to subscribe to it."""
 
     def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
         """Replaces g by r g, or by p_hat g with momentum; once a step.

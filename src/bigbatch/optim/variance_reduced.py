@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import DDPReducer, DDPSource
+from bigbatch.gradients.grad_sums import GradSums
 from bigbatch.optim.apply_gsnr import LayerGsnr
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, require_attachable
 from bigbatch.optim.fused_step import BaseStep, can_fuse
@@ -200,24 +201,29 @@ class VarianceReduced(Optimizer):
         self.bind(source)
 
     def bind(self, source: GradientSource, scaling: GradientScaling | None = None) -> None:
-        """Reads gradients from a source."""
+        """Reads gradients from a source, which keeps its next sums apart from `.grad`."""
         for subscriber in self._subscribers:
             self._source.unsubscribe(subscriber)
-        self._source = source
-        self._scaling = scaling or self._scaling
-        self._subscribers = self._scaling.bind(source)
+        self._source, self._scaling = source, scaling or self._scaling
+        self.gsnr_state.sums_of = source.sums_of
+        if isinstance(source.guard, GradSums):
+            source.guard.keeps_apart_next = True
+        self._subscribers = [self.gsnr_state.moments]
+        if isinstance(self._scaling, DDPCommHook):
+            self._subscribers.append(self._scaling)
         for subscriber in self._subscribers:
             source.subscribe(subscriber)
 
-    def scale_gradients(self) -> None:
+    def scale_gradients(self, *, may_step: bool = False) -> bool:
         """Multiplies the gradients by r, before the base optimizer's step.
 
         `step()` calls it. An engine that steps the base optimizer itself calls it before the step.
-        """
-        self._scale()
 
-    def _scale(self, *, may_step: bool = False) -> bool:
-        """Scales the gradients; returns whether the same pass has stepped the base optimizer."""
+        Args:
+            may_step: whether the same pass may step the base optimizer too.
+        Returns:
+            Whether it did.
+        """
         state, applied = self.gsnr_state, self._scaling.apply(self._source, may_step=may_step)
         state.warnings.warn(applied, state.named_parameters)
         if state.watch:
@@ -257,7 +263,7 @@ class VarianceReduced(Optimizer):
         moves = any(rate != 0 for rate in rates_of(self))
         stepped = False
         if self.gsnr_state.vr_parameters and (pending or moves):
-            stepped = self._scale(may_step=True)
+            stepped = self.scale_gradients(may_step=True)
         else:
             self._make_momentum()
         if not stepped:
@@ -279,15 +285,11 @@ class VarianceReduced(Optimizer):
 
     def train(self) -> None:
         """Switches a schedule-free base optimizer to training mode; others have no mode."""
-        self._set_mode("train")
+        getattr(self.base, "train", lambda: None)()
 
     def eval(self) -> None:
         """Switches a schedule-free base optimizer to evaluation mode."""
-        self._set_mode("eval")
-
-    def _set_mode(self, mode: str) -> None:
-        if callable(set_mode := getattr(self.base, mode, None)):
-            set_mode()
+        getattr(self.base, "eval", lambda: None)()
 
     # states
 
