@@ -19,9 +19,9 @@ from bigbatch.optim.apply_gsnr import (
     out_of_range,
     shares_out_of_range,
 )
+from bigbatch.optim.base_step import GroupShare, OnePass
 from bigbatch.optim.functional import ratio
 from bigbatch.optim.gsnr_state import GsnrState
-from bigbatch.optim.one_pass import GroupShare, OnePass
 from bigbatch.optim.sharding import all_reduce_of, local
 from bigbatch.optim.two_pass import chunks
 
