@@ -51,8 +51,8 @@ _FAULTS = (  # of which one on any rank refuses a step
 class DDPCommHook(ReducedShards, Subscriber):
     """State of the communication hook that scales gradients: [Note: GSNR inside DDP's all-reduce].
 
-    After the last backward of a step `.grad` is r g, bit for bit the same on every rank. Each
-    element of p is on one rank; `consolidate` gathers p on all ranks before `state_dict()`.
+    After a step's last backward `.grad` is r g, the same on every rank, bit for bit. Each element
+    of p is on one rank; `consolidate` gathers p on all ranks before `state_dict()`.
     """
 
     def __init__(self, ddp: DistributedDataParallel, state: GsnrState) -> None:

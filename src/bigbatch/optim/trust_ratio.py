@@ -59,7 +59,7 @@ class TrustRatioOptimizer(Optimizer):
     _state_names: tuple[str, ...]  # of the state that has the parameter's shape
     partition: ShardedParameters | None = None  # set by an engine whose parameters are not layers
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
         require_kernels(defaults["fused"])
         super().__init__(params, defaults)
 
@@ -196,17 +196,17 @@ class LARS(TrustRatioOptimizer):
         maximize: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "nesterov": nesterov,
-            "exclude_bias_and_norm": exclude_bias_and_norm,
-            "maximize": maximize,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            trust_coefficient=trust_coefficient,
+            nesterov=nesterov,
+            exclude_bias_and_norm=exclude_bias_and_norm,
+            maximize=maximize,
+            fused=fused,
+        )
 
     def _require_valid(self, group: dict[str, Any]) -> None:
         super()._require_valid(group)
@@ -288,16 +288,16 @@ class LAMB(TrustRatioOptimizer):
         maximize: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "exclude_bias_and_norm": exclude_bias_and_norm,
-            "maximize": maximize,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            exclude_bias_and_norm=exclude_bias_and_norm,
+            maximize=maximize,
+            fused=fused,
+        )
 
     def _init_state(self, parameter: Tensor) -> dict[str, Tensor]:
         zeros = torch.zeros_like(parameter, dtype=sum_dtype(parameter.dtype))

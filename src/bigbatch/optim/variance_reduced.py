@@ -169,8 +169,6 @@ class VarianceReduced(Optimizer):
             The hook, which is also `self.attached`: `grad_norm`, `clip_grad_norm_`, `consolidate`.
         Raises:
             SettingError: `ddp` is not a DDP model or has a communication hook.
-        Source:
-            docs/decisions/0009.
         """
         parameters = list(self.gsnr_state.vr_parameters)
         require_attachable(ddp, parameters)
@@ -298,12 +296,9 @@ class VarianceReduced(Optimizer):
     # states
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers p on every rank, for `state_dict()`; trainers call it on all ranks. Collective.
+        """Gathers p on every rank, for `state_dict()`, if `attach` was called. Collective.
 
-        Named as in torch's ZeroRedundancyOptimizer. Without `attach` it does nothing.
-
-        Args:
-            to: the rank whose state is saved; ignored, since every rank gets all of p.
+        Named as in torch's ZeroRedundancyOptimizer; `to` is ignored, as every rank gets all of p.
         """
         if self.attached is not None:
             self.attached.consolidate()
