@@ -15,7 +15,7 @@ from bigbatch.gradients.auto import is_sharded
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.gsnr_options import Betas, load_into, require_kinds
+from bigbatch.optim.gsnr_options import Betas, load_into, require_valid
 from bigbatch.optim.learning_rates import Rate, rates_of
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import Chunk, TwoPass, require_kernels
@@ -71,7 +71,7 @@ class TrustRatioOptimizer(Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            self._require_valid(self.param_groups[-1])
+            require_valid(self.param_groups[-1], type(self))
         except SettingError:
             self.param_groups.pop()
             raise
@@ -145,15 +145,6 @@ class TrustRatioOptimizer(Optimizer):
     ) -> TwoPass:
         """The step over the arrays of some layers, with decay and trust ratio if `adapts`."""
 
-    def _require_valid(self, group: dict[str, Any]) -> None:
-        require_kinds(group, type(self))
-        for parameter in group["params"]:
-            if not parameter.is_floating_point() or parameter.layout != torch.strided:
-                raise SettingError(
-                    f"{type(self).__name__} does not support a {parameter.dtype} parameter of "
-                    f"layout {parameter.layout}; put it into another optimizer"
-                )
-
 
 class LARS(TrustRatioOptimizer):
     """Layer-wise adaptive rate scaling: steps proportional to the norm of a layer's weights.
@@ -196,6 +187,8 @@ class LARS(TrustRatioOptimizer):
         maximize: bool = False,
         fused: bool | None = None,
     ) -> None:
+        if nesterov and not momentum:
+            raise SettingError("nesterov=True needs a momentum")
         super().__init__(
             params,
             lr=lr,
@@ -207,11 +200,6 @@ class LARS(TrustRatioOptimizer):
             maximize=maximize,
             fused=fused,
         )
-
-    def _require_valid(self, group: dict[str, Any]) -> None:
-        super()._require_valid(group)
-        if group["nesterov"] and not group["momentum"]:
-            raise SettingError("nesterov=True needs a momentum")
 
     def _init_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(parameter)}
