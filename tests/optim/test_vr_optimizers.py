@@ -857,7 +857,7 @@ def test_a_scaled_optimizer_is_not_scaled_twice() -> None:
 def test_a_parameter_without_a_gsnr_is_refused(tensor: Tensor) -> None:
     with pytest.raises(
         SettingError,
-        match="does not support .* put it into another optimizer, or into a group with vr=False",
+        match=r"does not support .* put it into another optimizer, or into a group with vr=False",
     ):
         VRSGD([nn.Parameter(tensor)], lr=0.1)
 
