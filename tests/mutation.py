@@ -2,7 +2,7 @@
 
     python tests/mutation.py map [TESTS]    notes which lines each test runs, on ranks too
     python tests/mutation.py run            makes 200 mutants, lists those that no test notices
-    python tests/mutation.py run --files optim/one_pass.py training/step.py      of these files
+    python tests/mutation.py run --files optim/base_step.py training/step.py      of these files
 
 A mutant has one comparison, operation, condition, constant or statement replaced or removed. The
 tests that run its line run until one fails: first those without ranks, and of these first those

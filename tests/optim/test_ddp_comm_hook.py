@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import gc
-import os
 import warnings
 import weakref
 
@@ -91,12 +90,10 @@ def alone(name, ranks, accumulation, dtype=torch.float64, steps=STEPS, **own):
     return weights(model)
 
 
-def attached(
-    rank, ranks, name, accumulation, dtype=torch.float64, ddp=None, own=None, groups="all"
-):
+def attached(rank, ranks, name, accumulation, dtype=torch.float64, ddp=None, own=None):
     model = DistributedDataParallel(network(dtype), **{"bucket_cap_mb": SMALL} | (ddp or {}))
     optimizer = MAKE[name](model.parameters(), **(own or {}))
-    optimizer.attach(model, groups=groups)
+    optimizer.attach(model)
     train(model, optimizer, rank, accumulation)
     return weights(model)
 
@@ -148,27 +145,6 @@ def test_half_moments_and_single_precision_stay_close(ranks, name):
     results = ranks(4)(attached, name, 2, torch.float32)
     assert bitwise_equal(results)
     assert difference(alone(name, 4, 2), results[0]) < 2**-8
-
-
-def ranks_as_groups(name, ranks, accumulation):
-    """One process to which all micro-batches of a rank are one."""
-    model = network()
-    optimizer = MAKE[name](model.parameters())
-    for step in range(STEPS):
-        for rank in range(ranks):
-            batches = [micro_batch(step, rank, n, torch.float64) for n in range(accumulation)]
-            x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-            (mse_loss(model(x), y) / ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(model)
-
-
-@every_vr_optimizer
-def test_ranks_may_be_the_groups(ranks, name):
-    results = ranks(3)(attached, name, 4, torch.float64, None, None, "ranks")
-    assert bitwise_equal(results)
-    assert difference(ranks_as_groups(name, 3, 4), results[0]) < 1e-11
 
 
 def nine_layers():
@@ -532,8 +508,6 @@ def refused(rank, ranks, case):
     if case == "construction":
         with pytest.raises(SettingError, match="Sequential"):
             optimizer.attach(ddp.module)
-        with pytest.raises(SettingError, match="by layer"):
-            optimizer.attach(ddp, groups="by layer")
         other = MAKE["VRSGD"]([nn.Parameter(torch.zeros(1))])
         with pytest.raises(SettingError, match="outside the DDP wrapper"):
             other.attach(ddp)
@@ -616,24 +590,6 @@ def test_the_same_data_on_all_ranks_are_named(ranks):
     for said in ranks(2)(alike):
         assert any("same gradient" in each for each in said)
         assert any("k = 2" in each for each in said)
-
-
-def many_nodes(rank, ranks, local):
-    os.environ["LOCAL_WORLD_SIZE"] = str(local)
-    try:
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            ddp = DistributedDataParallel(network())
-            MAKE["VRSGD"](ddp.parameters()).attach(ddp)
-    finally:
-        del os.environ["LOCAL_WORLD_SIZE"]
-    return [str(w.message) for w in caught]
-
-
-@pytest.mark.parametrize(("local", "times"), [(2, ["1.5"]), (1, []), (4, [])])
-def test_several_nodes_of_several_ranks_are_warned_of_once(ranks, local, times):
-    said = [each for one in ranks(4)(many_nodes, local) for each in one]
-    warned = [each for each in said if "several nodes" in each]
-    assert times == [each.split("at least ")[1].split(" times")[0] for each in warned]
 
 
 def let_go(rank, ranks):

@@ -855,7 +855,10 @@ def test_a_scaled_optimizer_is_not_scaled_twice() -> None:
     ids=["complex", "sparse"],
 )
 def test_a_parameter_without_a_gsnr_is_refused(tensor: Tensor) -> None:
-    with pytest.raises(SettingError, match="has no GSNR; put it into another optimizer"):
+    with pytest.raises(
+        SettingError,
+        match=r"does not support .* put it into another optimizer, or into a group with vr=False",
+    ):
         VRSGD([nn.Parameter(tensor)], lr=0.1)
 
 

@@ -18,11 +18,11 @@ COUNTS = {
     "AdaptiveBatch, cut, measured": (340, 5, 9, 5),
     "AdaptiveBatch, 8 groups, measured": (170, 2, 4, 2),
     "GradientMeter": (332, 1, 9, 1),
-    "VR-SGD": (647, 0, 16, 0),
-    "VR-Momentum": (703, 0, 16, 0),
-    "VR-Adam": (819, 0, 16, 0),
-    "VR-LARS": (682, 0, 16, 0),
-    "VR-LAMB": (711, 0, 16, 0),
+    "VR-SGD": (643, 0, 16, 0),
+    "VR-Momentum": (699, 0, 16, 0),
+    "VR-Adam": (815, 0, 16, 0),
+    "VR-LARS": (670, 0, 16, 0),
+    "VR-LAMB": (699, 0, 16, 0),
 }
 
 

@@ -28,6 +28,11 @@ class Layers:
     corrections: Sequence[float] | None = None  # 1 / (1 - beta3^t) of each
 
     @property
+    def columns(self) -> list[native.Column]:
+        """The arrays of each layer, in the order of the kernels."""
+        return [self.totals, self.m2s, self.gradients, self.averages]
+
+    @property
     def layer_values(self) -> list[tuple[float, float]]:
         """The numbers of each layer that a kernel reads."""
         return [(c, 0.0) for c in self.corrections or [1.0] * len(self.totals)]
@@ -169,7 +174,7 @@ def apply_gsnr(
 
     return TwoPass(
         native.Rule.GSNR,
-        columns=(layers.totals, layers.m2s, layers.gradients, layers.averages),
+        columns=layers.columns,
         layer_values=layers.layer_values,
         group_values=kernel_values(group, weight),
         first_pass=lambda chunk: chunk.sums(*functional.live(ratio(chunk))),

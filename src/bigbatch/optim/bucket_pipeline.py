@@ -6,8 +6,9 @@ See [Note: GSNR inside DDP's all-reduce] in `ddp_comm_hook.py`.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,76 +27,6 @@ from bigbatch.statistics.second_moment import combine_moments
 
 _PREFETCHED = 2  # chunks in flight
 
-M2Of = Callable[[Tensor], Tensor | None]
-
-
-class Bucket:
-    """A bucket in flight: scattered, received and summed, gathered.
-
-    Args:
-        shard: this rank's shard of the bucket.
-        buffer: the sums of this rank; in the end, the scaled gradient of all ranks.
-        m2_of: returns M2 of a parameter on this rank, flat; None if no rank has any.
-    """
-
-    def __init__(self, shard: Shard, buffer: Tensor, m2_of: M2Of | None) -> None:
-        self.shard = shard
-        self.scaled = False
-        self.future = future_on(buffer.device)
-        self._buffer, self._m2_of = buffer, m2_of
-        self._unsent = iter(shard.chunks)
-        self._scattered: deque[list[Callable[[], Tensor]]] = deque()
-        self._gathering: list[Callable[[], None]] = []
-        for _ in range(_PREFETCHED):
-            self._scatter_next()
-
-    def receive(self, weights: Sequence[float], *, fused: bool) -> Tensor:
-        """Writes S of the shard to `shard.mean`, and returns its M2."""
-        m2 = torch.empty_like(self.shard.mean)
-        for chunk in self.shard.chunks:
-            sums, *rank_m2s = [wait() for wait in self._scattered.popleft()]
-            self._scatter_next()
-            total, total_m2 = self.shard.mean[chunk.among_shards], m2[chunk.among_shards]
-            rows = rank_m2s[0] if rank_m2s else ()
-            combine_moments(sums, rows, weights, total, total_m2, fused=fused)
-        return m2
-
-    def send_back(self, scaled: Tensor) -> None:
-        """Begins to gather the scaled gradients of all shards in the buffer."""
-        scaled = scaled.to(self._buffer.dtype)
-        self._gathering = [
-            chunk.gather(scaled[chunk.among_shards], self._buffer[chunk.whole])
-            for chunk in self.shard.chunks
-        ]
-        self.scaled = True
-
-    def finish(self) -> None:
-        """Waits for the other ranks' shards, and completes DDP's future."""
-        for wait in self._gathering:
-            wait()
-        self.future.set_result(self._buffer)
-
-    def _scatter_next(self) -> None:
-        """Scatters S of the next chunk if there is one, and M2 if there is any."""
-        chunk = next(self._unsent, None)
-        if chunk is None:
-            return
-        scattered = [chunk.scatter(self._buffer[chunk.whole])]
-        if self._m2_of is not None:
-            scattered.append(chunk.scatter(self._m2(chunk, self._m2_of)))
-        self._scattered.append(scattered)
-
-    def _m2(self, chunk: Chunk, m2_of: M2Of) -> Tensor:
-        sums = self._buffer[chunk.whole]
-        # bfloat16 has the range of the squares; its rounding changes r g by about 5e-4
-        dtype = torch.float64 if sums.dtype is torch.float64 else torch.bfloat16
-        chunk_m2 = torch.zeros_like(sums, dtype=dtype)
-        for span in self.shard.spans_of(chunk.whole):
-            m2 = m2_of(span.parameter)
-            if m2 is not None:
-                chunk_m2[span.shard_slice] = m2[span.parameter_slice]
-        return chunk_m2
-
 
 @dataclass(eq=False)
 class BucketPipeline:
@@ -113,7 +44,7 @@ class BucketPipeline:
     state: GsnrState  # the optimizer's moments, momentum and options
     group: dist.ProcessGroup  # the process group
     weights: list[float]  # weight of the micro-batches of each rank
-    k: int  # number of groups that are compared
+    k: int  # number of micro-batches that are compared
     sends_m2: bool  # whether any rank has an M2 of its own
 
     def __post_init__(self) -> None:
@@ -125,19 +56,21 @@ class BucketPipeline:
         self.live = torch.zeros(())
         vr_groups = [group for group in self.state.base.param_groups if group["vr"]]
         self._groups = {p: group for group in vr_groups for p in group["params"]}
-        self._in_flight: list[Bucket] = []
+        self._in_flight: deque[Iterator[None]] = deque(maxlen=2)
 
     def take(self, shard: Shard, buffer: Tensor) -> Future[Tensor]:
         """Scatters a bucket, and moves the buckets before it to their next stage."""
-        m2 = self._m2_of if self.sends_m2 else None
-        self._in_flight.append(Bucket(shard, buffer, m2))
-        future = self._in_flight[-1].future
-        self._advance(unscaled=1, in_flight=2)
+        future = future_on(buffer.device)
+        stages = self._reduce(shard, buffer, future)
+        next(stages)
+        self._advance()
+        self._in_flight.append(stages)
         return future
 
     def end(self, parameters: list[Tensor]) -> None:
         """Finishes every bucket, and sums |g|^2 of every parameter over the ranks."""
-        self._advance(unscaled=0, in_flight=0)
+        self._advance()
+        self._advance()
         device = parameters[0].device
         zero = torch.zeros((), dtype=widest_float(device), device=device)
         squares = torch.stack([self.squares.get(p, zero).to(zero) for p in parameters])
@@ -161,26 +94,30 @@ class BucketPipeline:
                         "gradient after it was seen; register it before"
                     )
 
-    def _advance(self, unscaled: int, in_flight: int) -> None:
-        """Scales all buckets but the last `unscaled`, and finishes all but the last `in_flight`."""
-        for bucket in self._in_flight[: len(self._in_flight) - unscaled]:
-            if not bucket.scaled:
-                self._scale(bucket)
-        while len(self._in_flight) > in_flight:
-            self._in_flight.pop(0).finish()
+    def _advance(self) -> None:
+        """Moves each bucket to its next stage; the last one first, since it sends."""
+        for stages in reversed(self._in_flight):
+            next(stages, None)
 
-    def _m2_of(self, parameter: Tensor) -> Tensor | None:
-        """M2 of this rank's micro-batches, flat as in the bucket; None if the group has no vr."""
-        if parameter not in self._groups:
-            return None
-        _, m2s = self.state.moments.sums_and_m2s([parameter], self.state.sums_of)
-        return flattened(m2s[0], parameter.stride())
+    def _reduce(self, shard: Shard, buffer: Tensor, future: Future[Tensor]) -> Iterator[None]:
+        """The stages of a bucket: scattered; summed, scaled and sent back; received.
 
-    def _scale(self, bucket: Bucket) -> None:
-        """Computes r g on this rank's shard, and begins to gather it."""
-        shard, ranks = bucket.shard, len(self.weights)
-        m2 = bucket.receive(self.weights, fused=self.state.uses_kernels)
-        shard.mean.div_(ranks)
+        Args:
+            shard: this rank's shard of it.
+            buffer: the sums of this rank; in the end, the scaled gradient of all ranks.
+            future: DDP's, completed by the last stage.
+        """
+        unsent = (self._scatter(shard, chunk, buffer[chunk.whole]) for chunk in shard.chunks)
+        scattered = deque(islice(unsent, _PREFETCHED))
+        yield
+        m2, fused = torch.empty_like(shard.mean), self.state.uses_kernels
+        for chunk in shard.chunks:
+            sums, *m2s = [wait() for wait in scattered.popleft()]
+            scattered.extend(islice(unsent, 1))
+            total, total_m2 = shard.mean[chunk.among_shards], m2[chunk.among_shards]
+            rows = m2s[0] if m2s else ()
+            combine_moments(sums, rows, self.weights, total, total_m2, fused=fused)
+        shard.mean.div_(len(self.weights))
         scaled = shard.mean.clone()
         shard.begin(self._groups, self.state.momentum)
         for group in self.state.base.param_groups:
@@ -188,7 +125,30 @@ class BucketPipeline:
         for span in shard.spans:
             square = squared_norm(shard.mean[span.shard_slice])
             self.squares[span.parameter] = square + self.squares.get(span.parameter, 0)
-        bucket.send_back(scaled)
+        scaled = scaled.to(buffer.dtype)
+        gathering = [
+            chunk.gather(scaled[chunk.among_shards], buffer[chunk.whole]) for chunk in shard.chunks
+        ]
+        yield
+        for wait in gathering:
+            wait()
+        future.set_result(buffer)
+
+    def _scatter(self, shard: Shard, chunk: Chunk, sums: Tensor) -> list[Callable[[], Tensor]]:
+        """Begins to scatter S of a chunk, and M2 if any rank has one."""
+        waits = [chunk.scatter(sums)]
+        if self.sends_m2:
+            # bfloat16 has the range of the squares; its rounding changes r g by about 5e-4
+            dtype = torch.float64 if sums.dtype is torch.float64 else torch.bfloat16
+            chunk_m2, state = torch.zeros_like(sums, dtype=dtype), self.state
+            for span in shard.spans_of(chunk.whole):
+                parameter = span.parameter
+                if parameter in self._groups:
+                    _, (m2,) = state.moments.sums_and_m2s([parameter], state.sums_of)
+                    flat = flattened(m2, parameter.stride())
+                    chunk_m2[span.shard_slice] = flat[span.parameter_slice]
+            waits.append(chunk.scatter(chunk_m2))
+        return waits
 
     def _scale_group(self, group: dict[str, Any], shard: Shard, m2: Tensor, scaled: Tensor) -> None:
         """Scales the parameters of a bucket that are in one parameter group."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bigbatch.gradients.dtypes import sum_dtype
-from bigbatch.optim.gsnr_momentum import GsnrMomentum
+from bigbatch.optim.gsnr_state import GsnrMomentum
 from bigbatch.statistics.norms import flattened
 
 CHUNK_BYTES = 16 << 20  # of a chunk

@@ -1,10 +1,8 @@
 """Scales gradients by GSNR inside the all-reduce of DistributedDataParallel."""
 
-import os
-import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +20,6 @@ from bigbatch.optim.bucket_pipeline import BucketPipeline, future_on
 from bigbatch.optim.bucket_shards import Shard, Span
 from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.statistics.norms import flattened
-
-Groups = Literal["all", "ranks"]
 
 _EPS = 1e-6  # that of torch's clipping
 _FAULTS = (  # of which one on any rank refuses a step
@@ -55,13 +51,12 @@ _FAULTS = (  # of which one on any rank refuses a step
 class DDPCommHook(ReducedShards, Subscriber):
     """State of the communication hook that scales gradients: [Note: GSNR inside DDP's all-reduce].
 
-    After the last backward of a step `.grad` is r g, bit for bit the same on every rank. Each
-    element of p is on one rank; `consolidate` gathers p on all ranks before `state_dict()`.
+    After a step's last backward `.grad` is r g, the same on every rank, bit for bit. Each element
+    of p is on one rank; `consolidate` gathers p on all ranks before `state_dict()`.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, state: GsnrState, groups: Groups) -> None:
+    def __init__(self, ddp: DistributedDataParallel, state: GsnrState) -> None:
         self.ranks = dist.get_world_size(ddp.process_group)
-        self.by_ranks = groups == "ranks"
         self._ddp = weakref.ref(ddp)  # DDP keeps the hook in C++, unseen by the garbage collector
         self._live_state: GsnrState | None = state  # None after `release`
         self._group: dist.ProcessGroup = ddp.process_group
@@ -132,14 +127,6 @@ class DDPCommHook(ReducedShards, Subscriber):
         return type(None), ()
 
     # gradient scaling
-
-    def bind(self, source: GradientSource) -> list[Subscriber]:
-        """The hook subscribes, for the weights; the moments too, unless r compares ranks.
-
-        The moments read their sums from `.grad`, which under no_sync is this rank's sum.
-        """
-        self._state.sums_of = source.sums_of
-        return [self] if self.by_ranks else [self, self._state.moments]
 
     @property
     def has_untaken_step(self) -> bool:
@@ -264,15 +251,15 @@ class DDPCommHook(ReducedShards, Subscriber):
         rows = [torch.empty_like(row) for _ in range(self.ranks)]
         dist.all_gather(rows, row, group=self._host_group)
         counts, weights, *faults = torch.stack(rows).T.tolist()
-        k = sum(map(bool, counts)) if self.by_ranks else round(sum(counts))
+        k = round(sum(counts))
         reasons = [text for text, on_ranks in zip(_FAULTS, faults, strict=True) if any(on_ranks)]
         if k < 2:
-            groups = "ranks with gradients" if self.by_ranks else "micro-batches over all ranks"
-            reasons.append(f"{k} {groups} in a step: r needs at least 2 (8 are better)")
+            reasons.append(
+                f"{k} micro-batches over all ranks in a step: r needs at least 2 (8 are better)"
+            )
         self._pipeline, self._refusal = None, next(iter(reasons), "")
         if state is not None and not self._refusal:
-            sends_m2 = not self.by_ranks and max(counts) > 1
-            self._pipeline = BucketPipeline(state, self._group, weights, k, sends_m2)
+            self._pipeline = BucketPipeline(state, self._group, weights, k, max(counts) > 1)
 
     def _shard_of(self, bucket: Any) -> Shard:
         """This rank's shard of a bucket; if DDP has rebuilt its buckets, p moves to new shards."""
@@ -310,10 +297,8 @@ class DDPCommHook(ReducedShards, Subscriber):
         return self._live_state
 
 
-def require_attachable(ddp: Any, parameters: Sequence[Tensor], groups: str) -> None:
+def require_attachable(ddp: Any, parameters: Sequence[Tensor]) -> None:
     """Raises SettingError if gradients cannot be scaled under this DDP model."""
-    if groups not in ("all", "ranks"):
-        raise SettingError(f'groups={groups!r} is unknown; choose "all" or "ranks"')
     if not isinstance(ddp, DistributedDataParallel):
         raise SettingError(
             f"attach() takes the DistributedDataParallel model, not {type(ddp).__name__}; under "
@@ -325,17 +310,3 @@ def require_attachable(ddp: Any, parameters: Sequence[Tensor], groups: str) -> N
             "and register no hook but that of attach()"
         )
     require_wrapped(ddp, parameters)
-
-
-def warn_of_nodes(group: dist.ProcessGroup) -> None:
-    """Warns on rank 0 of what is sent between nodes, if torchrun says that there are several."""
-    ranks = dist.get_world_size(group)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if 1 < local < ranks and dist.get_rank(group) == 0:
-        warnings.warn(
-            "there are several nodes, and every rank sends raw gradients to each of the others, "
-            f"also between nodes: at least {(local + 1) / 2:g} times the bytes of a reduction "
-            "within nodes first. Under fully_shard a VR optimizer sends two numbers a layer "
-            "(docs/scaling.md)",
-            stacklevel=3,
-        )

@@ -15,7 +15,7 @@ _ROUNDINGS = 4  # of the mean; a standard deviation below that counts as none
 
 
 def agreement(dtype: torch.dtype) -> float:
-    """The ratio above which micro-batches agree to rounding."""
+    """The ratio from which on micro-batches agree to rounding."""
     return (_ROUNDINGS * torch.finfo(dtype).eps) ** -2
 
 
@@ -36,8 +36,7 @@ def ratio(total: Tensor, m2: Tensor, weight: float) -> Tensor:
 def out_of_range(total: Tensor, m2: Tensor, weight: float) -> Tensor:
     """Whether the ratio of each element is wrong, since M2 is out of its type's range.
 
-    M2 is inf although S is finite, or below the normal numbers although S is not 0, unless S is so
-    large that the micro-batches agree to rounding whatever M2 is.
+    M2 is inf, or below the normal numbers, and S is neither 0 nor so large that all M2 agree.
     """
     tiny = torch.finfo(m2.dtype).tiny
     agrees = math.sqrt(tiny * agreement(m2.dtype) * weight)
@@ -53,9 +52,7 @@ def live(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normalized(q: Tensor, mean: Tensor, gamma: float, r_max: float) -> Tensor:
-    """r of the paper: the ratio over its mean in the layer, clipped; dead elements get gamma.
-
-        r = min(max(q / mean of q, gamma), r_max)
+    """r = min(max(q / mean of q in the layer, gamma), r_max); dead elements get gamma.
 
     Source:
         VRGD, equations 8 and 9; for undefined values see docs/theory.md (6).
@@ -93,17 +90,12 @@ def gsnr(total: Tensor, m2: Tensor, weight: float = 1.0, *, gamma: float, r_max:
 
 
 def update_average(average: Tensor, r: Tensor, beta3: float, correction: Tensor | float) -> Tensor:
-    """Updates p, the momentum of r, in place; returns p_hat, corrected for the start at 0.
-
-    p <- beta3 p + (1 - beta3) r;   p_hat = p / (1 - beta3^t),   correction = 1 / (1 - beta3^t)
-    """
+    """p <- beta3 p + (1 - beta3) r, in place; returns p_hat = p / (1 - beta3^t) = p correction."""
     return average.lerp_(r, 1 - beta3) * correction
 
 
 def lars_rate(weight_norm: Tensor, gradient_norm: Tensor, decay: float, trust: float) -> Tensor:
-    """Trust ratio of one layer; 1 if a norm is 0.
-
-        eta |theta| / (|g| + decay |theta|)
+    """Trust ratio eta |theta| / (|g| + decay |theta|) of one layer; 1 if a norm is 0.
 
     Source:
         You, Gitman and Ginsburg 2017 (arXiv 1708.03888), algorithm 1.
@@ -131,10 +123,7 @@ def lars_step(
 
 
 def lamb_moments(gradient: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: float) -> None:
-    """Adam's moments, in place, in the type of m and v.
-
-    m <- beta1 m + (1 - beta1) g;   v <- beta2 v + (1 - beta2) g^2
-    """
+    """m <- beta1 m + (1 - beta1) g;   v <- beta2 v + (1 - beta2) g^2, in their own type."""
     gradient = gradient.to(m.dtype)
     m.lerp_(gradient, 1 - beta1)
     v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -148,9 +137,7 @@ def lamb_direction(
     eps: float,
     decay: float,
 ) -> Tensor:
-    """Adam's direction, weight decay included; `corrections` are 1 - beta1^t and 1 - beta2^t.
-
-        u = m_hat / (sqrt(v_hat) + eps) + decay theta
+    """u = m_hat / (sqrt(v_hat) + eps) + decay theta, corrected by 1 - beta1^t and 1 - beta2^t.
 
     Source:
         You et al. 2020 (arXiv 1904.00962), algorithm 2.

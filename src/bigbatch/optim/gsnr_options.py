@@ -51,27 +51,23 @@ def require_base(base: Optimizer, names: Iterable[str]) -> None:
         )
 
 
-def require_kinds(group: dict[str, Any], optimizer: type) -> None:
-    """Raises SettingError if the optimizer's constructor refuses a value of a group.
+def require_valid(group: dict[str, Any], optimizer: type) -> None:
+    """Raises SettingError if an optimizer of this package refuses a group.
 
-    So it does for a parameter that is in a group twice, of which torch only warns.
+    It does so for a value that the constructor refuses, for a parameter that is in the group twice,
+    of which torch only warns, and for one that is not dense and real, unless vr=False.
     """
     kinds = argument_kinds(optimizer)
     for name in kinds.keys() & group.keys():
         group[name] = kinds[name].check(name, group[name])
     if len(set(group["params"])) < len(group["params"]):
         raise SettingError("a parameter stands twice in a group; give each once")
-
-
-def require_valid(group: dict[str, Any], optimizer: type) -> None:
-    """Raises SettingError if a variance-reduced optimizer refuses a group."""
-    require_kinds(group, optimizer)
-    check_setting("vr", group["vr"], bool)
-    for parameter in group["params"] if group["vr"] else ():
-        if parameter.is_complex() or parameter.layout != torch.strided:
+    for parameter in group["params"] if check_setting("vr", group.get("vr", True), bool) else ():
+        if not parameter.is_floating_point() or parameter.layout != torch.strided:
             raise SettingError(
-                f"a {parameter.dtype} parameter of layout {parameter.layout} has no GSNR; put it "
-                "into another optimizer, or into a group with vr=False"
+                f"{optimizer.__name__} does not support a {parameter.dtype} parameter of layout "
+                f"{parameter.layout}; put it into another optimizer"
+                + (", or into a group with vr=False" if "vr" in group else "")
             )
 
 

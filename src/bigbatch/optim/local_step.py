@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients import GradientSource
 from bigbatch.gradients.grad_guard import is_tensor
 from bigbatch.gradients.grad_sums import GradSums
 from bigbatch.loop_warning import warn_in_loop
@@ -19,9 +19,9 @@ from bigbatch.optim.apply_gsnr import (
     out_of_range,
     shares_out_of_range,
 )
+from bigbatch.optim.base_step import GroupShare, OnePass
 from bigbatch.optim.functional import ratio
 from bigbatch.optim.gsnr_state import GsnrState
-from bigbatch.optim.one_pass import GroupShare, OnePass
 from bigbatch.optim.sharding import all_reduce_of, local
 from bigbatch.optim.two_pass import chunks
 
@@ -34,13 +34,6 @@ class LocalStep:
     def __init__(self, state: GsnrState) -> None:
         self._state = state
         self._one_pass = OnePass(state)
-
-    def bind(self, source: GradientSource) -> list[Subscriber]:
-        """The moments subscribe; in the next step the source keeps its sums apart from `.grad`."""
-        self._state.sums_of = source.sums_of
-        if isinstance(source.guard, GradSums):
-            source.guard.keeps_apart_next = True
-        return [self._state.moments]
 
     def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
         """Replaces g by r g, or by p_hat g with momentum.

@@ -15,7 +15,7 @@ from bigbatch.gradients.auto import is_sharded
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.gsnr_options import Betas, load_into, require_kinds
+from bigbatch.optim.gsnr_options import Betas, load_into, require_valid
 from bigbatch.optim.learning_rates import Rate, rates_of
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import Chunk, TwoPass, require_kernels
@@ -59,7 +59,7 @@ class TrustRatioOptimizer(Optimizer):
     _state_names: tuple[str, ...]  # of the state that has the parameter's shape
     partition: ShardedParameters | None = None  # set by an engine whose parameters are not layers
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
         require_kernels(defaults["fused"])
         super().__init__(params, defaults)
 
@@ -71,7 +71,7 @@ class TrustRatioOptimizer(Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            self._require_valid(self.param_groups[-1])
+            require_valid(self.param_groups[-1], type(self))
         except SettingError:
             self.param_groups.pop()
             raise
@@ -145,15 +145,6 @@ class TrustRatioOptimizer(Optimizer):
     ) -> TwoPass:
         """The step over the arrays of some layers, with decay and trust ratio if `adapts`."""
 
-    def _require_valid(self, group: dict[str, Any]) -> None:
-        require_kinds(group, type(self))
-        for parameter in group["params"]:
-            if not parameter.is_floating_point() or parameter.layout != torch.strided:
-                raise SettingError(
-                    f"{type(self).__name__} does not support a {parameter.dtype} parameter of "
-                    f"layout {parameter.layout}; put it into another optimizer"
-                )
-
 
 class LARS(TrustRatioOptimizer):
     """Layer-wise adaptive rate scaling: steps proportional to the norm of a layer's weights.
@@ -196,22 +187,19 @@ class LARS(TrustRatioOptimizer):
         maximize: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "nesterov": nesterov,
-            "exclude_bias_and_norm": exclude_bias_and_norm,
-            "maximize": maximize,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
-
-    def _require_valid(self, group: dict[str, Any]) -> None:
-        super()._require_valid(group)
-        if group["nesterov"] and not group["momentum"]:
+        if nesterov and not momentum:
             raise SettingError("nesterov=True needs a momentum")
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            trust_coefficient=trust_coefficient,
+            nesterov=nesterov,
+            exclude_bias_and_norm=exclude_bias_and_norm,
+            maximize=maximize,
+            fused=fused,
+        )
 
     def _init_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(parameter)}
@@ -288,16 +276,16 @@ class LAMB(TrustRatioOptimizer):
         maximize: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "exclude_bias_and_norm": exclude_bias_and_norm,
-            "maximize": maximize,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            exclude_bias_and_norm=exclude_bias_and_norm,
+            maximize=maximize,
+            fused=fused,
+        )
 
     def _init_state(self, parameter: Tensor) -> dict[str, Tensor]:
         zeros = torch.zeros_like(parameter, dtype=sum_dtype(parameter.dtype))

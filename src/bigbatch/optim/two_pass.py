@@ -97,45 +97,31 @@ class TwoPass:
         Returns:
             The statistics of each layer, (layers, 5); zeros if not watched.
         """
+        whole = Chunk(self.columns, slice(None), self.layer_values, [])
         fits = fused and native.fits(*self.columns)
         if fits and all_reduce is None:
-            return self._kernel(native.Passes.BOTH)[1]
-        parts = list(self._by_fit()) if fused and not fits else [(slice(None), self, fits)]
-        sums, rows = self._zeros(2), self._zeros(5)
-        for layers, part, by_kernel in parts:
-            sums[layers] = part._pass(None, by_kernel=by_kernel)
+            return self._kernel(whole, native.Passes.BOTH)[1]
+        some = [whole] if fits else chunks(self.columns, self.layer_values)
+        parts = [(chunk, fits or (fused and native.fits(*chunk.columns))) for chunk in some]
+        sums = self._pass(parts, None)
         if all_reduce is not None:
             all_reduce(sums)
-        for layers, part, by_kernel in parts:
-            rows[layers] = part._pass(sums[layers], by_kernel=by_kernel)
-        return rows
+        return self._pass(parts, sums)
 
-    def _by_fit(self) -> Iterator[tuple[Any, "TwoPass", bool]]:
-        """The layers that kernels do, and those that torch does: (layers, part, by kernel)."""
-        count = len(self.layer_values)
-        fits = [native.fits(*self._columns_of([layer])) for layer in range(count)]
-        for by_kernel in set(fits):
-            layers = [layer for layer, fit in enumerate(fits) if fit is by_kernel]
-            if len(layers) == count:
-                yield slice(None), self, by_kernel
-            else:
-                columns, values = self._columns_of(layers), [self.layer_values[i] for i in layers]
-                yield layers, replace(self, columns=columns, layer_values=values), by_kernel
-
-    def _columns_of(self, layers: Sequence[int]) -> list[native.Column]:
-        return [None if column is None else [column[i] for i in layers] for column in self.columns]
-
-    def _pass(self, sums: Tensor | None, *, by_kernel: bool) -> Tensor:
+    def _pass(self, parts: Sequence[tuple[Chunk, bool]], sums: Tensor | None) -> Tensor:
         """The first pass, which returns its sums, or the second, which returns statistics."""
-        if by_kernel:
-            which = native.Passes.FIRST if sums is None else native.Passes.SECOND
-            return self._kernel(which, sums)[sums is not None]
         rows = self._zeros(2 if sums is None else 5)
-        for chunk in chunks(self.columns, self.layer_values):
+        for chunk, by_kernel in parts:
             of_layers = None if sums is None else sums[chunk.layers]
-            found = (
-                self.first_pass(chunk) if of_layers is None else self.second_pass(chunk, of_layers)
-            )
+            if by_kernel:
+                which = native.Passes.FIRST if sums is None else native.Passes.SECOND
+                found: Tensor | None = self._kernel(chunk, which, of_layers)[sums is not None]
+            else:
+                found = (
+                    self.first_pass(chunk)
+                    if of_layers is None
+                    else self.second_pass(chunk, of_layers)
+                )
             if found is not None:
                 rows[chunk.layers] += found
         return rows
@@ -145,10 +131,12 @@ class TwoPass:
         device = first[0].device if first else torch.device("cpu")
         return torch.zeros(len(first), columns, dtype=widest_float(device), device=device)
 
-    def _kernel(self, passes: native.Passes, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        own = itertools.chain.from_iterable(self.layer_values)
-        rule, columns, shared = self.rule, self.columns, self.group_values
-        return native.run(rule, columns, shared, own, passes=passes, sums=sums, watch=self.watch)
+    def _kernel(
+        self, chunk: Chunk, passes: native.Passes, sums: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        columns, own = chunk.columns, itertools.chain.from_iterable(chunk.layer_values)
+        shared, watch = self.group_values, self.watch
+        return native.run(self.rule, columns, shared, own, passes=passes, sums=sums, watch=watch)
 
 
 def chunks(

@@ -12,12 +12,17 @@ from torch.optim import Optimizer
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.ddp import DDPReducer, DDPSource
+from bigbatch.gradients.grad_sums import GradSums
 from bigbatch.optim.apply_gsnr import LayerGsnr
-from bigbatch.optim.ddp_comm_hook import DDPCommHook, Groups, require_attachable, warn_of_nodes
-from bigbatch.optim.fused_step import BaseStep, can_fuse
-from bigbatch.optim.gsnr_momentum import GsnrMomentum, StateWithGsnrMomentum
+from bigbatch.optim.base_step import BaseStep, can_fuse
+from bigbatch.optim.ddp_comm_hook import DDPCommHook, require_attachable
 from bigbatch.optim.gsnr_options import load_into, require_base, require_valid
-from bigbatch.optim.gsnr_state import GradientScaling, GsnrState
+from bigbatch.optim.gsnr_state import (
+    GradientScaling,
+    GsnrMomentum,
+    GsnrState,
+    StateWithGsnrMomentum,
+)
 from bigbatch.optim.learning_rates import rates_of
 from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.sharding import source_of
@@ -150,7 +155,7 @@ class VarianceReduced(Optimizer):
 
     # one step
 
-    def attach(self, ddp: DistributedDataParallel, *, groups: Groups = "all") -> DDPCommHook:
+    def attach(self, ddp: DistributedDataParallel) -> DDPCommHook:
         """Scales gradients inside the all-reduce of a DDP model. Collective; once, before training.
 
         With one micro-batch per rank and step it sends as much as a plain all-reduce, with several
@@ -160,23 +165,16 @@ class VarianceReduced(Optimizer):
 
         Args:
             ddp: the wrapped model.
-            groups: the gradients that r compares: "all", those of all micro-batches of all ranks,
-                or "ranks", one mean gradient per rank, for which no M2 is kept or sent. "ranks" is
-                good enough from 8 ranks on.
         Returns:
             The hook, which is also `self.attached`: `grad_norm`, `clip_grad_norm_`, `consolidate`.
         Raises:
-            SettingError: `ddp` is not a DDP model or has a communication hook, or `groups` is
-                unknown.
-        Source:
-            docs/decisions/0009.
+            SettingError: `ddp` is not a DDP model or has a communication hook.
         """
         parameters = list(self.gsnr_state.vr_parameters)
-        require_attachable(ddp, parameters, groups)
-        warn_of_nodes(ddp.process_group)
+        require_attachable(ddp, parameters)
         if self.attached is not None:
             self.attached.consolidate()  # p moves to the new hook
-        self.attached = DDPCommHook(ddp, self.gsnr_state, groups)
+        self.attached = DDPCommHook(ddp, self.gsnr_state)
         weakref.finalize(self, self.attached.release).atexit = False
         self.bind(DDPSource(ddp, parameters), self.attached)
         return self.attached
@@ -205,24 +203,29 @@ class VarianceReduced(Optimizer):
         self.bind(source)
 
     def bind(self, source: GradientSource, scaling: GradientScaling | None = None) -> None:
-        """Reads gradients from a source."""
+        """Reads gradients from a source, which keeps its next sums apart from `.grad`."""
         for subscriber in self._subscribers:
             self._source.unsubscribe(subscriber)
-        self._source = source
-        self._scaling = scaling or self._scaling
-        self._subscribers = self._scaling.bind(source)
+        self._source, self._scaling = source, scaling or self._scaling
+        self.gsnr_state.sums_of = source.sums_of
+        if isinstance(source.guard, GradSums):
+            source.guard.keeps_apart_next = True
+        self._subscribers = [self.gsnr_state.moments]
+        if isinstance(self._scaling, DDPCommHook):
+            self._subscribers.append(self._scaling)
         for subscriber in self._subscribers:
             source.subscribe(subscriber)
 
-    def scale_gradients(self) -> None:
+    def scale_gradients(self, *, may_step: bool = False) -> bool:
         """Multiplies the gradients by r, before the base optimizer's step.
 
         `step()` calls it. An engine that steps the base optimizer itself calls it before the step.
-        """
-        self._scale()
 
-    def _scale(self, *, may_step: bool = False) -> bool:
-        """Scales the gradients; returns whether the same pass has stepped the base optimizer."""
+        Args:
+            may_step: whether the same pass may step the base optimizer too.
+        Returns:
+            Whether it did.
+        """
         state, applied = self.gsnr_state, self._scaling.apply(self._source, may_step=may_step)
         state.warnings.warn(applied, state.named_parameters)
         if state.watch:
@@ -262,7 +265,7 @@ class VarianceReduced(Optimizer):
         moves = any(rate != 0 for rate in rates_of(self))
         stepped = False
         if self.gsnr_state.vr_parameters and (pending or moves):
-            stepped = self._scale(may_step=True)
+            stepped = self.scale_gradients(may_step=True)
         else:
             self._make_momentum()
         if not stepped:
@@ -284,25 +287,18 @@ class VarianceReduced(Optimizer):
 
     def train(self) -> None:
         """Switches a schedule-free base optimizer to training mode; others have no mode."""
-        self._set_mode("train")
+        getattr(self.base, "train", lambda: None)()
 
     def eval(self) -> None:
         """Switches a schedule-free base optimizer to evaluation mode."""
-        self._set_mode("eval")
-
-    def _set_mode(self, mode: str) -> None:
-        if callable(set_mode := getattr(self.base, mode, None)):
-            set_mode()
+        getattr(self.base, "eval", lambda: None)()
 
     # states
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers p on every rank, for `state_dict()`; trainers call it on all ranks. Collective.
+        """Gathers p on every rank, for `state_dict()`, if `attach` was called. Collective.
 
-        Named as in torch's ZeroRedundancyOptimizer. Without `attach` it does nothing.
-
-        Args:
-            to: the rank whose state is saved; ignored, since every rank gets all of p.
+        Named as in torch's ZeroRedundancyOptimizer; `to` is ignored, as every rank gets all of p.
         """
         if self.attached is not None:
             self.attached.consolidate()

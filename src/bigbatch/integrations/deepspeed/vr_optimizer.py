@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
-from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import sum_dtype
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.rank_reducer import RankReducer
@@ -35,7 +35,11 @@ _AVERAGE, _STEPS = "gsnr_average", "gsnr_steps"  # in the base optimizer's state
 def bind_to_zero(optimizer: VarianceReduced, source: ZeroSource, layout: VRLayout) -> None:
     """Makes a VR optimizer scale the tensors that ZeRO gives its base optimizer, before a step."""
     optimizer.bind(ZeroShards(source, layout), ZeroScaling(optimizer.gsnr_state, layout))
-    optimizer.base.register_step_pre_hook(lambda *_: optimizer.scale_gradients())
+
+    def scale(*_: Any) -> None:
+        optimizer.scale_gradients()
+
+    optimizer.base.register_step_pre_hook(scale)
 
 
 class ZeroShards(GradientSource):
@@ -120,11 +124,6 @@ class ZeroScaling:
         self._state, self._layout = state, layout
         self._averages: dict[Tensor, tuple[Tensor, int]] = {}  # (p, its steps) of the current step
         state.base.register_step_post_hook(self._store_averages)
-
-    def bind(self, source: GradientSource) -> list[Subscriber]:
-        """Returns the moments, which read sums from the source."""
-        self._state.sums_of = source.sums_of
-        return [self._state.moments]
 
     def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
         """Scales the gradients that the base optimizer has now: all, or those of one sub-group."""
