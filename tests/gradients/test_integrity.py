@@ -468,6 +468,36 @@ def test_a_model_that_is_checkpointed_as_a_whole_the_reentrant_way_is_refused(re
     assert reads == "optimizer" or reader.read([len(y)] * 2).micro_batches == 2
 
 
+@pytest.mark.parametrize("width", [8, 520])  # the larger parameter is added as its gradient comes
+def test_a_parameter_inside_and_outside_of_a_reentrant_checkpoint_is_measured_or_refused(width):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+    layer = nn.Module()
+    layer.register_parameter("weight", weight)
+    batches = [torch.randn(4, width, requires_grad=True) for _ in range(4)]
+
+    def first(x):
+        return torch.tanh(x @ weight)
+
+    def measure(*, reentrant, marked):
+        weight.grad = None
+        with GradientMeter(layer) as meter:
+            for x in batches:
+                with meter.micro_batch() if marked else contextlib.nullcontext():
+                    hidden = checkpoint(first, x, use_reentrant=reentrant)
+                    ((hidden @ weight).square().mean() / len(batches)).backward()
+            seen = meter.read([4] * len(batches))
+        return pytest.approx((seen.grad_sqnorm, seen.grad_variance), rel=1e-5)
+
+    expected = measure(reentrant=False, marked=False)
+    assert measure(reentrant=True, marked=True).expected == expected
+    if width == 8:
+        assert measure(reentrant=True, marked=False).expected == expected
+    else:
+        with pytest.raises(GradientError, match="received two gradients in one micro-batch"):
+            measure(reentrant=True, marked=False)
+
+
 def test_a_stray_backward_after_the_step_is_refused_or_forgotten_with_its_zeroing():
     model = network()
     meter = GradientMeter(model, **ALL)
