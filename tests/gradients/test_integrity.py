@@ -256,6 +256,33 @@ def test_an_optimizer_that_steps_inside_backward_is_refused(count):
         accumulate(model)
 
 
+@pytest.mark.parametrize("kind", ["hook", "hook after accumulation"])
+def test_a_hook_that_is_put_on_a_parameter_within_a_step_is_refused(kind):
+    model = network()
+    with GradientMeter(model) as meter:
+        accumulate(model, data()[:2])
+        if kind == "hook":
+            model[0].weight.register_hook(lambda gradient: None)
+        else:
+            model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+        with pytest.raises(GradientError, match="a hook was put on a parameter, or a meter made"):
+            accumulate(model, data()[2:])
+        model.zero_grad()
+        accumulate(model)
+        assert same(expected_of(model), meter.read(RAGGED))
+
+
+def test_a_parameter_that_is_unfrozen_within_a_step_where_others_have_hooks_is_refused():
+    model = network()
+    model[0].weight.requires_grad_(False)
+    model[0].bias.register_hook(lambda gradient: None)
+    with GradientMeter(model):
+        accumulate(model, data()[:2])
+        model[0].weight.requires_grad_(True)
+        with pytest.raises(GradientError, match="a hook was put on a parameter, or a meter made"):
+            accumulate(model, data()[2:])
+
+
 # clipping, zeroing, dirty gradients (trap: "-.65, -1.0, .95, all silent")
 
 
