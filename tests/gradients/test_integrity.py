@@ -441,7 +441,7 @@ class Graphs(Subscriber):
         pass
 
     def gradients(self, batch):
-        self.seen += [gradient.requires_grad for gradient in batch.gradients]
+        self.seen += [tensor.requires_grad for tensor in (*batch.gradients, *(batch.sums or ()))]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
@@ -457,6 +457,22 @@ def test_what_subscribers_see_is_part_of_no_graph(mark):
         assert [False] * 16 == graphs.seen
         meter.at_step(1)  # which is not measured
         assert not meter.measure(None, torch.zeros(1)).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_sums_are_part_of_no_graph_where_a_backward_makes_one():
+    model, unused = network(), nn.Parameter(torch.zeros(2))
+    parameters = [*model.parameters(), unused]
+    source = SingleProcessSource(parameters)
+    source.subscribe(Graphs())
+    for x, y in data():
+        mean_loss(model, x, y).backward(create_graph=True)
+        *sums, none = source.sums_of(parameters)
+        assert none is None
+        for p, total in zip(model.parameters(), sums, strict=True):
+            assert p.grad.requires_grad
+            assert not total.requires_grad
+            assert torch.equal(p.grad, total)
 
 
 def test_gradients_towards_the_parameters_in_each_micro_batch_are_not_counted():
