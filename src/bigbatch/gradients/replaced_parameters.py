@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients import GradientSource
 from bigbatch.gradients.auto import is_sharded
 
 NO_GRADIENT = (
@@ -55,10 +54,7 @@ class ReplacementCheck:
         self._slots, self._names = slots, names
 
     def _found(self) -> tuple[_Slots, dict[Tensor, str]]:
-        """The model's slots now, and the names of its parameters.
-
-        A shard stands for the parameter that FSDP2 has gathered from it.
-        """
+        """The model's slots now, and its parameters' names; a shard stands for the gathered one."""
         before = {(id(slots), key): value for slots, key, value in zip(*self._slots, strict=True)}
         dicts, keys, values = found = list[dict[str, Any]](), list[str](), list[Any]()
         names: dict[Tensor, str] = {}
@@ -73,8 +69,3 @@ class ReplacementCheck:
                     if isinstance(values[-1], Tensor):
                         names[values[-1]] = f"{prefix}.{key}" if prefix else key
         return found, names
-
-
-def has_gradient(source: GradientSource) -> bool:
-    """Whether this rank has a part of any gradient; one that is zero counts."""
-    return bool(source.local_grads())

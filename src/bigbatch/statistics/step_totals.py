@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
-from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
+from bigbatch.gradients.dtypes import stacked, to_device, widest_float, without_autocast
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine, cosine_of_halves
 from bigbatch.statistics.norms import MicroBatchNorms, count_layers, squared_norms, sum_by_layer
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections, leave_one_out
@@ -88,7 +88,7 @@ class StepAccumulators:
         """As `GradientMeter.measure` in a step that is not due."""
         grads = self._source.local_grads()
         of_grads = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
-        total = sum_scalars(of_grads)
+        total = stacked(of_grads).sum(0, keepdim=True, dtype=widest_float(self._device))
         parts = [] if extra is None else [extra]
         if self._source.group_tap is not None:
             parts.append(self._group_error(total))
