@@ -57,10 +57,7 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
-    """A model's parameters as optimizers train them: sharded under fully_shard.
-
-    A forward without backward leaves unsharded ones in the modules; these are resharded.
-    """
+    """A model's parameters as optimizers train them: under fully_shard, resharded before."""
     if _is_fully_sharded(list(model.modules())):
         from bigbatch.gradients.fsdp2 import reshard
 

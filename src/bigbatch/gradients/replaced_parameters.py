@@ -23,9 +23,7 @@ _Slots = tuple[list[dict[str, Any]], list[str], list[Any]]  # a module's dict, a
 class ReplacementCheck:
     """Remembers every slot of a model that holds a parameter or a module, and its value.
 
-    `require_held` compares identities alone, and walks through the model only where one has
-    changed. FSDP2 puts unsharded parameters in the place of its shards for a forward and a
-    backward; that is no change.
+    FSDP2 puts unsharded parameters in the place of its shards for a step; that is no change.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,10 +32,7 @@ class ReplacementCheck:
         self._slots, self._names = self._found()
 
     def require_held(self, watched: Iterable[Tensor]) -> None:
-        """Raises GradientError if a watched parameter was replaced by an unwatched one.
-
-        A parameter that was tied to another one since, or removed with its layer, is not replaced.
-        """
+        """Raises GradientError if a watched parameter was replaced, and not tied or removed."""
         dicts, keys, values = self._slots
         if all(map(operator.is_, map(dict.get, dicts, keys), values)):
             return

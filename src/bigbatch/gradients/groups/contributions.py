@@ -22,17 +22,14 @@ _SHIFTS = 4093  # prime: positions in the pool of random signs
 
 @dataclass
 class Projection:
-    """S g, or S g R^T for the channels of a convolution, with matrices of random signs.
-
-    E |S g R^T|^2 = c |g|^2,    c = m of S times m of R
-    """
+    """S g, or S g R^T for the channels of a convolution, with matrices of random signs."""
 
     rows: Tensor  # S, (m, rows of the gradient)
     columns: Tensor | None = None  # R, (m, its columns); None for none
 
     @property
     def scale(self) -> int:
-        """c."""
+        """c = m of S times m of R, with E |S g R^T|^2 = c |g|^2."""
         return self.rows.shape[0] * (1 if self.columns is None else self.columns.shape[0])
 
     def of(self, gradient: Tensor) -> Tensor:

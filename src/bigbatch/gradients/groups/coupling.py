@@ -1,7 +1,4 @@
-"""Whether a loss couples samples: its functions between the loss and some outputs, by their names.
-
-The graph alone shows it, so a backward may have freed what its functions saved.
-"""
+"""Whether a loss couples samples: its functions between the loss and some outputs, by name."""
 
 import sys
 import threading
