@@ -25,11 +25,9 @@ class BranchCurve:
     gains: Sequence[Sequence[float]]  # the loss at the start less the loss then; (R, T)
 
     def gain_at(self, samples: np.ndarray) -> np.ndarray:
-        """The gain after so many samples, in each repeat.
-
-        The mean gain of a sample is interpolated as a parabola of ln(samples) between three points;
-        with `curve_points` it is right to 0.1 % where a branch loses up to 90 % of its loss.
-        """
+        """The gain after so many samples, in each repeat."""
+        # the mean gain of a sample is a parabola of ln(samples) between three points: right to
+        # 0.1 % with `curve_points`, where a branch loses up to 90 % of its loss
         points = np.asarray(self.samples, dtype=float)
         weights = _parabola_weights(np.log(points), np.log(samples))
         return np.asarray(samples * (np.asarray(self.gains, dtype=float) / points @ weights))
@@ -112,7 +110,6 @@ def critical_batch(curves: Sequence[BranchCurve], confidence: float) -> Critical
 
 
 def _contrast(curves: Sequence[BranchCurve], sizes: np.ndarray, inverses: np.ndarray) -> np.ndarray:
-    """z of each repeat at each 1 / B_crit."""
     samples = min(curve.samples[-1] for curve in curves)
     weights = np.log(sizes) - np.log(sizes).mean()
     total = np.zeros((len(curves[0].gains), len(inverses)))

@@ -89,9 +89,8 @@ class GradientMoments(Subscriber):
 
     A micro-batch that does not reach a parameter has a gradient of 0 there, and counts as such.
     M2 and S are float32 at least. S is the source's, or, where that keeps none or one of a half
-    type, in a buffer of its own. The gradients of a list of parameters are one call of a kernel, or
-    of torch's foreach. The second of a step writes M2, so nothing is zeroed. Where a micro-batch
-    reaches only a part of a list, the rest of the step is read one by one.
+    type, in a buffer of its own. The second gradient of a step writes M2, so nothing is zeroed.
+    Where a micro-batch reaches only a part of a list, the rest of the step is read one by one.
 
     Source:
         Welford 1962, West 1979; why not E[g^2] - E[g]^2: docs/theory.md (5).
@@ -147,10 +146,7 @@ class GradientMoments(Subscriber):
 
     @torch.no_grad()
     def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
-        """Adds the scatter of the groups of one backward around their mean.
-
-        M2 += sum_d n_d (g_d - g)^2,    with n_d g_d = h_d and (sum n_d) g = sum h_d
-        """
+        """Adds sum_d n_d (g_d - g)^2 to M2, with n_d g_d = h_d and (sum n_d) g = sum h_d."""
         block = self._block_of.get(id(parameter))
         if block is None or block.weight != self.weight:  # not watched
             return
@@ -306,15 +302,14 @@ class GradientMoments(Subscriber):
         self, block: _Block, gradients: Sequence[Tensor], totals: Sequence[Tensor]
     ) -> "list[array[int]] | None":
         """Addresses of the gradients, S and M2, if the kernel can read them."""
-        if not block.fits or not native.are_plain(gradients):
+        fits = block.fits and native.are_plain(gradients)
+        if not fits or native.lengths(gradients) != block.lengths:
             return None
         total_addresses = native.addresses(totals)
         if total_addresses != block.total_addresses:
             if not native.are_plain(totals) or native.lengths(totals) != block.lengths:
                 return None
             block.total_addresses = total_addresses
-        if native.lengths(gradients) != block.lengths:
-            return None
         return [native.addresses(gradients), total_addresses, block.addresses]
 
 

@@ -1,7 +1,4 @@
-"""Totals of a step over micro-batches and ranks: one packed vector, one all-reduce, one host read.
-
-`StepAccumulators` packs the vector on the device, `StepTotals` reads its parts on the host.
-"""
+"""Totals of a step over micro-batches and ranks: one vector, one all-reduce, one host read."""
 
 import itertools
 import math
