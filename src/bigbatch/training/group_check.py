@@ -80,9 +80,8 @@ class GroupCheck:
         order = sorted(self.parameters, key=lambda p: (p not in first, -p.share))
         lines.append(f"{'|G|^2':>8}  {'error':>8}  parameter")
         for p in order[:_SHOWN]:
-            error = "refused" if p.refusal else f"{p.error:.1e}"
-            name = f"{p.name} {p.shape}" + (f": {p.refusal}" if p.refusal else "")
-            lines.append(f"{p.share:8.2g}  {error:>8}  {name}")
+            error, why = ("refused", f": {p.refusal}") if p.refusal else (f"{p.error:.1e}", "")
+            lines.append(f"{p.share:8.2g}  {error:>8}  {p.name} {p.shape}{why}")
         if len(order) > _SHOWN:
             lines.append(f"and {len(order) - _SHOWN} more")
         return "\n".join(lines)
@@ -182,15 +181,10 @@ def check_groups(
         errors, scatters, sqnorm = _compare(compared, tap.weights, loss_of_group)
     lengths = {p: _square(g) for p, g in whole.items()}
     total, covered = math.fsum(lengths.values()) or 1.0, math.fsum(lengths[p] for p in compared)
+    why = tap.refusals
     parameters = tuple(
-        ParameterCheck(
-            names[p],
-            tuple(p.shape),
-            length / total,
-            tap.refusals.get(p, ""),
-            errors.get(p, math.nan),
-        )
-        for p, length in lengths.items()
+        ParameterCheck(names[p], tuple(p.shape), n / total, why.get(p, ""), errors.get(p, math.nan))
+        for p, n in lengths.items()
     )
     one_backward, loop = (
         # sums that do not fit together are what is looked for
@@ -226,11 +220,8 @@ def _compare(
 
 
 def _loss(model: nn.Module, loss_fn: LossFunction, x: Batch, y: Batch) -> Tensor:
-    """The loss of a batch, checked."""
-    if isinstance(x, Mapping):
-        output = model(**x)
-    else:
-        output = model(*x) if isinstance(x, tuple) else model(x)
+    arguments = x if isinstance(x, tuple) else (x,)
+    output = model(**x) if isinstance(x, Mapping) else model(*arguments)
     return one_number(loss_fn(output, y), "loss_fn").reshape(())
 
 

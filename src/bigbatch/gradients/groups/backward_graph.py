@@ -17,7 +17,6 @@ Node = Any
 Edge = tuple[Node, int]
 """A node, and the number of one of its forward function's outputs."""
 
-
 _EDGES = operator.attrgetter("next_functions")
 
 

@@ -104,13 +104,10 @@ class GroupSums(Contribution):
 
 @dataclass
 class OuterProducts(Contribution):
-    """L^T R of each group, for a parameter of a rows and b columns: linear layers.
-
-    Without R they are the sums of the rows of L, (k, a) or projected (k, m): the bias.
-    """
+    """L^T R of each group, for a parameter of a rows and b columns: linear layers."""
 
     left: Rows
-    right: Rows | None = None
+    right: Rows | None = None  # without it the sums of the rows of L, (k, a) or (k, m): the bias
 
     def exact(self) -> Tensor:
         """(k, a, b)."""

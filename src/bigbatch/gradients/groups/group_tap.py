@@ -168,7 +168,6 @@ class GroupTap:
     def _on_gradient(
         self, grouping: Grouping, use: Use, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """The gradient of the output of a use is complete."""
         gradient = gradients[0]
         if gradient is None or grouping is not self.grouping:
             return

@@ -248,9 +248,9 @@ def rule_of(node: Node, place: Place, operands: Collection[int]) -> Rule:
 
 def _is_linear_layer(node: Node, operands: Collection[int]) -> bool:
     """Whether an addmm adds one bias to each row, without factors."""
-    if (node._saved_alpha, node._saved_beta) != (1, 1):
-        return False
-    return 0 not in operands or shape_of(*node.next_functions[0]) == shape_of(node)[1:]
+    has_factors = (node._saved_alpha, node._saved_beta) != (1, 1)
+    has_bias = 0 not in operands or shape_of(*node.next_functions[0]) == shape_of(node)[1:]
+    return has_bias and not has_factors
 
 
 def can_project(node: Node, operand: int) -> bool:
