@@ -22,11 +22,7 @@ NO_TENSOR_PARALLELISM = (
 
 
 def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
-    """The source of a model's gradients, chosen by its wrappers; compiled or not.
-
-    Raises:
-        SettingError: the model has a wrapper that cannot be measured, or several wrappers.
-    """
+    """The source of a model's gradients, by its wrapper; SettingError for others and several."""
     if not isinstance(model, nn.Module):
         return SingleProcessSource(model, unshared=_UNSHARED)
     modules = list(model.modules())

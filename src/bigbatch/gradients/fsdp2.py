@@ -141,11 +141,7 @@ class ShardGuard(GradGuard):
         return all_zero(grad for p in other_parameters if (grad := local_shard(p)) is not None)
 
     def is_clean_within_step(self) -> bool:
-        """Whether gradients were set to None. Zeros are not looked for, as one rank may have them.
-
-        Raises:
-            GradientError: `.grad` was written to more than once, on every rank alike.
-        """
+        """Whether gradients were set to None; zeros may be one rank's. Two writes are refused."""
         for last, now in zip(self._stamps, self.stamps_before, strict=True):
             if last and (now is None or now[0] != last[0]):
                 return True

@@ -60,10 +60,7 @@ def student_t(level: float, freedom: float) -> float:
 
 
 def jackknife(x: float, sums: Sequence[float], count: int, level: float) -> Interval:
-    """x -+ t se with se^2 = (k - 1) / k sum (x_d - mean)^2 / f and t of k - 1 degrees of freedom.
-
-    f is `jackknife_excess`.
-    """
+    """x -+ t se with se^2 = (k - 1) / k sum (x_d - mean)^2 / f, f being `jackknife_excess`."""
     x_sum, square_sum = sums
     if count < 3 or not math.isfinite(square_sum):
         return Interval(-math.inf, math.inf, level, "step")

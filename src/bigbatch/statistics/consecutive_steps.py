@@ -34,14 +34,6 @@ class ConsecutiveSteps:
         confidence: coverage of an interval. Two gradients have none, so it is the whole range.
     Source:
         AdaptDL's estimate on one replica (Qiao et al., OSDI 2021); docs/theory.md (14).
-    Example:
-        >>> pairs, weight = ConsecutiveSteps(), torch.zeros(2)
-        >>> pairs.add([weight], [torch.tensor([1.0, 0.0])], samples=8) is None
-        True
-        >>> sums = pairs.add([weight], [torch.tensor([1.0, 2.0])], samples=8)
-        >>> step = pairs.statistics(sums.tolist())
-        >>> step.grad_sqnorm, step.grad_variance
-        (1.0, 16.0)
     """
 
     def __init__(

@@ -123,7 +123,6 @@ def _contrast(curves: Sequence[BranchCurve], sizes: np.ndarray, inverses: np.nda
 def _interval(
     sizes: np.ndarray, inverses: np.ndarray, mean: np.ndarray, accepted: np.ndarray, rises: bool
 ) -> CriticalBatch:
-    """The estimate where the mean is 0, and the ends of what is accepted."""
     smallest, largest = float(sizes[0]), float(sizes[-1])
     crossings = np.flatnonzero((mean[:-1] < 0) & (mean[1:] >= 0))
     estimate = math.inf if rises else 0.0

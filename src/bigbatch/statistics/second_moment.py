@@ -70,7 +70,6 @@ class _Block:
             self.weight = weight
 
     def split(self) -> Iterator["_Block"]:
-        """A block of each parameter, with the same moments."""
         for number, (parameter, m2) in enumerate(zip(self.parameters, self.m2s, strict=True)):
             own = None if self.totals is None else [self.totals[number]]
             yield _Block([parameter], [m2], self.fits, self.weight, self.written, own)
@@ -167,10 +166,7 @@ class GradientMoments(Subscriber):
     def sums_and_m2s(
         self, parameters: Sequence[Tensor], sums_of: SumsOf, like: Sequence[Tensor] | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """(S, M2) of each parameter over the whole step; zeros if no micro-batch reached it.
-
-        `like` are tensors shaped like the gradients, if those are not shaped like the parameters.
-        """
+        """(S, M2) of each parameter over the step; zeros like `like` where nothing reached it."""
         ids = list(map(id, parameters))
         blocks = list(map(self._block_of.get, ids))
         for reached in filter(None, set(blocks)):
@@ -181,7 +177,7 @@ class GradientMoments(Subscriber):
         m2s: list[Any] = list(map(self._m2s.get, ids))
         for number, block in enumerate(blocks):
             if block is None:
-                shape = (parameters if like is None else like)[number]
+                shape = (parameters if like is None else like)[number]  # of the gradient
                 dtype = sum_dtype(shape.dtype)
                 sums[number] = torch.zeros_like(shape, dtype=dtype, requires_grad=False)
                 m2s[number] = sums[number].clone()
@@ -204,7 +200,6 @@ class GradientMoments(Subscriber):
     # blocks
 
     def _blocks(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
-        """The blocks of a list of parameters, whose moments are those of this step."""
         ids = tuple(map(id, parameters))
         key = self._watched_count, *ids
         like, placed = self._lists.get(key, ([], []))

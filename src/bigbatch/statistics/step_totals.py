@@ -99,9 +99,9 @@ class StepAccumulators:
         if not self._layers:
             grads = source.local_grads()
         else:
-            found = {p: source.local_grad(p) for p in source.parameters}
-            parameters = [p for p, grad in found.items() if grad is not None]
-            grads = [grad for grad in found.values() if grad is not None]
+            found = ((p, source.local_grad(p)) for p in source.parameters)
+            existing = {p: grad for p, grad in found if grad is not None}
+            parameters, grads = [*existing], [*existing.values()]
         squares = [squared_norms(grads)] if grads else []
         return to_device(sum_by_layer(squares, parameters, self._layers), self._device)[None]
 
@@ -186,7 +186,6 @@ class StepAccumulators:
         return torch.stack([deviation @ sqnorms.clamp_min(tiny).log(), deviation @ deviation])
 
     def _all_reduce(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Packs the parts and sums them over the ranks."""
         self.lengths = dict(zip(parts, map(Tensor.numel, parts.values()), strict=True))
         packed = torch.cat([*parts.values()])
         self._source.reducer.all_reduce(packed)
@@ -206,11 +205,7 @@ class RankTotals(NamedTuple):
 
 
 class StepTotals:
-    """The totals of a step on the host, over all ranks.
-
-    Raises:
-        GradientError: a rank could not read its step.
-    """
+    """The totals of a step on the host; GradientError if a rank could not read its step."""
 
     def __init__(self, parts: Mapping[str, list[float]]) -> None:
         self.sqnorms_over_sizes = parts["sqnorms_over_sizes"]  # sum |h_d|^2 / n_d, by layer

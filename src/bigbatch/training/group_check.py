@@ -105,12 +105,11 @@ def check_groups(
 
     They are equal if no sample influences another and the loss is the mean over samples. Unlike
     `groups=` itself, it also finds a loss that couples samples above the model's last output, a sum
-    in place of a mean, and a mean over tokens without weights.
-
-    If the loss is random, as with dropout, everything except BatchNorm is compared in eval mode.
-    The model and random states are as before. Call it before a GradientMeter, an AdaptiveBatch or
-    fully_shard gets the model; a DDP model is checked without its ranks. It needs memory for k + 3
-    gradients. Call it under autocast if training does, with tolerance=0.1.
+    in place of a mean, and a mean over tokens without weights. If the loss is random, as with
+    dropout, everything except BatchNorm is compared in eval mode. The model and random states are
+    as before. Call it before a GradientMeter, an AdaptiveBatch or fully_shard gets the model; a DDP
+    model is checked without its ranks. It needs memory for k + 3 gradients. Call it under autocast
+    if training does, with tolerance=0.1.
 
     Args:
         model: the model; all its parameters that require a gradient are checked.
@@ -131,15 +130,12 @@ def check_groups(
         >>> model, x, y = nn.Linear(3, 1), torch.arange(24.0).view(8, 3), torch.zeros(8, 1)
         >>> check_groups(model, nn.functional.mse_loss, x, y, groups=4).ok
         True
-        >>> def square_of_mean(output, y):  # not a mean over samples
-        ...     return output.mean().square()
-        >>> check_groups(model, square_of_mean, x, groups=4).ok
+        >>> check_groups(model, lambda output, y: output.mean().square(), x, groups=4).ok
         False
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    named = model.named_parameters()
-    names: dict[Tensor, str] = {p: name for name, p in named if p.requires_grad}
+    names: dict[Tensor, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
     if not names:
         raise SettingError("no parameter requires a gradient, so there is nothing to check")
     if any(map(is_sharded, names)):

@@ -138,7 +138,6 @@ class RememberedPlans:
 
 
 def _find_places(found: ParameterUses, roots: Sequence[Edge], check: int | None) -> SampleCheck:
-    """Where the samples of each use are, as far as it is known."""
     if found.samples == 1:
         return SampleCheck({use.number: use.places[0] for use in found.uses if use.places})
     if check is not None:

@@ -1,7 +1,4 @@
-"""Squared norms of the groups' gradients in one backward, and whether they add up to it.
-
-See [Note: Groups of one backward] in `group_tap.py`.
-"""
+"""Squared norms of the groups' gradients in one backward, and whether they add up to it."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -12,12 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Grouping:
-    """Consecutive samples in groups whose sizes differ by at most one, larger groups first.
-
-    Example:
-        >>> Grouping(samples=7, groups=3).sizes
-        (3, 2, 2)
-    """
+    """Consecutive samples in groups whose sizes differ by at most one, larger groups first."""
 
     samples: int  # B, samples of the backward
     groups: int  # k, at most B

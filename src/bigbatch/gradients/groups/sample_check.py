@@ -1,7 +1,4 @@
-"""Checks, by backwards of some of the samples, where the samples are in each use of a parameter.
-
-See [Note: Groups of one backward] in `group_tap.py`.
-"""
+"""Checks, by backwards of some of the samples, where the samples are in each use of a parameter."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
