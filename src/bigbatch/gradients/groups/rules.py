@@ -78,11 +78,9 @@ class Call(NamedTuple):
 
     def rows(self, tensor: Tensor, trailing: int = 1) -> Tensor:
         """(..., trailing dimensions) -> (B n, trailing dimensions), sample by sample."""
-        if self.place.dim is None:
-            return self.place.rows(tensor, self.grouping.samples)
-        if self.place.dim:
-            tensor = tensor.movedim(self.place.dim, 0)
-        return tensor.reshape(-1, *tensor.shape[tensor.dim() - trailing :])
+        dim, samples = self.place.dim, self.grouping.samples
+        rows = self.place.rows(tensor, samples) if dim is None else tensor.movedim(dim, 0)
+        return rows.reshape(-1, *tensor.shape[tensor.dim() - trailing :])
 
     def sums(self, tensor: Tensor, operand: int) -> Contribution:
         """A contribution to an operand that is broadcast over the samples."""
