@@ -220,7 +220,6 @@ class AdaptiveAverage:
 
 
 def _agree(short: NoiseAverage, long: NoiseAverage, step_variances: tuple[float, float]) -> bool:
-    """Whether two averages differ by no more than chance."""
     least = _MIN_VARIANCE_SHARE * short.variance_share
     share = max(short.variance_share - long.variance_share, least)
     signal, noise = (_MAX_DEVIATION * math.sqrt(share * variance) for variance in step_variances)

@@ -296,7 +296,6 @@ class GradientMoments(Subscriber):
     def _kernel_columns(
         self, block: _Block, gradients: Sequence[Tensor], totals: Sequence[Tensor]
     ) -> "list[array[int]] | None":
-        """Addresses of the gradients, S and M2, if the kernel can read them."""
         fits = block.fits and native.are_plain(gradients)
         if not fits or native.lengths(gradients) != block.lengths:
             return None
