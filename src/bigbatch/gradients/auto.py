@@ -22,11 +22,7 @@ NO_TENSOR_PARALLELISM = (
 
 
 def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
-    """The source of a model's gradients, chosen by its wrappers; compiled or not.
-
-    Raises:
-        SettingError: the model has a wrapper that cannot be measured, or several wrappers.
-    """
+    """The source of a model's gradients, by its wrapper; SettingError for others and several."""
     if not isinstance(model, nn.Module):
         return SingleProcessSource(model, unshared=_UNSHARED)
     modules = list(model.modules())
@@ -57,10 +53,7 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
-    """A model's parameters as optimizers train them: sharded under fully_shard.
-
-    A forward without backward leaves unsharded ones in the modules; these are resharded.
-    """
+    """A model's parameters as optimizers train them: under fully_shard, resharded before."""
     if _is_fully_sharded(list(model.modules())):
         from bigbatch.gradients.fsdp2 import reshard
 

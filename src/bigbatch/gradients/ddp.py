@@ -14,10 +14,7 @@ from bigbatch.gradients.source import GradientSource
 
 
 class ReducedShards(GradientShards, ABC):
-    """State of a communication hook that may write something else to `.grad` than the mean.
-
-    It keeps the mean, a shard of it on each rank.
-    """
+    """State of a communication hook that keeps the mean in shards, and may put r g in `.grad`."""
 
     unreduced: bool = False
     """Whether the next reduction must leave each rank its own gradient."""
@@ -29,10 +26,7 @@ class ReducedShards(GradientShards, ABC):
 
 
 class DDPReducer(GroupReducer):
-    """Reads the mean gradient under DDP, with and without `no_sync`.
-
-    The last backward of a step has to reduce.
-    """
+    """Reads the mean gradient under DDP; the last backward of a step has to reduce."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         group = ddp.process_group
@@ -93,7 +87,6 @@ class DDPSource(GradientSource):
         super().__init__(parameters, GradGuard(), DDPReducer(ddp))
 
     def _sum_of(self, parameter: Tensor) -> Tensor | None:
-        """This rank's sum, before the last backward has reduced it."""
         grad = parameter.grad
         return None if grad is None else grad.detach()
 

@@ -44,12 +44,6 @@ def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
     return values.to(widest_float(values.device))
 
 
-def sum_scalars(scalars: Sequence[Tensor]) -> Tensor:
-    """The sum of 0-dim tensors, (1,), in the widest float dtype, on the device of the first."""
-    values = stacked(scalars)
-    return values.sum(0, keepdim=True, dtype=widest_float(values.device))
-
-
 def stacked(scalars: Sequence[Tensor]) -> Tensor:
     """Stacks 0-dim tensors on the device of the first."""
     device = scalars[0].device

@@ -35,10 +35,7 @@ _Owned = tuple[nn.Module, str, Tensor]  # a module, the parameter's name in it, 
 # - An optimizer alone has the shards, no module. Their post-accumulate hooks see the sum over ranks
 #   of each micro-batch (`ShardedSource`): k is the accumulation, and nothing is communicated.
 class FSDP2Source(GradientSource):
-    """Sees the whole local gradient of every parameter before it is reduced and sharded.
-
-    See [Note: FSDP2's shards]. The last backward of a step has to reduce.
-    """
+    """Sees whole local gradients; the last backward of a step reduces. [Note: FSDP2's shards]."""
 
     on_leaves = False
 
@@ -68,7 +65,6 @@ class FSDP2Source(GradientSource):
         reshard(self._units)
 
     def _attach_hooks(self) -> None:
-        """Hooks the parameters at the next forward that gathers them."""
         hook_unit = weak_method(self._hook_unit)
         for unit in self._units if self._subscribers and not self._closed else ():
             if unit not in self._handles:
@@ -121,7 +117,6 @@ class ShardedSource(GradientSource):
         super()._begin_step()
 
     def _emit(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Reports S_j - S_{j-1}, and keeps S_j once every subscriber has read it."""
         total = self._sums.get(parameter)
         super()._emit(parameter, gradient if total is None else gradient - total)
         if total is None:
@@ -146,11 +141,7 @@ class ShardGuard(GradGuard):
         return all_zero(grad for p in other_parameters if (grad := local_shard(p)) is not None)
 
     def is_clean_within_step(self) -> bool:
-        """Whether gradients were set to None. Zeros are not looked for, as one rank may have them.
-
-        Raises:
-            GradientError: `.grad` was written to more than once, on every rank alike.
-        """
+        """Whether gradients were set to None; zeros may be one rank's. Two writes are refused."""
         for last, now in zip(self._stamps, self.stamps_before, strict=True):
             if last and (now is None or now[0] != last[0]):
                 return True

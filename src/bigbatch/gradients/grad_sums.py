@@ -55,10 +55,9 @@ class GradSums(GradGuard):
     def settle(self) -> bool:
         """Decides whether S is `.grad` itself in the next step; returns whether S is to be doubted.
 
-        It is, after a step that kept them apart and found no difference. Once `.grad` was edited
-        where it was S, they stay apart for good. Writes through `.data` are not counted, so every
-        16th step keeps them apart too. A reader of S calls this once at the end of a step, before
-        it writes to `.grad`.
+        It is, after a step that kept them apart and found no difference; never again once `.grad`
+        was edited where it was S; not in each 16th step, as writes through `.data` are not counted.
+        A reader of S calls this once at the end of a step, before it writes to `.grad`.
         """
         self._steps += 1
         edited, was_grad = self._edited or self.changed(), self._is_grad

@@ -22,12 +22,9 @@ from bigbatch.gradients.groups.group_tap import GroupGradients
 
 @dataclass(slots=True)
 class MicroBatchGradients:
-    """Gradients of one micro-batch: of all parameters that it reached, or of some of them.
+    """Gradients of one micro-batch: of all parameters that it reached, or of some of them."""
 
-    A source whose micro-batches all reach the same parameters passes the same list of them again.
-    """
-
-    parameters: Sequence[Tensor]
+    parameters: Sequence[Tensor]  # the same list again where the same ones were reached
     gradients: Sequence[Tensor]  # h of each; dense, real, without a graph
     # S, what the micro-batches before added to each; None in the first, which becomes S without a
     # copy, and where the source keeps no sums

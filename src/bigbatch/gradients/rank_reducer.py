@@ -135,10 +135,9 @@ def indices_in_rows(
     count: int, shape: Sequence[int], dim: int, first: int, length: int
 ) -> ShardIndices:
     """Indices of the first `count` elements, for a shard that is a slice of one dimension."""
-    inner = math.prod(shape[dim + 1 :])
-    starts = range(first * inner, count, shape[dim] * inner)
-    places = torch.arange(count, device="cpu")
-    return indices_in_runs(places, [(start, length * inner) for start in starts])
+    rows = torch.arange(count, device="cpu") // math.prod(shape[dim + 1 :]) % shape[dim]
+    numbers = ((rows >= first) & (rows < first + length)).nonzero().squeeze(1)
+    return torch.arange(len(numbers), device="cpu"), numbers
 
 
 def places_in_memory(count: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from bigbatch.errors import GradientError
-from bigbatch.gradients import GradientSource
 from bigbatch.gradients.auto import is_sharded
 
 NO_GRADIENT = (
@@ -24,9 +23,7 @@ _Slots = tuple[list[dict[str, Any]], list[str], list[Any]]  # a module's dict, a
 class ReplacementCheck:
     """Remembers every slot of a model that holds a parameter or a module, and its value.
 
-    `require_held` compares identities alone, and walks through the model only where one has
-    changed. FSDP2 puts unsharded parameters in the place of its shards for a forward and a
-    backward; that is no change.
+    FSDP2 puts unsharded parameters in the place of its shards for a step; that is no change.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,10 +32,7 @@ class ReplacementCheck:
         self._slots, self._names = self._found()
 
     def require_held(self, watched: Iterable[Tensor]) -> None:
-        """Raises GradientError if a watched parameter was replaced by an unwatched one.
-
-        A parameter that was tied to another one since, or removed with its layer, is not replaced.
-        """
+        """Raises GradientError if a watched parameter was replaced, and not tied or removed."""
         dicts, keys, values = self._slots
         if all(map(operator.is_, map(dict.get, dicts, keys), values)):
             return
@@ -55,10 +49,7 @@ class ReplacementCheck:
         self._slots, self._names = slots, names
 
     def _found(self) -> tuple[_Slots, dict[Tensor, str]]:
-        """The model's slots now, and the names of its parameters.
-
-        A shard stands for the parameter that FSDP2 has gathered from it.
-        """
+        """The model's slots now, and its parameters' names; a shard stands for the gathered one."""
         before = {(id(slots), key): value for slots, key, value in zip(*self._slots, strict=True)}
         dicts, keys, values = found = list[dict[str, Any]](), list[str](), list[Any]()
         names: dict[Tensor, str] = {}
@@ -73,8 +64,3 @@ class ReplacementCheck:
                     if isinstance(values[-1], Tensor):
                         names[values[-1]] = f"{prefix}.{key}" if prefix else key
         return found, names
-
-
-def has_gradient(source: GradientSource) -> bool:
-    """Whether this rank has a part of any gradient; one that is zero counts."""
-    return bool(source.local_grads())

@@ -57,10 +57,7 @@ class SingleProcessSource(GradientSource):
     # hooks
 
     def _attach_hooks(self) -> None:
-        """Hooks where a backward begins, and the gradients that are added at once.
-
-        Without subscribers one hook stays on in an explicit source, which shows a foreign backward.
-        """
+        """Hooks where a backward begins, and the gradients that are added at once."""
         if self._closed:
             return
         reads, trained = bool(self._subscribers), [p for p in self.parameters if p.requires_grad]
@@ -78,16 +75,15 @@ class SingleProcessSource(GradientSource):
         self._numbers = dict(zip(map(id, self.parameters), itertools.count(), strict=False))
         begins = first_hook(self._begin_hooked_backward)
         adds = watching_hook(weak_method(self._add_at_once))
+        handles: list[RemovableHandle] = []
         for parameter in trained:
             if others:  # after which the taps come
-                self._keep(self._register(parameter, parameter))
+                handles.append(self._register(parameter, parameter))
                 continue
-            self._keep(parameter.register_hook(begins))  # type: ignore[no-untyped-call]
+            handles.append(parameter.register_hook(begins))  # type: ignore[no-untyped-call]
             if reads and (at_once or parameter.numel() * parameter.element_size() > _LARGE):
-                self._keep(parameter.register_post_accumulate_grad_hook(adds))  # type: ignore[no-untyped-call]
-
-    def _keep(self, handle: RemovableHandle) -> None:
-        self._handles[handle.id] = handle
+                handles.append(parameter.register_post_accumulate_grad_hook(adds))  # type: ignore[no-untyped-call]
+        self._handles.update((handle.id, handle) for handle in handles)
 
     def _hooks_of_others(self) -> list[int]:
         """Ids of all hooks on gradients and sums of the parameters that are not this source's."""
@@ -144,7 +140,6 @@ class SingleProcessSource(GradientSource):
             current.gathered[parameter] = parameter.grad.detach().clone()
 
     def _add_all(self, current: MicroBatch, found: Sequence[Any]) -> None:
-        """Reports what the backward has left, and adds it to the sums."""
         sums = self.guard.sums
         numbers = tuple(itertools.compress(range(len(found)), map(is_tensor, found)))
         if not numbers and not current.reached:
@@ -183,7 +178,6 @@ class SingleProcessSource(GradientSource):
     # a backward
 
     def _begin_hooked_backward(self) -> bool:
-        """The first hook of a backward runs."""
         if self._current is not None and not self._subscribers:
             return False
         try:
@@ -198,7 +192,6 @@ class SingleProcessSource(GradientSource):
         return self.guard.found() if self.hides else super()._has_accumulated(current)
 
     def _end_autograd_grad(self) -> None:
-        """Forgets a backward that has accumulated nothing."""
         self.guard.show()
         self._current = None
 

@@ -154,10 +154,7 @@ class GradientSource:
     # hooks
 
     def _attach_hooks(self) -> None:
-        """Hooks every parameter that requires a gradient.
-
-        Without subscribers one leaf hook stays on, which shows a backward outside `micro_batch`.
-        """
+        """Hooks every parameter to train; without subscribers one, which shows other backwards."""
         if self._closed:
             return
         trained = [p for p in self.parameters if p.requires_grad]
@@ -418,7 +415,6 @@ class GradientSource:
             )
 
     def _end_micro_batch(self, current: MicroBatch) -> None:
-        """Counts a complete micro-batch."""
         current.announce()
         self._current = None
         self.micro_batches += 1
@@ -454,7 +450,6 @@ class GradientSource:
 
     @hands_errors_over
     def _on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """A hook reports the gradient of one parameter."""
         if self._current is not None and not self._subscribers:
             return
         self._begin_backward()
@@ -462,8 +457,7 @@ class GradientSource:
         if current is None or self.hides or self.failed:
             return
         require_dense([gradient])
-        if gradient.requires_grad:
-            gradient = gradient.detach()
+        gradient = gradient.detach() if gradient.requires_grad else gradient
         if current.several or self.gathers:
             total = current.gathered.get(parameter)
             current.gathered[parameter] = gradient if total is None else total + gradient
@@ -483,7 +477,6 @@ class GradientSource:
             self._open_implicitly()
 
     def _end_failed(self) -> None:
-        """Another micro-batch begins after a backward that has failed."""
         self._restart()
 
     def _watch_backward(self) -> None:
@@ -531,13 +524,10 @@ class GradientSource:
         return self.guard.grad_may_wait or self.guard.stamps_before != self.guard.stamps()
 
     def _backward_gone(self, backward: object) -> None:
-        """A backward has ended, or failed in the micro-batch that it opened.
-
-        On a device a thread of autograd's drops a failed one later, while code of the user runs.
-        Then it is abandoned at the next backward, and its groups are forgotten here.
-        """
+        """A backward has ended, or failed in the micro-batch that it opened."""
         if self._current is not None and self._current.implicit and backward is self._backward:
-            # whether the user's code waits for this; the frame above is that of `weak_method`
+            # Whether the user's code waits for this; the frame above is that of `weak_method`. A
+            # thread of autograd's for a device drops it later; then the next backward abandons it.
             waits = sys._getframe(1).f_back is not None
             (type(self) if waits else GradientSource)._abandon(self)
 

@@ -173,12 +173,6 @@ class AdaptiveAverage:
 
     Source:
         Lepski 1991 (the choice of a window by comparison with all shorter ones); docs/policies.md.
-    Example:
-        >>> average = AdaptiveAverage()
-        >>> for signal in [1.0, 3.0, 2.0, 2.0] * 8:
-        ...     mean = average.update(GradientStatistics(signal, 50.0, samples=8, micro_batches=4))
-        >>> average.window, round(mean.noise_scale)
-        (64, 25)
     """
 
     def __init__(self) -> None:
@@ -196,10 +190,7 @@ class AdaptiveAverage:
         return self._averages[_SCATTER].filled
 
     def update(self, noise: GradientStatistics) -> GradientStatistics:
-        """Adds one step, and chooses the window; returns the step with the window's averages.
-
-        A step that is not finite is returned unchanged and not added.
-        """
+        """Adds a finite step, and chooses the window; returns the step with its averages."""
         if not all(average.add(noise) for average in self._averages):
             return noise
         self._chosen = self._longest()
@@ -221,7 +212,6 @@ class AdaptiveAverage:
         self._chosen = self._longest()
 
     def _longest(self) -> int:
-        """Index of the longest window that agrees with all shorter ones."""
         variances = self._averages[_SCATTER].step_variances
         for number, long in enumerate(self._averages):
             if not all(_agree(short, long, variances) for short in self._averages[:number]):
@@ -230,7 +220,6 @@ class AdaptiveAverage:
 
 
 def _agree(short: NoiseAverage, long: NoiseAverage, step_variances: tuple[float, float]) -> bool:
-    """Whether two averages differ by no more than chance."""
     least = _MIN_VARIANCE_SHARE * short.variance_share
     share = max(short.variance_share - long.variance_share, least)
     signal, noise = (_MAX_DEVIATION * math.sqrt(share * variance) for variance in step_variances)

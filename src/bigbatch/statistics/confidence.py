@@ -50,10 +50,6 @@ def student_t(level: float, freedom: float) -> float:
     """The t with P(|T| < t) = level, for `freedom` degrees of freedom, by quadrature.
 
     With T = sqrt(freedom) tan(a), the density of a is proportional to cos(a)^(freedom - 1).
-
-    Example:
-        >>> round(student_t(0.9, 2), 3), round(student_t(0.95, 10), 3)
-        (2.92, 2.228)
     """
     freedom = min(freedom, 1e4)
     max_angle = min(math.pi / 2, 20 / math.sqrt(freedom))  # the density beyond it is 0
@@ -64,10 +60,7 @@ def student_t(level: float, freedom: float) -> float:
 
 
 def jackknife(x: float, sums: Sequence[float], count: int, level: float) -> Interval:
-    """x -+ t se with se^2 = (k - 1) / k sum (x_d - mean)^2 / f and t of k - 1 degrees of freedom.
-
-    f is `jackknife_excess`.
-    """
+    """x -+ t se with se^2 = (k - 1) / k sum (x_d - mean)^2 / f, f being `jackknife_excess`."""
     x_sum, square_sum = sums
     if count < 3 or not math.isfinite(square_sum):
         return Interval(-math.inf, math.inf, level, "step")
@@ -89,9 +82,6 @@ def jackknife_excess(x: float, count: int) -> float:
 
     Source:
         Hoeffding 1948, Efron and Stein 1981; docs/theory.md (9).
-    Example:
-        >>> jackknife_excess(0.0, 3), round(jackknife_excess(5.0, 1000), 2)
-        (4.0, 1.0)
     """
     share = min(math.exp(-x), 1.0)
     pairs = (count - 1) / count * (share + 1 / (count - 1)) ** 2

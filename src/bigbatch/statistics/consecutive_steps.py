@@ -34,14 +34,6 @@ class ConsecutiveSteps:
         confidence: coverage of an interval. Two gradients have none, so it is the whole range.
     Source:
         AdaptDL's estimate on one replica (Qiao et al., OSDI 2021); docs/theory.md (14).
-    Example:
-        >>> pairs, weight = ConsecutiveSteps(), torch.zeros(2)
-        >>> pairs.add([weight], [torch.tensor([1.0, 0.0])], samples=8) is None
-        True
-        >>> sums = pairs.add([weight], [torch.tensor([1.0, 2.0])], samples=8)
-        >>> step = pairs.statistics(sums.tolist())
-        >>> step.grad_sqnorm, step.grad_variance
-        (1.0, 16.0)
     """
 
     def __init__(
@@ -68,25 +60,34 @@ class ConsecutiveSteps:
             samples: n, what the loss of the step is a mean over.
             scale: what the gradients are multiplied by (that of a GradScaler).
         Returns:
-            Sums over the elements of the shards for `statistics`, (3 L,); None for the first step
-            of a pair.
+            |g_1|^2, |g_2|^2 and |g_1 - g_2|^2 by layer, over the elements of the shards, (3 L,);
+            None for the first step of a pair.
         """
         first, self._first = self._first, None
-        if first is not None and first.matches(parameters, samples):
-            return self._compare(first, parameters, gradients, samples, scale)
-        existing = [full_precision(g).detach() for g in gradients if g is not None]
-        copies = iter(torch._foreach_div(existing, scale) if existing else ())
-        kept = [None if g is None else next(copies) for g in gradients]
-        sqnorms = self._by_layer(parameters, kept)
-        self._first = _FirstStep(samples, kept, sqnorms, list(parameters))
-        return None
+        if first is None or not first.matches(parameters, samples):
+            existing = [full_precision(g).detach() for g in gradients if g is not None]
+            copies = iter(torch._foreach_div(existing, scale) if existing else ())
+            kept = [None if g is None else next(copies) for g in gradients]
+            sqnorms = self._by_layer(parameters, kept)
+            self._first = _FirstStep(samples, kept, sqnorms, list(parameters))
+            return None
+        self._sizes = first.samples, samples
+        kept = [  # loaded ones may be on another device
+            None if g is None else to_device(g, p.device)
+            for g, p in zip(first.gradients, parameters, strict=True)
+        ]
+        is_scaled = isinstance(scale, Tensor) or scale != 1
+        if (existing := [g for g in kept if g is not None]) and is_scaled:
+            torch._foreach_mul_(existing, scale)
+        pairs = list(zip(kept, gradients, strict=True))
+        if both := [(g, h) for g, h in pairs if g is not None and h is not None]:
+            torch._foreach_sub_([g for g, _ in both], [h for _, h in both])
+        second = self._by_layer(parameters, gradients)
+        difference = self._by_layer(parameters, [h if g is None else g for g, h in pairs])
+        return torch.cat([first.sqnorms.to(second), second / scale**2, difference / scale**2])
 
     def statistics(self, values: Sequence[float]) -> GradientStatistics:
-        """The statistics of the last pair, for the size of its second step.
-
-        Args:
-            values: the sums of `add`, over all shards, once the host has read them.
-        """
+        """The statistics of the last pair, for the size of its second step, from its `add`."""
         count = len(values) // 3
         rows = [values[i::count] for i in range(count)]
         whole = _estimate([*map(math.fsum, zip(*rows, strict=True))], *self._sizes)
@@ -107,32 +108,7 @@ class ConsecutiveSteps:
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continues from a saved state; its gradients are those of as many parameters again."""
-        saved = None if state is None else _FirstStep(**state)
-        self._first = None if saved is None else _FirstStep(**saved.state())
-
-    def _compare(
-        self,
-        first: "_FirstStep",
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        samples: float,
-        scale: float | Tensor,
-    ) -> Tensor:
-        """|g_1|^2, |g_2|^2 and |g_1 - g_2|^2 by layer; the pair is complete."""
-        kept = [  # loaded ones may be on another device
-            None if g is None else to_device(g, p.device)
-            for g, p in zip(first.gradients, parameters, strict=True)
-        ]
-        self._sizes = first.samples, samples
-        is_scaled = isinstance(scale, Tensor) or scale != 1
-        if (existing := [g for g in kept if g is not None]) and is_scaled:
-            torch._foreach_mul_(existing, scale)
-        pairs = list(zip(kept, gradients, strict=True))
-        if both := [(g, h) for g, h in pairs if g is not None and h is not None]:
-            torch._foreach_sub_([g for g, _ in both], [h for _, h in both])
-        second = self._by_layer(parameters, gradients)
-        difference = self._by_layer(parameters, [h if g is None else g for g, h in pairs])
-        return torch.cat([first.sqnorms.to(second), second / scale**2, difference / scale**2])
+        self._first = None if state is None else _FirstStep(**_FirstStep(**state).state())
 
     def _by_layer(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
         """Squared norms of the tensors, by layer, (L,), on the device of the parameters."""
@@ -147,20 +123,16 @@ class ConsecutiveSteps:
 
 @dataclass
 class _FirstStep:
-    """The first step of a pair."""
-
     samples: float  # n_1
     gradients: list[Tensor | None]  # g_1, without any scale
     sqnorms: Tensor  # |g_1|^2 by layer, (L,)
     parameters: list[Tensor] | None = None  # None once loaded
 
     def state(self) -> dict[str, Any]:
-        """All but the parameters, with copies of the gradients."""
         gradients = [None if g is None else g.clone() for g in self.gradients]
         return {"samples": self.samples, "gradients": gradients, "sqnorms": self.sqnorms}
 
     def matches(self, parameters: Sequence[Tensor], samples: float) -> bool:
-        """Whether a step can be compared with it."""
         if len(parameters) != len(self.gradients):
             return False
         if max(samples, self.samples) > _MAX_RATIO * min(samples, self.samples):

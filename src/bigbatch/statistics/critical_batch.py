@@ -25,11 +25,9 @@ class BranchCurve:
     gains: Sequence[Sequence[float]]  # the loss at the start less the loss then; (R, T)
 
     def gain_at(self, samples: np.ndarray) -> np.ndarray:
-        """The gain after so many samples, in each repeat.
-
-        The mean gain of a sample is interpolated as a parabola of ln(samples) between three points;
-        with `curve_points` it is right to 0.1 % where a branch loses up to 90 % of its loss.
-        """
+        """The gain after so many samples, in each repeat."""
+        # the mean gain of a sample is a parabola of ln(samples) between three points: right to
+        # 0.1 % with `curve_points`, where a branch loses up to 90 % of its loss
         points = np.asarray(self.samples, dtype=float)
         weights = _parabola_weights(np.log(points), np.log(samples))
         return np.asarray(samples * (np.asarray(self.gains, dtype=float) / points @ weights))
@@ -112,7 +110,6 @@ def critical_batch(curves: Sequence[BranchCurve], confidence: float) -> Critical
 
 
 def _contrast(curves: Sequence[BranchCurve], sizes: np.ndarray, inverses: np.ndarray) -> np.ndarray:
-    """z of each repeat at each 1 / B_crit."""
     samples = min(curve.samples[-1] for curve in curves)
     weights = np.log(sizes) - np.log(sizes).mean()
     total = np.zeros((len(curves[0].gains), len(inverses)))
@@ -126,7 +123,6 @@ def _contrast(curves: Sequence[BranchCurve], sizes: np.ndarray, inverses: np.nda
 def _interval(
     sizes: np.ndarray, inverses: np.ndarray, mean: np.ndarray, accepted: np.ndarray, rises: bool
 ) -> CriticalBatch:
-    """The estimate where the mean is 0, and the ends of what is accepted."""
     smallest, largest = float(sizes[0]), float(sizes[-1])
     crossings = np.flatnonzero((mean[:-1] < 0) & (mean[1:] >= 0))
     estimate = math.inf if rises else 0.0

@@ -19,8 +19,7 @@ class HalfBatchCosine(Subscriber):
 
         cosine = (|G|^2 - |Z|^2) / sqrt((|G|^2 + |Z|^2)^2 - 4 (G . Z)^2)
 
-    Costs a buffer of the size of the gradient, and an all-reduce of it if there are several ranks,
-    so it is a diagnostic. If the number of micro-batches is odd, one half has one more.
+    If the number of micro-batches is odd, one half has one more.
 
     Source:
         SimiGrad (Qin et al., NeurIPS 2021); the signed sum: docs/theory.md (8).
@@ -47,15 +46,12 @@ class HalfBatchCosine(Subscriber):
         """Adds e_d h_d, unless the groups follow."""
         if self._groups == 1:
             for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
-                self._add(parameter, gradient, self._first)
+                self._signed_sum(parameter).add_(gradient, alpha=(-1) ** self._first)
 
     def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
         """Adds e_d h_d of each group."""
         for number, group in enumerate(groups.gradients, self._first):
-            self._add(parameter, group, number)
-
-    def _add(self, parameter: Tensor, gradient: Tensor, number: int) -> None:
-        self._signed_sum(parameter).add_(gradient, alpha=(-1) ** number)
+            self._signed_sum(parameter).add_(group, alpha=(-1) ** number)
 
     def _signed_sum(self, parameter: Tensor) -> Tensor:
         """Z of one parameter on this rank; zeros where no micro-batch reached it."""
@@ -79,10 +75,7 @@ class HalfBatchCosine(Subscriber):
 
 
 def cosine_of_halves(total_sqnorm: float, signed_sqnorm: float, dot: float) -> float:
-    """The cosine from |G|^2, |Z|^2 and G . Z.
-
-    It is nan if one half is so short that rounding of float32 sums dominates it.
-    """
+    """The cosine from |G|^2, |Z|^2 and G . Z; nan if one half is nothing but rounding."""
     norms_product = math.sqrt(max(0.0, (total_sqnorm + signed_sqnorm) ** 2 - 4 * dot**2))
     if not norms_product > _MIN_PRODUCT * (total_sqnorm + signed_sqnorm):
         return math.nan

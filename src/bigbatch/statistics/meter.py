@@ -18,7 +18,7 @@ from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.forward_hook import PrepareAfterForward
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.groups.grouping import Grouping
-from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck, has_gradient
+from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck
 from bigbatch.setting_types import Count, Coverage, Groups, checked
 from bigbatch.statistics.confidence import Interval, jackknife, log_ratio
 from bigbatch.statistics.noise_scale import (
@@ -166,9 +166,8 @@ class GradientMeter:
                 raise
             failure = error  # after the other ranks got their part of the sums
         device = self.source.parameters[0].device
-        gradients_exist = torch.full(
-            (1,), has_gradient(self.source), dtype=widest_float(device), device=device
-        )
+        dtype, has_gradient = widest_float(device), bool(self.source.local_grads())
+        gradients_exist = torch.full((1,), has_gradient, dtype=dtype, device=device)
         values = self.measure(sizes, gradients_exist).tolist()
         if failure is not None:
             raise failure

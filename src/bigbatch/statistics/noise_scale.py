@@ -140,10 +140,6 @@ def from_weighted_losses(
         GradientError: k < 2, or A < N |G|^2, which no data can give.
     Source:
         docs/theory.md (2).
-    Example:
-        >>> step = from_weighted_losses(2 / 8, 2.0, micro_batches=2, samples=16)  # (1, 0), (0, 1)
-        >>> step.grad_sqnorm, step.grad_variance
-        (0.0, 32.0)
     """
     k, total = micro_batches, _rounded(samples)
     noise = _variance(total**2 * sqnorms_over_sizes, total * sum_sqnorm, k, k - 1, eps)
@@ -175,7 +171,7 @@ def from_mean_losses(
 
 
 def _rounded(samples: float) -> float:
-    """The number of samples, without the rounding errors of weights that stand for samples."""
+    # weights that stand for samples have rounding errors
     return round(samples) if math.isclose(samples, round(samples)) else samples
 
 

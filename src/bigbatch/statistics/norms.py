@@ -80,10 +80,7 @@ def sum_by_layer(
 
 
 def squared_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """|g|^2 of each gradient, (T,), in the widest float of the first one's device.
-
-    By a kernel if it fits. Half types are summed in float32.
-    """
+    """|g|^2 of each gradient, (T,), in the widest float; half types are summed in float32."""
     if native.fits(gradients):
         return native.squared_norms(gradients)
     if max(map(_numel, gradients)) > _SHORT and all(map(_IS_CPU, gradients)):
@@ -95,13 +92,9 @@ def squared_norms(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def squared_norm(gradient: Tensor) -> Tensor:
-    """|gradient|^2 as a 0-dim tensor; a dense gradient is not copied.
-
-    A dot product, because `vector_norm` on a CPU sums 10 M float32 with an error of 4e-4 (dot:
-    1e-5; docs/LOG.md). Half types are summed in float32.
-    """
+    """|gradient|^2 as a 0-dim tensor; a dense gradient is not copied."""
     flat = flattened(gradient, gradient.stride())
-    if flat.dtype in FULL_PRECISION:
+    if flat.dtype in FULL_PRECISION:  # vector_norm has an error of 4e-4 for 10 M float32 on a CPU
         return torch.dot(flat, flat)
     norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
     return norm.square()

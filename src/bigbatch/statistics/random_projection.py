@@ -143,10 +143,7 @@ class ProjectionProbe(Subscriber):
         self._heads = []  # views of gradients, whose memory they would keep
 
     def projections(self, *, with_grad: bool = False) -> Tensor:
-        """The projections of each micro-batch of the step, (k, 8).
-
-        Those of this rank's shards of `.grad` follow `with_grad`, (k + 1, 8).
-        """
+        """The projections of each micro-batch of the step, (k, 8); then of `.grad`, (k + 1, 8)."""
         rows = [*self._rows, self._joined(self._grad_heads())] if with_grad else self._rows
         if not rows:
             return self._signs.new_zeros(0, _PROBES)
@@ -187,7 +184,6 @@ class ProjectionProbe(Subscriber):
 
 
 def _head(gradient: Tensor, count: int) -> Tensor:
-    """The first elements of a gradient."""
     if not gradient.is_contiguous():  # only the rows that have them are copied
         rows = -(-count * gradient.shape[0] // gradient.numel())
         gradient = gradient[:rows]

@@ -70,7 +70,6 @@ class _Block:
             self.weight = weight
 
     def split(self) -> Iterator["_Block"]:
-        """A block of each parameter, with the same moments."""
         for number, (parameter, m2) in enumerate(zip(self.parameters, self.m2s, strict=True)):
             own = None if self.totals is None else [self.totals[number]]
             yield _Block([parameter], [m2], self.fits, self.weight, self.written, own)
@@ -89,9 +88,8 @@ class GradientMoments(Subscriber):
 
     A micro-batch that does not reach a parameter has a gradient of 0 there, and counts as such.
     M2 and S are float32 at least. S is the source's, or, where that keeps none or one of a half
-    type, in a buffer of its own. The gradients of a list of parameters are one call of a kernel, or
-    of torch's foreach. The second of a step writes M2, so nothing is zeroed. Where a micro-batch
-    reaches only a part of a list, the rest of the step is read one by one.
+    type, in a buffer of its own. The second gradient of a step writes M2, so nothing is zeroed.
+    Where a micro-batch reaches only a part of a list, the rest of the step is read one by one.
 
     Source:
         Welford 1962, West 1979; why not E[g^2] - E[g]^2: docs/theory.md (5).
@@ -147,10 +145,7 @@ class GradientMoments(Subscriber):
 
     @torch.no_grad()
     def groups(self, parameter: Tensor, gradient: Tensor, groups: GroupGradients) -> None:
-        """Adds the scatter of the groups of one backward around their mean.
-
-        M2 += sum_d n_d (g_d - g)^2,    with n_d g_d = h_d and (sum n_d) g = sum h_d
-        """
+        """Adds sum_d n_d (g_d - g)^2 to M2, with n_d g_d = h_d and (sum n_d) g = sum h_d."""
         block = self._block_of.get(id(parameter))
         if block is None or block.weight != self.weight:  # not watched
             return
@@ -171,10 +166,7 @@ class GradientMoments(Subscriber):
     def sums_and_m2s(
         self, parameters: Sequence[Tensor], sums_of: SumsOf, like: Sequence[Tensor] | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """(S, M2) of each parameter over the whole step; zeros if no micro-batch reached it.
-
-        `like` are tensors shaped like the gradients, if those are not shaped like the parameters.
-        """
+        """(S, M2) of each parameter over the step; zeros like `like` where nothing reached it."""
         ids = list(map(id, parameters))
         blocks = list(map(self._block_of.get, ids))
         for reached in filter(None, set(blocks)):
@@ -185,7 +177,7 @@ class GradientMoments(Subscriber):
         m2s: list[Any] = list(map(self._m2s.get, ids))
         for number, block in enumerate(blocks):
             if block is None:
-                shape = (parameters if like is None else like)[number]
+                shape = (parameters if like is None else like)[number]  # of the gradient
                 dtype = sum_dtype(shape.dtype)
                 sums[number] = torch.zeros_like(shape, dtype=dtype, requires_grad=False)
                 m2s[number] = sums[number].clone()
@@ -208,7 +200,6 @@ class GradientMoments(Subscriber):
     # blocks
 
     def _blocks(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> _Placed:
-        """The blocks of a list of parameters, whose moments are those of this step."""
         ids = tuple(map(id, parameters))
         key = self._watched_count, *ids
         like, placed = self._lists.get(key, ([], []))
@@ -305,16 +296,14 @@ class GradientMoments(Subscriber):
     def _kernel_columns(
         self, block: _Block, gradients: Sequence[Tensor], totals: Sequence[Tensor]
     ) -> "list[array[int]] | None":
-        """Addresses of the gradients, S and M2, if the kernel can read them."""
-        if not block.fits or not native.are_plain(gradients):
+        fits = block.fits and native.are_plain(gradients)
+        if not fits or native.lengths(gradients) != block.lengths:
             return None
         total_addresses = native.addresses(totals)
         if total_addresses != block.total_addresses:
             if not native.are_plain(totals) or native.lengths(totals) != block.lengths:
                 return None
             block.total_addresses = total_addresses
-        if native.lengths(gradients) != block.lengths:
-            return None
         return [native.addresses(gradients), total_addresses, block.addresses]
 
 

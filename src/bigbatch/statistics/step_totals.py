@@ -1,7 +1,4 @@
-"""Totals of a step over micro-batches and ranks: one packed vector, one all-reduce, one host read.
-
-`StepAccumulators` packs the vector on the device, `StepTotals` reads its parts on the host.
-"""
+"""Totals of a step over micro-batches and ranks: one vector, one all-reduce, one host read."""
 
 import itertools
 import math
@@ -16,7 +13,7 @@ from torch.nn import functional
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
-from bigbatch.gradients.dtypes import sum_scalars, to_device, widest_float, without_autocast
+from bigbatch.gradients.dtypes import stacked, to_device, widest_float, without_autocast
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine, cosine_of_halves
 from bigbatch.statistics.norms import MicroBatchNorms, count_layers, squared_norms, sum_by_layer
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections, leave_one_out
@@ -88,7 +85,7 @@ class StepAccumulators:
         """As `GradientMeter.measure` in a step that is not due."""
         grads = self._source.local_grads()
         of_grads = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
-        total = sum_scalars(of_grads)
+        total = stacked(of_grads).sum(0, keepdim=True, dtype=widest_float(self._device))
         parts = [] if extra is None else [extra]
         if self._source.group_tap is not None:
             parts.append(self._group_error(total))
@@ -102,9 +99,9 @@ class StepAccumulators:
         if not self._layers:
             grads = source.local_grads()
         else:
-            found = {p: source.local_grad(p) for p in source.parameters}
-            parameters = [p for p, grad in found.items() if grad is not None]
-            grads = [grad for grad in found.values() if grad is not None]
+            found = ((p, source.local_grad(p)) for p in source.parameters)
+            existing = {p: grad for p, grad in found if grad is not None}
+            parameters, grads = [*existing], [*existing.values()]
         squares = [squared_norms(grads)] if grads else []
         return to_device(sum_by_layer(squares, parameters, self._layers), self._device)[None]
 
@@ -189,7 +186,6 @@ class StepAccumulators:
         return torch.stack([deviation @ sqnorms.clamp_min(tiny).log(), deviation @ deviation])
 
     def _all_reduce(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Packs the parts and sums them over the ranks."""
         self.lengths = dict(zip(parts, map(Tensor.numel, parts.values()), strict=True))
         packed = torch.cat([*parts.values()])
         self._source.reducer.all_reduce(packed)
@@ -209,11 +205,7 @@ class RankTotals(NamedTuple):
 
 
 class StepTotals:
-    """The totals of a step on the host, over all ranks.
-
-    Raises:
-        GradientError: a rank could not read its step.
-    """
+    """The totals of a step on the host; GradientError if a rank could not read its step."""
 
     def __init__(self, parts: Mapping[str, list[float]]) -> None:
         self.sqnorms_over_sizes = parts["sqnorms_over_sizes"]  # sum |h_d|^2 / n_d, by layer

@@ -80,9 +80,8 @@ class GroupCheck:
         order = sorted(self.parameters, key=lambda p: (p not in first, -p.share))
         lines.append(f"{'|G|^2':>8}  {'error':>8}  parameter")
         for p in order[:_SHOWN]:
-            error = "refused" if p.refusal else f"{p.error:.1e}"
-            name = f"{p.name} {p.shape}" + (f": {p.refusal}" if p.refusal else "")
-            lines.append(f"{p.share:8.2g}  {error:>8}  {name}")
+            error, why = ("refused", f": {p.refusal}") if p.refusal else (f"{p.error:.1e}", "")
+            lines.append(f"{p.share:8.2g}  {error:>8}  {p.name} {p.shape}{why}")
         if len(order) > _SHOWN:
             lines.append(f"and {len(order) - _SHOWN} more")
         return "\n".join(lines)
@@ -106,12 +105,11 @@ def check_groups(
 
     They are equal if no sample influences another and the loss is the mean over samples. Unlike
     `groups=` itself, it also finds a loss that couples samples above the model's last output, a sum
-    in place of a mean, and a mean over tokens without weights.
-
-    If the loss is random, as with dropout, everything except BatchNorm is compared in eval mode.
-    The model and random states are as before. Call it before a GradientMeter, an AdaptiveBatch or
-    fully_shard gets the model; a DDP model is checked without its ranks. It needs memory for k + 3
-    gradients. Call it under autocast if training does, with tolerance=0.1.
+    in place of a mean, and a mean over tokens without weights. If the loss is random, as with
+    dropout, everything except BatchNorm is compared in eval mode. The model and random states are
+    as before. Call it before a GradientMeter, an AdaptiveBatch or fully_shard gets the model; a DDP
+    model is checked without its ranks. It needs memory for k + 3 gradients. Call it under autocast
+    if training does, with tolerance=0.1.
 
     Args:
         model: the model; all its parameters that require a gradient are checked.
@@ -132,15 +130,12 @@ def check_groups(
         >>> model, x, y = nn.Linear(3, 1), torch.arange(24.0).view(8, 3), torch.zeros(8, 1)
         >>> check_groups(model, nn.functional.mse_loss, x, y, groups=4).ok
         True
-        >>> def square_of_mean(output, y):  # not a mean over samples
-        ...     return output.mean().square()
-        >>> check_groups(model, square_of_mean, x, groups=4).ok
+        >>> check_groups(model, lambda output, y: output.mean().square(), x, groups=4).ok
         False
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    named = model.named_parameters()
-    names: dict[Tensor, str] = {p: name for name, p in named if p.requires_grad}
+    names: dict[Tensor, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
     if not names:
         raise SettingError("no parameter requires a gradient, so there is nothing to check")
     if any(map(is_sharded, names)):
@@ -182,15 +177,10 @@ def check_groups(
         errors, scatters, sqnorm = _compare(compared, tap.weights, loss_of_group)
     lengths = {p: _square(g) for p, g in whole.items()}
     total, covered = math.fsum(lengths.values()) or 1.0, math.fsum(lengths[p] for p in compared)
+    why = tap.refusals
     parameters = tuple(
-        ParameterCheck(
-            names[p],
-            tuple(p.shape),
-            length / total,
-            tap.refusals.get(p, ""),
-            errors.get(p, math.nan),
-        )
-        for p, length in lengths.items()
+        ParameterCheck(names[p], tuple(p.shape), n / total, why.get(p, ""), errors.get(p, math.nan))
+        for p, n in lengths.items()
     )
     one_backward, loop = (
         # sums that do not fit together are what is looked for
@@ -226,11 +216,8 @@ def _compare(
 
 
 def _loss(model: nn.Module, loss_fn: LossFunction, x: Batch, y: Batch) -> Tensor:
-    """The loss of a batch, checked."""
-    if isinstance(x, Mapping):
-        output = model(**x)
-    else:
-        output = model(*x) if isinstance(x, tuple) else model(x)
+    arguments = x if isinstance(x, tuple) else (x,)
+    output = model(**x) if isinstance(x, Mapping) else model(*arguments)
     return one_number(loss_fn(output, y), "loss_fn").reshape(())
 
 

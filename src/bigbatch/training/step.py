@@ -15,7 +15,7 @@ from bigbatch.data.micro_batches import StepBatches
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
-from bigbatch.gradients.replaced_parameters import NO_GRADIENT, has_gradient
+from bigbatch.gradients.replaced_parameters import NO_GRADIENT
 from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -457,7 +457,7 @@ class Step:
             self._backwards,
             is_shared and self._weighting_code,
             self._samples,
-            is_shared and has_gradient(self._source),  # one process looks if it must
+            is_shared and bool(self._source.local_grads()),  # one process looks if it must
             past.step_seconds,
             self._elapsed_seconds or past.elapsed_seconds,
             is_shared and self._update.checksum(),
@@ -518,7 +518,7 @@ class Step:
                 unit = (self._expected_weight / weight) ** 2
                 statistics = meter.statistics(totals, unit, of_all_ranks=True)
                 statistics = _in_samples(statistics, round(total))
-        if vanishes and not (has_grad or has_gradient(self._source)):
+        if vanishes and not (has_grad or self._source.local_grads()):
             raise GradientError(NO_GRADIENT)
         if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
             finite, vanishes = False, True

@@ -149,6 +149,12 @@ CALLS = {
     "Embedding": (lambda: nn.Embedding(11, 10), tokens()),
     "Embedding-padding": (lambda: nn.Embedding(11, 10, padding_idx=2), tokens(5)),
     "Embedding-3": (lambda: nn.Embedding(11, 10), tokens(2, 3)),
+    "Embedding-choices": (  # of rows of tokens, as for questions with several answers
+        lambda: Function(
+            lambda s, t: s.m(t.flatten(0, 1)).view(*t.shape, -1), m=nn.Embedding(11, 10)
+        ),
+        tokens(2, 3),
+    ),
     "Embedding-flattened": (
         lambda: Function(lambda s, t: s.m(t.flatten()).view(*t.shape, -1), m=nn.Embedding(11, 10)),
         tokens(5),

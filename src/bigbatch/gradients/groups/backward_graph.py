@@ -17,7 +17,6 @@ Node = Any
 Edge = tuple[Node, int]
 """A node, and the number of one of its forward function's outputs."""
 
-
 _EDGES = operator.attrgetter("next_functions")
 
 
@@ -42,10 +41,7 @@ ParametersOf = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 def trace(
     roots: Iterable[Edge], parameters_of: ParametersOf
 ) -> tuple[list[Node], tuple[object, ...]]:
-    """Every node below the roots, in an order that depends on the structure of the graph alone.
-
-    And a key of it: the kinds of functions, how they are connected, and the parameters.
-    """
+    """Every node below the roots, in an order of the structure alone; and a key of that."""
     nodes: list[Node] = []
     numbers: dict[Node | None, int] = {None: -1}
     key: list[object] = []
@@ -93,17 +89,11 @@ def saved_tensor(node: Node, name: str) -> Tensor:
 
 
 def gradients_of_operands(node: Node, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """What a function's node makes of the gradients of its outputs, before its turn.
-
-    As the engine does, it casts them to the dtype of the outputs, in which other operands are.
-    """
+    """What a function's node makes of the gradients of its outputs, before its turn."""
     _keep_saved(node)
-    results = node(
-        *(
-            None if gradient is None else gradient.to(metadata.dtype)
-            for gradient, metadata in zip(gradients, node._input_metadata, strict=True)
-        )
-    )
+    pairs = zip(gradients, node._input_metadata, strict=True)
+    # the engine casts too, to the dtype of the outputs, in which other operands are
+    results = node(*(None if g is None else g.to(metadata.dtype) for g, metadata in pairs))
     results = results if isinstance(results, tuple) else (results,)
     return [
         # the engine sums over dimensions that were broadcast

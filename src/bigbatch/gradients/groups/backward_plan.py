@@ -49,8 +49,6 @@ class BackwardPlan:
 
 @dataclass
 class _Structure:
-    """What is known of the graphs of one structure."""
-
     plans: dict[Shapes, BackwardPlan] = field(default_factory=dict)
     backwards: int = 0
     numbers: tuple[int, ...] = ()  # of the nodes of all uses
@@ -66,9 +64,8 @@ class _Structure:
 class RememberedPlans:
     """Plans backwards, once for all graphs of one structure.
 
-    A plan is checked again at the fourth, 16th, 64th backward and so on, since a check may have
-    missed what random numbers or the data of one batch hid; and at every backward while its check
-    was not conclusive.
+    A plan is checked again at the fourth, 16th, 64th backward and so on, since random numbers or
+    the data of one batch may have misled a check; and while its check was not conclusive.
     """
 
     def __init__(
@@ -99,7 +96,6 @@ class RememberedPlans:
     def _plan(
         self, nodes: Sequence[Node], roots: Sequence[Edge], grouping: Grouping, check: int | None
     ) -> BackwardPlan:
-        """Finds the uses of parameters in a graph, and where the samples are in each."""
         names, normalizes = [node.name() for node in nodes], _has_batch_norm(nodes, self._model)
         refused = (_REFUSED[start] for start in _REFUSED for n in names if n.startswith(start))
         refusal = next(refused, "")
@@ -142,7 +138,6 @@ class RememberedPlans:
 
 
 def _find_places(found: ParameterUses, roots: Sequence[Edge], check: int | None) -> SampleCheck:
-    """Where the samples of each use are, as far as it is known."""
     if found.samples == 1:
         return SampleCheck({use.number: use.places[0] for use in found.uses if use.places})
     if check is not None:

@@ -22,17 +22,14 @@ _SHIFTS = 4093  # prime: positions in the pool of random signs
 
 @dataclass
 class Projection:
-    """S g, or S g R^T for the channels of a convolution, with matrices of random signs.
-
-    E |S g R^T|^2 = c |g|^2,    c = m of S times m of R
-    """
+    """S g, or S g R^T for the channels of a convolution, with matrices of random signs."""
 
     rows: Tensor  # S, (m, rows of the gradient)
     columns: Tensor | None = None  # R, (m, its columns); None for none
 
     @property
     def scale(self) -> int:
-        """c."""
+        """c = m of S times m of R, with E |S g R^T|^2 = c |g|^2."""
         return self.rows.shape[0] * (1 if self.columns is None else self.columns.shape[0])
 
     def of(self, gradient: Tensor) -> Tensor:
@@ -107,13 +104,10 @@ class GroupSums(Contribution):
 
 @dataclass
 class OuterProducts(Contribution):
-    """L^T R of each group, for a parameter of a rows and b columns: linear layers.
-
-    Without R they are the sums of the rows of L, (k, a) or projected (k, m): the bias.
-    """
+    """L^T R of each group, for a parameter of a rows and b columns: linear layers."""
 
     left: Rows
-    right: Rows | None = None
+    right: Rows | None = None  # without it the sums of the rows of L, (k, a) or (k, m): the bias
 
     def exact(self) -> Tensor:
         """(k, a, b)."""

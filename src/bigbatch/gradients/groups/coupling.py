@@ -1,7 +1,4 @@
-"""Whether a loss couples samples: its functions between the loss and some outputs, by their names.
-
-The graph alone shows it, so a backward may have freed what its functions saved.
-"""
+"""Whether a loss couples samples: its functions between the loss and some outputs, by name."""
 
 import sys
 import threading
@@ -10,7 +7,6 @@ from graphlib import TopologicalSorter
 from itertools import chain
 from traceback import walk_stack
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
@@ -130,7 +126,7 @@ def _mixes(node: Node, operands: Sequence[Edge], samples: int) -> bool:
         return _is_along(node, operands[0], samples)
     if name not in _ELEMENTWISE or len(operands) < 2:
         return False
-    shapes = [_aligned(shape_of(*edge), output) for edge in operands[:2]]
+    shapes = [(1,) * (len(output) - len(s)) + s for s in (shape_of(*e) for e in operands[:2])]
     if all(shape[:1] == (samples,) for shape in shapes):
         return False  # pairs in a sample
     repeated = [
@@ -140,12 +136,8 @@ def _mixes(node: Node, operands: Sequence[Edge], samples: int) -> bool:
     return all(repeated)
 
 
-def _aligned(shape: torch.Size, output: torch.Size) -> tuple[int, ...]:
-    return (1,) * (len(output) - len(shape)) + tuple(shape)
-
-
 def _has_rows(size: int, samples: int) -> bool:
-    """Whether a dimension may have all samples, or pairs of them."""
+    # all samples, or pairs of them
     return size > 1 and (size % samples == 0 or samples % size == 0)
 
 

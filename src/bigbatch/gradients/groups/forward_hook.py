@@ -13,17 +13,14 @@ from bigbatch.gradients.source import GradientSource
 
 
 class PrepareAfterForward:
-    """A forward hook with keyword arguments; the samples are in a dimension of the first tensor.
-
-    Its copies, in copied and in saved models, do nothing.
-    """
+    """A forward hook with keyword arguments; the samples are in a dimension of the first tensor."""
 
     def __init__(self, source: GradientSource | None = None, dim: int = 0) -> None:
         self._dim = dim
         self._source = None if source is None else weakref.ref(source)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return PrepareAfterForward, ()
+        return PrepareAfterForward, ()  # in copied and in saved models it does nothing
 
     @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

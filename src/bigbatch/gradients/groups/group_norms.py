@@ -1,7 +1,4 @@
-"""Squared norms of the groups' gradients in one backward, and whether they add up to it.
-
-See [Note: Groups of one backward] in `group_tap.py`.
-"""
+"""Squared norms of the groups' gradients in one backward, and whether they add up to it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,10 +17,7 @@ _Images = tuple[Tensor, Tensor | None]
 
 
 class GroupNorms:
-    """Sums over the parameters of a backward, by layer, a number from 0.
-
-    Large images are read at once, small ones are read together.
-    """
+    """Sums over the parameters of a backward, by layer; small images are read together."""
 
     def __init__(
         self,
@@ -109,9 +103,7 @@ class GroupNorms:
     def relative_error(self, like: Tensor) -> Tensor | None:
         """The length of (sum of h_d) - h over that of all h_d; None if they were not compared.
 
-        The largest over what was read together, and of all; 0 if it is not more than rounding. A
-        part may be nothing but rounding, as the key's bias of attention: only an error that all
-        parts together would show counts there. It has the device and dtype of `like`.
+        The largest over what was read together, and of all; 0 if it is not more than rounding.
         """
         if not self._compares:
             return None
@@ -119,6 +111,7 @@ class GroupNorms:
         errors, lengths = rows[:, -1], rows[:, :-2].sum(1)
         tiny = torch.finfo(like.dtype).tiny
         total = lengths.sum().clamp_min(tiny)
+        # where a part is all rounding, as the key's bias of attention, only an error of all counts
         is_large = errors > (_ROUNDINGS * self._eps) ** 2 * total
         relative = torch.where(is_large, errors / lengths.clamp_min(tiny), 0.0)
         error = torch.maximum(relative.max(), errors.sum() / total).sqrt()
@@ -126,11 +119,8 @@ class GroupNorms:
 
 
 def refusal_of_sums(error: float) -> str:
-    """What a relative error of the sums of groups means; empty if there is none.
-
-    An error that is not finite is that of a gradient, which skips the step.
-    """
-    if not error or not math.isfinite(error):
+    """What a relative error of the sums of groups means; empty if there is none."""
+    if not error or not math.isfinite(error):  # of a gradient, which skips the step
         return ""
     return (
         "the gradients of the groups of one backward do not add up to a parameter's gradient (they "

@@ -168,7 +168,6 @@ class GroupTap:
     def _on_gradient(
         self, grouping: Grouping, use: Use, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """The gradient of the output of a use is complete."""
         gradient = gradients[0]
         if gradient is None or grouping is not self.grouping:
             return
@@ -224,7 +223,6 @@ class GroupTap:
         return by_parameter
 
     def _projection_of(self, number: int, shape: torch.Size, like: Tensor) -> Projection:
-        """The projection of a parameter in this backward, for factors like this tensor."""
         key = number, shape[: 2 if shape[2:] else 1], like.dtype
         if key not in self._projections:
             seed = 7919 * number + 1009 * self.step + 131 * self._backwards

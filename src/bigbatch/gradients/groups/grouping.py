@@ -12,12 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Grouping:
-    """Consecutive samples in groups whose sizes differ by at most one, larger groups first.
-
-    Example:
-        >>> Grouping(samples=7, groups=3).sizes
-        (3, 2, 2)
-    """
+    """Consecutive samples in groups whose sizes differ by at most one, larger groups first."""
 
     samples: int  # B, samples of the backward
     groups: int  # k, at most B
@@ -34,11 +29,7 @@ class Grouping:
         return [math.fsum(itertools.islice(numbers, size)) for size in self.sizes]
 
     def split(self, tensor: Tensor, dim: int = 0) -> list[Tensor]:
-        """Cuts `dim`, of n entries for each sample, into (groups, entries of each).
-
-        Returns:
-            One tensor, or two with groups of equal size each.
-        """
+        """Cuts `dim` into (groups, entries of each): one tensor, or two of equal groups each."""
         sizes, shape = self.sizes, tensor.shape
         if sizes[0] == sizes[-1]:
             size = shape[dim] // self.groups

@@ -106,10 +106,7 @@ class ParameterUses:
         self.uses = list(self._find())
 
     def is_ambiguous(self, use: Use) -> bool:
-        """Whether only its shape makes the output of a use depend on samples.
-
-        A constant may be samples, unless it is the model's or has the numbers of positions.
-        """
+        """Whether only its shape makes the output of a use depend on samples."""
         node = self.nodes[use.number]
         if not self.with_samples.isdisjoint(operands_of(node)):
             return False
@@ -122,7 +119,7 @@ class ParameterUses:
         return str(next(iter(self._consumers[node]), node).name())
 
     def _has_data(self, node: Node) -> bool:
-        """Whether a constant of a function may be samples."""
+        """Whether a constant of a function may be samples: not the model's, nor positions."""
         return any(not self._is_of_model(c) and not _are_positions(c) for c in constants_of(node))
 
     def _has_samples(self, node: Node) -> bool:
@@ -216,15 +213,12 @@ class ParameterUses:
         return places + columns
 
     def places_by_shape(self, shape: torch.Size) -> list[Place]:
-        """Where the samples may be in a tensor of which only the shape is known.
-
-        The columns of a matrix whose rows are a multiple of B may have its size by chance, so that
-        none of its places is certain.
-        """
+        """Where the samples may be in a tensor of which only the shape is known."""
         exact = self.exact_places(shape)
         has_rows = bool(shape) and shape[0] != self.samples and shape[0] % self.samples == 0
         if not has_rows or (exact and len(shape) != 2):
             return exact
+        # the columns of a matrix may have the size B by chance
         return [*FLATTENED, *(Place(place.dim, is_certain=False) for place in exact)]
 
     def exact_places(self, shape: torch.Size) -> list[Place]:

@@ -78,11 +78,9 @@ class Call(NamedTuple):
 
     def rows(self, tensor: Tensor, trailing: int = 1) -> Tensor:
         """(..., trailing dimensions) -> (B n, trailing dimensions), sample by sample."""
-        if self.place.dim is None:
-            return self.place.rows(tensor, self.grouping.samples)
-        if self.place.dim:
-            tensor = tensor.movedim(self.place.dim, 0)
-        return tensor.reshape(-1, *tensor.shape[tensor.dim() - trailing :])
+        dim, samples = self.place.dim, self.grouping.samples
+        rows = self.place.rows(tensor, samples) if dim is None else tensor.movedim(dim, 0)
+        return rows.reshape(-1, *tensor.shape[tensor.dim() - trailing :])
 
     def sums(self, tensor: Tensor, operand: int) -> Contribution:
         """A contribution to an operand that is broadcast over the samples."""
@@ -248,9 +246,9 @@ def rule_of(node: Node, place: Place, operands: Collection[int]) -> Rule:
 
 def _is_linear_layer(node: Node, operands: Collection[int]) -> bool:
     """Whether an addmm adds one bias to each row, without factors."""
-    if (node._saved_alpha, node._saved_beta) != (1, 1):
-        return False
-    return 0 not in operands or shape_of(*node.next_functions[0]) == shape_of(node)[1:]
+    has_factors = (node._saved_alpha, node._saved_beta) != (1, 1)
+    has_bias = 0 not in operands or shape_of(*node.next_functions[0]) == shape_of(node)[1:]
+    return has_bias and not has_factors
 
 
 def can_project(node: Node, operand: int) -> bool:

@@ -1,7 +1,4 @@
-"""Checks, by backwards of some of the samples, where the samples are in each use of a parameter.
-
-See [Note: Groups of one backward] in `group_tap.py`.
-"""
+"""Checks, by backwards of some of the samples, where the samples are in each use of a parameter."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,8 +69,7 @@ def check_samples(found: ParameterUses, roots: Sequence[Edge], number: int) -> S
 class _Attempts:
     """Backwards of halves of the samples, if these are in certain places of some outputs.
 
-    They start at the outputs with samples that are nearest to the loss, and end at the uses below
-    which no other use is: before the leaves and their hooks.
+    They start at the outputs with samples nearest to the loss, and end at the last uses.
     """
 
     def __init__(self, found: ParameterUses, roots: Sequence[Edge]) -> None:
@@ -141,12 +137,10 @@ class _Attempts:
         )
 
     def _moves(self, node: Node) -> bool:
-        """Whether a node takes samples elsewhere by indices."""
         operands = operands_of(node) if node.name() in _INDEXED else ()
         return not self._found.with_samples.isdisjoint(operands)
 
     def _run_backward(self, starts: dict[Edge, Place], members: Tensor) -> None:
-        """A backward of random gradients."""
         found, ends = self._found, {use.number for use in self._last_uses}
         handles = [
             node.register_prehook(lambda gradients, n=n: self._note(n, gradients, members))
@@ -199,9 +193,9 @@ class _Attempts:
             self._arrived.add(number)
         if any(bool(gradient.any()) for gradient in present):
             self._seen.add(number)
-        if gradients[0] is None:
+        if (first := gradients[0]) is None:
             return
-        first = gradients[0].detach()
+        first = first.detach()
         known = first.nan_to_num(0.0, 0.0, 0.0)
         if self._found.nodes[number] not in self._unordered and self._is_mixed(known, members):
             self._mixed.add(number)
@@ -232,8 +226,7 @@ def _halves(samples: int, number: int) -> list[Tensor]:
     """Halves of the samples, (B,) each, with their complements.
 
     The first of all has sample 1 and not the last but one, that half a batch on, or sample 0: its
-    partners where samples are mirrored, the batch is doubled, or they are neighbours. Groups of
-    other sizes may part any two samples, so no half is a group.
+    partners where samples are mirrored, the batch is doubled, or they are neighbours.
     """
     generator = torch.Generator().manual_seed(samples + 7919 * number)
     halves = list[Tensor]()
