@@ -11,11 +11,7 @@ from bigbatch.errors import SettingError
 
 
 def require_steppable(optimizer: Any) -> None:
-    """Checks that one call of `step()` is an update, and calls hooks.
-
-    Raises:
-        SettingError: there are several optimizers, `step()` evaluates the model, or has no hooks.
-    """
+    """Raises SettingError unless one call of `step()` is an update, and calls hooks."""
     name = type(optimizer).__name__
     if isinstance(optimizer, (list, tuple, dict)):
         raise SettingError(
@@ -37,17 +33,6 @@ def require_steppable(optimizer: Any) -> None:
                 f"{name}.step() needs a {parameter.name}, and an update is one step() without; use "
                 "an optimizer that needs none"
             )
-
-
-def ensure_step_hooks(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer; its `step()` calls hooks from now on.
-
-    `Optimizer.__init__` does this once for each class. A wrapper that does not call it, such as
-    timm's Lookahead, would never call its hooks.
-    """
-    if not getattr(type(optimizer).step, "hooked", False):
-        optimizer._patch_step_function()  # torch's own; also after unpickling
-    return optimizer
 
 
 def trained_parameters(optimizer: Optimizer) -> list[Tensor]:

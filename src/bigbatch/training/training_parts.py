@@ -12,32 +12,31 @@ from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.loss_check import LossCheck
 from bigbatch.training.oom_hints import OomHints
-from bigbatch.training.optimizer_checks import ensure_step_hooks
 
 _FUSED = operator.methodcaller("get", "fused")
 _SKIPPING = {SGD, Adagrad, Adam, AdamW}  # their fused step reads `found_inf`
 
 
 class TrainingParts:
-    """Meter, optimizer, scaler and ranks of a training; what warns of a step's mistakes.
+    """Meter, optimizer, scaler and ranks of a training; what warns of a step's mistakes."""
 
-    `external` is whether another loop gives the micro-batches.
-    """
-
-    def __init__(self, meter: GradientMeter, optimizer: Optimizer, *, external: bool) -> None:
+    def __init__(self, meter: GradientMeter, optimizer: Optimizer) -> None:
         self.meter, self.scaler, self.optimizer = meter, meter.scaler, optimizer
         self.reader = micro_batch_optimizer(optimizer)  # if it reads each micro-batch's gradient
         # its own source, if each backward is reduced over the ranks
         self.reduced = None if self.reader is None else self.reader.reduced_source()
         self.collectives = collectives = HostCollectives(meter.source)
-        self.oom_hints = OomHints(collectives.rank, collectives.ranks, external=external)
+        self.oom_hints = OomHints(collectives.rank, collectives.ranks)
         self.warns = collectives.rank == 0  # whether this rank warns
         self.loss_check = LossCheck(warns=self.warns, has_scaler=self.scaler is not None)
         self.pairs: ConsecutiveSteps | None = None  # if steps of one backward are compared
         self.compares = False  # whether the present step is one of a pair
         self.optimizer_steps = 0  # calls of optimizer.step(), by anybody
-        hook = weak_method(self._count_optimizer_step)
-        ensure_step_hooks(optimizer).register_step_post_hook(hook)
+        # `Optimizer.__init__` does this once for each class; a wrapper may not call it, as timm's
+        # Lookahead, and would never call its hooks
+        if not getattr(type(optimizer).step, "hooked", False):
+            optimizer._patch_step_function()  # torch's own; also after unpickling
+        optimizer.register_step_post_hook(weak_method(self._count_optimizer_step))
 
     @property
     def skips_on_device(self) -> bool:
