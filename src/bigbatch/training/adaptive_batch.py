@@ -375,7 +375,7 @@ class AdaptiveBatch:
             self._require_no_open_step()
         if self.run_log is not None:
             self.run_log.flush()  # as its rows up to here are part of the state
-        position = self.batches.state_dict()
+        position, pairs = self.batches.state_dict(), self._parts.pairs
         return {
             "version": _STATE_VERSION,
             "shared": {**self._update.state_dict(), "pass": position["pass"]},
@@ -386,7 +386,7 @@ class AdaptiveBatch:
                 "ranks": self._parts.collectives.ranks,
                 "stream": position["stream"],
                 "random": random_state(),
-                "first_of_pair": self._update.first_of_pair,
+                "first_of_pair": None if pairs is None else pairs.state_dict(),
             },
         }
 

@@ -59,9 +59,6 @@ class BranchRequest:
         """The sizes of the test: by default as long as the available samples allow.
 
         No branch has fewer steps than the optimizer averages over (`averaging_steps`).
-
-        Raises:
-            SettingError: nothing fits, or sizes that cannot work.
         """
         sizes = self._sizes(batch_size, ranks)
         largest = sizes[-1]

@@ -20,8 +20,8 @@ from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
 from bigbatch.training.branch_plan import BranchPlan, BranchRequest, averaging_steps
 from bigbatch.training.loss_check import one_number
 from bigbatch.training.loss_weights import label_weights, weighted_loss
-from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.snapshot import TrainingSnapshot
+from bigbatch.training.step_rates import scale_lr
 from bigbatch.training.update import Update
 
 LossOf = Callable[[Batch], Tensor]

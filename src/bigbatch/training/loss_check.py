@@ -170,8 +170,7 @@ def _divisor(term: Term) -> Tensor | float | None:
 def _division_message(nodes: list[Any], micro_batches: int) -> str:
     """A message about a mean loss divided by a whole number, as in plain accumulation; else empty.
 
-    Half a squared error is not such a loss. A mean that is not torch's own loss function counts
-    only if the divisor is the number of micro-batches.
+    Half a squared error is none, and a mean by hand counts only with the number of micro-batches.
     """
     if len(nodes) < 2 or nodes[0].name() != "DivBackward0":
         return ""

@@ -38,13 +38,7 @@ _WEIGHT = Kind(NotNegative)  # once, since a weight is checked for each micro-ba
 
 
 class Step:
-    """One optimizer step: iterate its micro-batches, call `backward` on each, then `update`.
-
-    Args:
-        micro_batches: the micro-batches of the step on this rank.
-        trained: the parameters of the optimizer.
-        update: ends the step; has what all steps work with, and what those before have left.
-    """
+    """One optimizer step: iterate its micro-batches, call `backward` on each, then `update`."""
 
     def __init__(
         self, micro_batches: StepBatches | ExternalStep, trained: list[Tensor], update: Update
@@ -165,12 +159,8 @@ class Step:
     ) -> Iterator[float]:
         """`backward` for an engine that runs the backward itself, inside the block.
 
-        Args:
-            loss: as for `backward`; its value counts.
-            weight: as for `backward`.
-            root: what the backward starts from; default: the loss.
-        Returns:
-            The factor of the loss for a gradient that is averaged over ranks; see `weighted_loss`.
+        Gives the factor of the loss for a gradient that is averaged over ranks; see
+        `weighted_loss`. The backward starts from `root`, by default the loss.
         """
         number, factor = self._begin(loss, loss if root is None else root, weight)
         try:
@@ -338,8 +328,7 @@ class Step:
     def optimizer_step(self) -> Iterator[bool]:
         """`update` for an engine that steps the optimizer itself, inside the block.
 
-        Returns:
-            Whether the optimizer may step: the gradient is finite.
+        Gives whether it may step: the gradient is finite.
         """
         statistics = self._statistics(self._require_complete("update"))
         self._require_untouched(vanishes=statistics.vanishes)

@@ -1,17 +1,21 @@
 """The learning rates of each step: the schedule, the factor of the batch size, half-lives."""
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from bigbatch.errors import SettingError
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bigbatch.errors import LoopError, SettingError
+from bigbatch.optim.learning_rates import rates_of
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
 from bigbatch.policies.policy import Fixed, has_state
 from bigbatch.statistics.noise_scale import GradientStatistics
-from bigbatch.training.scaled_lr import scale_lr
-from bigbatch.training.scheduler import BaseBatchScheduler, LRChanges
+from bigbatch.training.scheduler import RATE_OF, BaseBatchScheduler, LRChanges, RateSnapshot
 from bigbatch.training.training_parts import TrainingParts
 from bigbatch.training.transport import require_transportable, transported
 
@@ -22,10 +26,6 @@ class StepRates:
         rate = scheduled rate x rule(batch size, base batch, statistics) x lr_factor of the policy
 
     With `transport` half-lives are kept in samples.
-
-    Raises:
-        SettingError: an unknown rule, or one that counteracts the policy; or transport does not go
-            with the optimizer or the bounds.
     """
 
     def __init__(
@@ -88,12 +88,63 @@ class StepRates:
         return {"clock": self.clock.state_dict(), "scaling": scaling}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved state; the state of another scaling rule is left out.
-
-        Raises:
-            StateError: the schedule is another one.
-        """
+        """Continues from a saved state; the state of another scaling rule is left out."""
         self.clock.load_state_dict(state["clock"])
         same_rule = state["settings"]["lr_scaling"] == self.rule
         if same_rule and has_state(self._scaling) and state["scaling"] is not None:
             self._scaling.load_state_dict(state["scaling"])
+
+
+def scale_lr(optimizer: Optimizer, factor: float) -> AbstractContextManager[list[float]]:
+    """Multiplies every group's learning rate inside the block and restores it afterwards.
+
+        lr <- factor lr,   and after the block lr as it was, to the last bit
+
+    Gives the rates in force, one per group; nan for a group without one. A tensor stays the same
+    tensor, as compiled and captured steps need; one that several groups share is multiplied once.
+    A factor of 1 changes nothing, so an optimizer may then set rates inside its `step()`.
+
+    Raises:
+        SettingError: a factor or a rate that is not a finite number of at least 0.
+        LoopError: at the block's end, if a rate was set inside it; the old ones are restored.
+    """
+    factor = float(factor)
+    if not 0 <= factor < math.inf:
+        raise SettingError(f"the learning-rate factor {factor} is not finite, or negative")
+    return nullcontext(rates_of(optimizer)) if factor == 1 else _scaled(optimizer, factor)
+
+
+@contextmanager
+def _scaled(optimizer: Optimizer, factor: float) -> Iterator[list[float]]:
+    groups = [*optimizer.param_groups]
+    saved: list[Any] = [*map(RATE_OF, groups)]
+    for number, lr in enumerate(saved):
+        if lr is None:
+            raise SettingError(
+                f"parameter group {number} has no learning rate to scale; give it lr=, or pass "
+                "lr_scaling=None"
+            )
+    tensors = {lr: lr.detach().clone() for lr in saved if isinstance(lr, Tensor)}
+    rates_of(optimizer)  # raises an error for what is no rate
+    try:
+        for tensor in tensors:
+            tensor.detach().mul_(factor)
+        for group, lr in zip(groups, saved, strict=True):
+            if not isinstance(lr, Tensor):
+                group["lr"] = lr * factor
+        rates = rates_of(optimizer)
+        scaled = RateSnapshot(groups)
+        yield rates
+        for number, _, lr in scaled.changes():
+            other = lr.item() if isinstance(lr, Tensor) else lr
+            if other != rates[number]:
+                raise LoopError(
+                    f"the learning rate of parameter group {number} was set to {other} during the "
+                    f"step, where AdaptiveBatch had set {rates[number]}; set it between the steps, "
+                    "or pass lr_scaling=None"
+                )
+    finally:
+        for group, lr in zip(groups, saved, strict=True):
+            group["lr"] = lr
+        for tensor, value in tensors.items():
+            tensor.detach().copy_(value)

@@ -48,16 +48,10 @@ class StepStatistics:
 class StepSums:
     """Sums of one step over all ranks, on the device until the host reads them in one wait.
 
-    Args:
-        meter: measures the gradients, complete.
-        losses: the mean loss of each micro-batch that counts.
-        weights: n_d of each.
-        counts: what this rank knows: [weight, micro-batches, weighting, samples, has gradient,
-            seconds of the step before, seconds spent training, checksum].
-        is_light: see [Note: A step that measures nothing].
-        summed: waits for the `local_totals` of all ranks; None if they were not sent before.
-        found_inf: 1 where the optimizer skips the step; None if the host decides that.
-        pair_sums: sums over this step and the one before; None if they are not compared.
+    `counts` is what this rank knows: [weight, micro-batches, weighting, samples, has gradient,
+    seconds of the step before, seconds spent training, checksum]. `summed` waits for the
+    `local_totals` of all ranks, if they were sent before. `found_inf` is 1 where the optimizer
+    skips the step; None if the host decides that.
     """
 
     def __init__(

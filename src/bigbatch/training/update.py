@@ -33,11 +33,7 @@ _NO_PAIR = (
 
 
 class Update:
-    """Ends the steps of a training, one after the other; arguments as of `AdaptiveBatch`.
-
-    Raises:
-        SettingError: as `StepRates`; or no step is measured, and something needs statistics.
-    """
+    """Ends the steps of a training, one after the other; arguments as of `AdaptiveBatch`."""
 
     def __init__(
         self,
@@ -90,18 +86,9 @@ class Update:
         self.planner.limit_batch()
         self.past.epoch += 1
 
-    @property
-    def first_of_pair(self) -> dict[str, Any] | None:
-        """A state of the step that the next one is compared with; None if there is none."""
-        return None if self.parts.pairs is None else self.parts.pairs.state_dict()
-
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
-        """Does something between two steps whose time and learning rates are not the next step's.
-
-        Raises:
-            LoopError: an earlier step failed half way.
-        """
+        """Does something between two steps whose time and rates are not the next step's."""
         self.settle()
         self._require_ready()
         started = time.perf_counter()
@@ -126,13 +113,8 @@ class Update:
     ) -> Iterator[None]:
         """Ends a step with these statistics; the optimizer steps inside, at scaled learning rates.
 
-        Args:
-            step: its statistics; if the host reads them later, those that it knows.
-            read: reads all of them later, if `can_wait`; the optimizer skips on the device.
-        Raises:
-            LoopError: the scheduler is missing or was advanced elsewhere, and nothing is changed;
-                or an earlier call failed half way.
-            RankError: the ranks differ in what decides a step.
+        With `read`, if `can_wait`, `step` has only what the host knows: `read` reads all of it
+        later, and the optimizer skips on the device. Errors before the block have changed nothing.
         """
         self.settle()
         parts, planner, rates, past = self.parts, self.planner, self.rates, self.past
@@ -223,8 +205,7 @@ class Update:
     def checksum(self, *, waits: bool = False) -> float:
         """A checksum of what decides a step, which several ranks send with the sums of each.
 
-        It is of the state before the decision, so it tells of a difference one step after it came
-        up, before the optimizer steps.
+        It is of the state before the decision: a difference is found one step later.
         """
         return checksum(repr(self._facts(waits)))
 
@@ -282,11 +263,7 @@ class Update:
 
     @loads_state
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
-        """Continues from a saved state; the state of another scaling rule is left out.
-
-        Raises:
-            StateError: the schedule is another one.
-        """
+        """Continues from a saved state; the state of another scaling rule is left out."""
         past = self.past
         with suppress(LoopError):  # of the run before
             self.settle()
