@@ -30,9 +30,8 @@ from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.branch_plan import DEFAULT_REPEATS, BranchRequest, Repeats
 from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test
 from bigbatch.training.loop_options import LoopOptions
-from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
 from bigbatch.training.step import Step
-from bigbatch.training.training_parts import TrainingParts
+from bigbatch.training.training_parts import TrainingParts, require_steppable, trained_parameters
 from bigbatch.training.update import Update
 
 _STATE_VERSION = 6

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import SettingError
 from bigbatch.gradients import MADE_LATE, are_freed, parameters_of
-from bigbatch.training.optimizer_checks import trained_parameters
+from bigbatch.training.training_parts import trained_parameters
 
 
 class ForwardSnapshot(AbstractContextManager[object]):

@@ -20,8 +20,8 @@ from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_weights import label_weights, mean_over_labels, weighted_loss
-from bigbatch.training.optimizer_checks import trained_parameters
 from bigbatch.training.step_sums import StepStatistics, StepSums, found_inf_of, local_totals
+from bigbatch.training.training_parts import trained_parameters
 from bigbatch.training.update import Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
