@@ -553,8 +553,9 @@ def test_the_advice_is_half_of_the_samples_and_is_given_once():
     advise(error, 128)
     assert [
         "of somebody else",
-        "bigbatch: this micro-batch had 256 samples; set micro_batch=128, or batch_size=128 of "
-        "a trainer's loader; bb.largest_micro_batch finds what fits",
+        "bigbatch: this micro-batch had 256 samples; set micro_batch=128, or find it by "
+        "bb.largest_micro_batch(model, optimizer, loader, loss_of); a trainer's loader needs "
+        "batch_size=128",
     ] == error.__notes__
     single, other = out_of_memory(), ValueError("no")
     advise(single, 1)

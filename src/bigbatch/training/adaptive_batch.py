@@ -145,15 +145,7 @@ class AdaptiveBatch:
             base_batch=options.get("base_batch"),
             samples=self.batches.samples,
         )
-        self._update = Update(
-            parts,
-            self.batches,
-            self.controller,
-            constraints,
-            options.get("lr_scaling", "sqrt"),
-            every=options.get("every"),
-            transport=options.get("transport", False),
-        )
+        self._update = Update(parts, self.batches, self.controller, constraints, options)
         hook = model.register_forward_hook(parts.oom_hints, always_call=True)
         weakref.finalize(self, hook.remove)
         self.scheduler = scheduler

@@ -38,11 +38,15 @@ class OomHints:
         """Adds a remedy to an error of the present micro-batch, once, if one is known."""
         notes = getattr(error, "__notes__", ())
         if is_out_of_memory(error) and not any(note.startswith("bigbatch:") for note in notes):
-            half, on_rank = self.samples // 2, f" on rank {self._rank} of {self._ranks}"
-            remedy = f"set micro_batch={half}, or batch_size={half} of a trainer's loader"
+            half, several = self.samples // 2, self._ranks > 1
+            on_rank = f" on rank {self._rank} of {self._ranks}" * several
+            find = "bb.largest_micro_batch(model, optimizer, loader, loss_of)"
+            remedy = (
+                f"set micro_batch={half}{' on every rank' * several}, or find it by {find}; a "
+                f"trainer's loader needs batch_size={half}"
+            )
             error.add_note(
-                f"bigbatch: this micro-batch{on_rank * (self._ranks > 1)} had {self.samples} "
-                f"samples; {remedy if half else 'activation checkpointing needs less memory'}; "
-                "bb.largest_micro_batch finds what fits"
+                f"bigbatch: this micro-batch{on_rank} had {self.samples} samples; "
+                + (remedy if half else "activation checkpointing needs less memory")
             )
         note_waiting(error, self._rank, self._ranks)

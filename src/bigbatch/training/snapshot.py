@@ -15,10 +15,7 @@ from bigbatch.training.training_parts import trained_parameters
 
 
 class ForwardSnapshot(AbstractContextManager[object]):
-    """What forwards of a model may change: buffers, training modes, random states.
-
-    As a context manager it restores them at the block's end.
-    """
+    """What forwards of a model may change: buffers, training modes, random states."""
 
     def __init__(self, model: nn.Module) -> None:
         self._random = random_state()

@@ -539,10 +539,9 @@ class Step:
 
 def _as_number(weight: float | Tensor, samples: int) -> float:
     """The weight of a loss as a number, checked; that of samples is their sum."""
-    if not isinstance(weight, Tensor):
-        return float(_WEIGHT.check("weight", weight))
-    if weight.numel() == 1:
-        return float(_WEIGHT.check("weight", weight.item()))
+    if not isinstance(weight, Tensor) or weight.numel() == 1:
+        number = weight.item() if isinstance(weight, Tensor) else weight
+        return float(_WEIGHT.check("weight", number))
     if weight.shape != (samples,):
         raise SettingError(
             f"weight= has shape {tuple(weight.shape)}; pass one number, or a tensor of {samples} "

@@ -32,7 +32,7 @@ class TrainingParts:
         self.collectives = collectives = HostCollectives(meter.source)
         self.oom_hints = OomHints(collectives.rank, collectives.ranks)
         self.warns = collectives.rank == 0  # whether this rank warns
-        self.loss_check = LossCheck(warns=self.warns, has_scaler=self.scaler is not None)
+        self.loss_check = LossCheck(warns=self.warns)
         self.pairs: ConsecutiveSteps | None = None  # if steps of one backward are compared
         self.compares = False  # whether the present step is one of a pair
         self.optimizer_steps = 0  # calls of optimizer.step(), by anybody

@@ -15,11 +15,11 @@ from bigbatch.errors import LoopError, SettingError
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.plan import PlanConstraints
 from bigbatch.policies.policy import Decision
 from bigbatch.state_checks import loads_state
 from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
+from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.step_planner import StepPlanner
 from bigbatch.training.step_rates import StepRates
@@ -41,11 +41,10 @@ class Update:
         batches: Batches | ExternalBatches,
         controller: Controller,
         constraints: PlanConstraints,
-        lr_scaling: LRScaling,
-        *,
-        every: int | None = None,
-        transport: bool = False,
+        options: LoopOptions,
     ) -> None:
+        lr_scaling, every = options.get("lr_scaling", "sqrt"), options.get("every")
+        transport = options.get("transport", False)
         self.parts = parts
         self.log: RunLog | None = None  # gets the record of every step
         self.past = PastSteps(parts.collectives.ranks, keeps_history=controller.needs.history)
