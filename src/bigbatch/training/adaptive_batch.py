@@ -309,8 +309,7 @@ class AdaptiveBatch:
             Merrill et al. 2025 (arXiv 2505.23971); McCandlish et al. 2018 (arXiv 1812.06162), 2.
         """
         self._require_no_open_step()
-        sizes = None if batch_sizes is None else tuple(batch_sizes)
-        request = BranchRequest(sizes, samples, repeats, held_aside)
+        request = BranchRequest(batch_sizes, samples, repeats, held_aside)
         self._select_trained()
         with self._update.outside_steps():
             return branch_test(self.model, self._update, self.batches, loss_of, request)

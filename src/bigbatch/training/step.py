@@ -492,14 +492,14 @@ class Step:
             if sums.found_inf is not None:
                 finite, vanishes = vanishes, False
         elif not meter.due:
-            *_, refusal, sqnorm = sums.values
+            *own, sqnorm = sums.values[sums.head :]  # of a pair, or of the groups
             finite, vanishes = math.isfinite(sqnorm), sqnorm == 0
-            if self._parts.pairs is not None and sums.pair_sums:
-                pair = self._parts.pairs.statistics(sums.pair_sums)
+            if self._parts.pairs is not None and own:
+                pair = self._parts.pairs.statistics(own)
                 is_known = math.isfinite(pair.grad_sqnorm + pair.grad_variance)
                 statistics = _in_samples(pair, round(total)) if is_known else None
             if self._source.group_tap is not None:
-                self._source.refuse_groups(refusal_of_sums(refusal))
+                self._source.refuse_groups(refusal_of_sums(own[-1]))
         else:
             totals = meter.totals(sums.values)
             finite, vanishes = totals.is_finite, not any(totals.grad_sqnorms)

@@ -73,7 +73,6 @@ class StepSums:
         self.values: list[float] = []  # then the meter's, or the checks of a light step; once read
         source, device = meter.source, meter.source.parameters[0].device
         self._copied: torch.Event | None = None
-        self._pair_values = 0 if pair_sums is None else len(pair_sums)
         if not is_light:
             if self._ranks > 1:
                 first = local_totals(source, losses, weights, counts)
@@ -108,11 +107,6 @@ class StepSums:
         if self._ranks > 1:
             return self.values[: self.head]
         return [weighted_sum(self._weights, self.values), *self.counts]
-
-    @property
-    def pair_sums(self) -> list[float]:
-        """The sums over this step and the one before; empty if they are not compared."""
-        return self.values[self.head : self.head + self._pair_values]
 
 
 def _local_grads(source: GradientSource) -> list[Tensor]:
