@@ -39,7 +39,6 @@ class BaseBatchScheduler:
     """
 
     def __init__(self, base_batch: int, optimizer: Optimizer) -> None:
-        self.base_batch = base_batch
         self.scheduler_batch: float = base_batch  # samples per tick
         self._optimizer = optimizer
         self.follows_rates = False  # whether `lr_decay` is kept; a rate on a GPU is waited for

@@ -19,6 +19,8 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.scheduler import RATE_OF, BaseBatchScheduler, LRChanges, RateSnapshot
 from bigbatch.training.training_parts import TrainingParts
 
+RatesInForce = AbstractContextManager[list[float]]  # those of each group, inside the block
+
 _TRANSPORTED = "betas", "weight_decay"
 
 RANGE = 4  # the range that transport was measured in: B / B_base from 1/4 to 4
@@ -63,21 +65,19 @@ class StepRates:
         """The factor that a step of each size would have, not measured; keeps the rule's state."""
         scaling = self._scaling if has_state(self._scaling) else None
         saved = None if scaling is None else copy.deepcopy(scaling.state_dict())
-        base_batch, lr_factor = self.clock.base_batch, self._controller.decision.lr_factor
+        base_batch, lr_factor = self._controller.base_batch, self._controller.decision.lr_factor
         factors = tuple(self._scaling(size, base_batch, None) * lr_factor for size in batch_sizes)
         if scaling is not None:
             scaling.load_state_dict(saved)
         return factors
 
-    def in_force(
-        self, samples: int, statistics: GradientStatistics | None
-    ) -> AbstractContextManager[list[float]]:
+    def in_force(self, samples: int, statistics: GradientStatistics | None) -> RatesInForce:
         """The rates of a step of so many samples inside the block, one per group."""
-        scale: float = self._scaling(samples, self.clock.base_batch, statistics)
+        scale: float = self._scaling(samples, self._controller.base_batch, statistics)
         scaled = scale_lr(self._optimizer, scale * self._controller.decision.lr_factor)
         if not self._transports:
             return scaled
-        return transported(scaled, self._optimizer, samples / self.clock.base_batch, scale)
+        return transported(scaled, self._optimizer, samples / self._controller.base_batch, scale)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks."""
@@ -92,18 +92,15 @@ class StepRates:
             self._scaling.load_state_dict(state["scaling"])
 
 
-def scale_lr(optimizer: Optimizer, factor: float) -> AbstractContextManager[list[float]]:
+def scale_lr(optimizer: Optimizer, factor: float) -> RatesInForce:
     """Multiplies every group's learning rate inside the block and restores it afterwards.
 
         lr <- factor lr,   and after the block lr as it was, to the last bit
 
     Gives the rates in force, one per group; nan for a group without one. A tensor stays the same
     tensor, as compiled and captured steps need; one that several groups share is multiplied once.
-    A factor of 1 changes nothing, so an optimizer may then set rates inside its `step()`.
-
-    Raises:
-        SettingError: a factor or a rate that is not a finite number of at least 0.
-        LoopError: at the block's end, if a rate was set inside it; the old ones are restored.
+    A factor of 1 changes nothing, so an optimizer may then set rates inside its `step()`; with any
+    other one a rate that was set inside the block raises LoopError at its end.
     """
     factor = float(factor)
     if not 0 <= factor < math.inf:
@@ -177,10 +174,7 @@ def require_transportable(
 
 @contextmanager
 def transported(
-    scaled: AbstractContextManager[list[float]],
-    optimizer: Optimizer,
-    ratio: float,
-    lr_factor: float,
+    scaled: RatesInForce, optimizer: Optimizer, ratio: float, lr_factor: float
 ) -> Iterator[list[float]]:
     """`scaled`, with half-lives and weight decay per sample kept inside; restored afterwards.
 

@@ -251,8 +251,6 @@ class Update:
             "the meter's confidence": parts.meter.confidence,
         }
 
-    # states
-
     def state_dict(self) -> dict[str, Any]:
         """A state for `load_state_dict`, the same on all ranks."""
         self.settle()
