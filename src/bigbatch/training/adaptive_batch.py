@@ -247,8 +247,8 @@ class AdaptiveBatch:
     def base_step(self) -> int:
         """Base batches of samples consumed, floor(samples / `scheduler_batch`).
 
-        The iteration number for whatever a loop computes from one: its length, or settings other
-        than the learning rate, which `scheduler=` takes. A count of steps follows the batch size.
+        The iteration number for a loop's length, or for settings other than the learning rate,
+        which `scheduler=` takes. A count of steps follows the batch size.
         """
         return int(self.samples // self.scheduler_batch)
 
@@ -524,6 +524,5 @@ class AdaptiveBatch:
                 "the state that was loaded last was refused, and is loaded in part; build model, "
                 "optimizer and AdaptiveBatch again"
             )
-        step = None if in_step else self._step
-        if step is not None and step.begun and not step.ended:
+        if not in_step and (step := self._step) is not None and step.begun and not step.ended:
             raise LoopError(_NOT_ENDED)

@@ -128,8 +128,4 @@ class StepPlanner:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks."""
-        return {
-            "controller": self.controller.state_dict(),
-            "batch_size": self.plan.batch_size,
-            "measures_again": self.again,
-        }
+        return {"controller": self.controller.state_dict(), "measures_again": self.again}

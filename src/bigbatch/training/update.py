@@ -71,8 +71,6 @@ class Update:
         # reads the last step, where the host has not: [Note: A step that measures nothing]
         self._unsettled: Callable[[], None] | None = None
 
-    # between two steps
-
     def end_pass(self) -> None:
         """Counts an epoch; the length of the loader is known now."""
         self.settle()
@@ -96,8 +94,6 @@ class Update:
         finally:
             self.past.step_started += time.perf_counter() - started
             self.rates.changes.note()
-
-    # the end of a step
 
     @property
     def can_wait(self) -> bool:
@@ -199,8 +195,6 @@ class Update:
             raise LoopError("update() failed half way; load an earlier checkpoint")
         self.rates.changes.examine(self.past.epoch, self.rates.clock.scheduler)
 
-    # what must be equal on all ranks: [Note: Agreement of ranks]
-
     def checksum(self, *, waits: bool = False) -> float:
         """A checksum of what decides a step, which several ranks send with the sums of each.
 
@@ -229,7 +223,7 @@ class Update:
         return facts_of(self._facts())
 
     def _facts(self, waits: bool = True) -> dict[str, Any]:
-        """What must be equal on all ranks, by name."""
+        """What must be equal on all ranks, by name: [Note: Agreement of ranks]."""
         parts, past, planner, clock = self.parts, self.past, self.planner, self.rates.clock
         kind = parts.reader.describe() if parts.reader else type(parts.optimizer).__name__
         return {
