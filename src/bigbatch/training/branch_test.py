@@ -115,9 +115,8 @@ def branch_test(
             undo.callback(source.restart)
             undo.callback(snapshot.restore)
             undo.callback(source.reducer.set_requires_gradient_sync, True)
-            first_losses, losses = _Branches(update, loss_of, samples, snapshot, plan).train(
-                factors
-            )
+            branches = _Branches(update, loss_of, samples, snapshot, plan)
+            first_losses, losses = branches.train(factors)
     curves = []
     for size, rows in zip(plan.batch_sizes, losses, strict=True):
         gains = [[first - x for x in row] for first, row in zip(first_losses, rows, strict=True)]

@@ -62,8 +62,8 @@ def largest_micro_batch(
         loss_of: batch -> mean loss, one number; moves the batch to the device as training does.
         most: upper limit of the result; default: the loader's samples. Sizes up to
             most / (1 - margin) are tried.
-        margin: share of the samples that is left off, in [0, 1), since later batches may be larger,
-            and an allocator's memory is more fragmented after a thousand steps than after two.
+        margin: share of the samples that is left off, in [0, 1), since later batches may be larger
+            and memory more fragmented.
     Returns:
         The value for `micro_batch`, the same on every rank.
     Raises:

@@ -74,10 +74,11 @@ class StepRates:
     def in_force(self, samples: int, statistics: GradientStatistics | None) -> RatesInForce:
         """The rates of a step of so many samples inside the block, one per group."""
         scale: float = self._scaling(samples, self._controller.base_batch, statistics)
-        scaled = scale_lr(self._optimizer, scale * self._controller.decision.lr_factor)
-        if not self._transports:
-            return scaled
-        return transported(scaled, self._optimizer, samples / self._controller.base_batch, scale)
+        rates = scale_lr(self._optimizer, scale * self._controller.decision.lr_factor)
+        if self._transports:
+            ratio = samples / self._controller.base_batch
+            rates = transported(rates, self._optimizer, ratio, scale)
+        return rates
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks."""
