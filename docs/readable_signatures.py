@@ -31,7 +31,10 @@ from griffe import (
 from bigbatch.setting_types import In
 
 UNBOUNDED = 1e9  # a larger bound only refuses what must be a mistake
-LOOP = "bigbatch.training.adaptive_batch.AdaptiveBatch"  # reads `options.get(name, default)`
+LOOPS = (  # which read `options.get(name, default)`
+    "bigbatch.training.adaptive_batch.AdaptiveBatch",
+    "bigbatch.training.update.Update",
+)
 
 Value = str | Expr | None
 
@@ -41,14 +44,14 @@ class ReadableSignatures(Extension):
 
     def on_package(self, *, pkg: Module, **_: Any) -> None:
         """Writes out the types of attributes and functions, and the options of functions."""
-        loop = pkg.modules_collection[LOOP]
+        loops = [pkg.modules_collection[name] for name in LOOPS]
         for member in _members(pkg):
             if isinstance(member, Attribute):
                 member.annotation = written_out(member.annotation)
                 if "class-attribute" in member.labels:  # a dataclass makes it an argument
                     member.value = written_out(member.value)
             elif isinstance(member, Function):
-                _expand_options(member, loop)
+                _expand_options(member, loops)
                 member.returns = written_out(member.returns)
                 for parameter in member.parameters:
                     parameter.annotation = written_out(parameter.annotation)
@@ -114,30 +117,31 @@ def _numbers(kind: str, interval: In) -> str:
     return f"{low:g} {from_low} {kind} {to_high} {high:g}"
 
 
-def _expand_options(function: Function, loop: Class) -> None:
+def _expand_options(function: Function, loops: list[Class]) -> None:
     """Puts the keys of a `TypedDict` in the place of `**options: Unpack[...]`."""
     for options in list(function.parameters):
         annotation = options.annotation
         if isinstance(annotation, ExprSubscript) and annotation.canonical_path == "typing.Unpack":
             del function.parameters[options.name]
             keys = function.modules_collection[annotation.slice.canonical_path]
-            defaults = _defaults(function, keys, loop)
+            defaults = _defaults(function, keys, loops)
             for name, key in keys.attributes.items():
                 option = Parameter(name, annotation=key.annotation, default=defaults[name])
                 option.kind = ParameterKind.keyword_only
                 function.parameters.add(option)
 
 
-def _defaults(function: Function, keys: Class, loop: Class) -> dict[str, Value]:
+def _defaults(function: Function, keys: Class, loops: list[Class]) -> dict[str, Value]:
     """The defaults of a function's options, of three places; the last one that has it counts.
 
     `options.get(name, default)` in the loop, an argument of a base class, and `Keys(name=default)`
     in the function or its class.
     """
     defaults: dict[str, Value] = {}
-    for call in _calls(loop, "options.get"):
-        name, *default = call.args
-        defaults[name.value] = _expression(*default, loop) if default else "None"
+    for loop in loops:
+        for call in _calls(loop, "options.get"):
+            name, *default = call.args
+            defaults[name.value] = _expression(*default, loop) if default else "None"
     is_method = isinstance(function.parent, Class)
     for base in reversed(function.parent.mro() if is_method else []):
         if isinstance(init := base.members.get("__init__"), Function):

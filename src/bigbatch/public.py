@@ -33,4 +33,4 @@ from bigbatch.training.distributed_state import DistributedState as DistributedS
 from bigbatch.training.find_micro_batch import largest_micro_batch as largest_micro_batch
 from bigbatch.training.group_check import check_groups as check_groups
 from bigbatch.training.step import Step as Step
-from bigbatch.training.transport import ema_decay as ema_decay
+from bigbatch.training.step_rates import ema_decay as ema_decay

@@ -211,7 +211,8 @@ def test_a_micro_batch_that_finds_no_memory_is_to_be_made_smaller_in_the_loader(
         raise MemoryError
 
     (note,) = raised.value.__notes__
-    assert "had 4 samples; give the loader batch_size=2" in note
+    assert "had 4 samples" in note
+    assert "a trainer's loader needs batch_size=2" in note
 
 
 @pytest.mark.parametrize("unscaled", [False, True])

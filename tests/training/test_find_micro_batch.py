@@ -554,12 +554,13 @@ def test_the_advice_is_half_of_the_samples_and_is_given_once():
     assert [
         "of somebody else",
         "bigbatch: this micro-batch had 256 samples; set micro_batch=128, or find it by "
-        "bb.largest_micro_batch(model, optimizer, loader, loss_of)",
+        "bb.largest_micro_batch(model, optimizer, loader, loss_of); a trainer's loader needs "
+        "batch_size=128",
     ] == error.__notes__
     single, other = out_of_memory(), ValueError("no")
     advise(single, 1)
     advise(other, 256)
-    assert "had 1 sample; activation checkpointing" in single.__notes__[0]
+    assert "had 1 samples; activation checkpointing" in single.__notes__[0]
     assert not hasattr(other, "__notes__")
 
 

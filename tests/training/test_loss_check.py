@@ -343,7 +343,7 @@ def test_an_ordinary_loss_is_never_said(name):
 
 
 def test_another_rank_than_the_first_is_silent():
-    check = LossCheck(warns=False, has_scaler=False)
+    check = LossCheck(warns=False)
     z = torch.ones(4, 3, requires_grad=True)
     with warnings.catch_warnings(action="error"):
         check.examine(z.square().sum(), 4, 1, "samples")

@@ -14,7 +14,7 @@ import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.optim import LAMB, LARS, VRSGD, VRAdam
 from bigbatch.policies.lr_scaling import AdaScale, resolve_scaling
-from bigbatch.training.scaled_lr import scale_lr
+from bigbatch.training.step_rates import scale_lr
 from property_tests import property_test
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 import bigbatch as bb
 from bigbatch.errors import SettingError
 from bigbatch.optim import VarianceReduced, VRAdam
-from bigbatch.training.transport import transported
+from bigbatch.training.step_rates import transported
 
 BASE, SIZES = 16, (16, 40, 8, 64, 33, 4)
 
@@ -119,7 +119,7 @@ def test_afterwards_every_value_is_the_same_object_to_the_last_bit():
     optimizer = AdamW(groups_of(model_of()))
     before = [dict(group) for group in optimizer.param_groups]
     values = copy.deepcopy([group["betas"] for group in before])
-    with suppress(KeyError), transported(optimizer, 3.0, 1.7):
+    with suppress(KeyError), transported(nullcontext(), optimizer, 3.0, 1.7):
         for group, pair in zip(optimizer.param_groups, values, strict=True):
             inside = [float(beta) for beta in group["betas"]]
             assert pytest.approx([float(beta) ** 3 for beta in pair], rel=1e-15) == inside
@@ -154,13 +154,13 @@ def test_a_scheduler_that_cycles_beta_1_is_followed():
 def test_a_short_last_step_counts_as_a_quarter_of_the_base_batch():
     optimizer = AdamW(groups_of(model_of()))
     for ratio, inside in ((0.01, 0.25), (70.0, 4.0)):
-        with transported(optimizer, ratio, 1.0):
+        with transported(nullcontext(), optimizer, ratio, 1.0):
             assert 0.9**inside == optimizer.param_groups[0]["betas"][0]
 
 
 def test_a_factor_of_zero_leaves_the_decay():
     optimizer = AdamW(groups_of(model_of()))
-    with transported(optimizer, 2.0, 0.0):
+    with transported(nullcontext(), optimizer, 2.0, 0.0):
         assert 0.3 == optimizer.param_groups[0]["weight_decay"]
 
 
@@ -207,7 +207,7 @@ def test_adam_without_or_with_decoupled_weight_decay_is_allowed():
     for decay, decoupled in ((0.0, False), (0.3, True)):
         optimizer = Adam(model_of().parameters(), weight_decay=decay)
         optimizer.param_groups[0]["decoupled_weight_decay"] = decoupled
-        with transported(optimizer, 4.0, 2.0):
+        with transported(nullcontext(), optimizer, 4.0, 2.0):
             assert 2 * decay == optimizer.param_groups[0]["weight_decay"]
 
 

@@ -14,7 +14,7 @@ from bigbatch.advisor.position_test import differs_by_position
 from bigbatch.advisor.trial_result import TrialResult
 from bigbatch.errors import LoopError
 from bigbatch.log.row_schema import finite
-from bigbatch.training.transport import RANGE, ema_decay
+from bigbatch.training.step_rates import RANGE, ema_decay
 
 DEVICES = (1, 8, 64, 512)
 _ENOUGH = 0.9  # of the present batch's time, from which on it is left as it is

@@ -30,9 +30,8 @@ from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.branch_plan import DEFAULT_REPEATS, BranchRequest, Repeats
 from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test
 from bigbatch.training.loop_options import LoopOptions
-from bigbatch.training.optimizer_checks import require_steppable, trained_parameters
 from bigbatch.training.step import Step
-from bigbatch.training.training_parts import TrainingParts
+from bigbatch.training.training_parts import TrainingParts, require_steppable, trained_parameters
 from bigbatch.training.update import Update
 
 _STATE_VERSION = 6
@@ -131,9 +130,7 @@ class AdaptiveBatch:
         self._selected: list[Tensor] = []  # the parameters that are measured
         self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
         self._bind_source()
-        self._parts = parts = TrainingParts(
-            self.meter, optimizer, external=isinstance(self.batches, ExternalBatches)
-        )
+        self._parts = parts = TrainingParts(self.meter, optimizer)
         self.batches.share(parts.collectives, lockstep=self.meter.source.reducer.lockstep)
         batch_size = options.get("batch_size")
         if batch_size is None and not isinstance(policy, Controller):
@@ -148,15 +145,7 @@ class AdaptiveBatch:
             base_batch=options.get("base_batch"),
             samples=self.batches.samples,
         )
-        self._update = Update(
-            parts,
-            self.batches,
-            self.controller,
-            constraints,
-            options.get("lr_scaling", "sqrt"),
-            every=options.get("every"),
-            transport=options.get("transport", False),
-        )
+        self._update = Update(parts, self.batches, self.controller, constraints, options)
         hook = model.register_forward_hook(parts.oom_hints, always_call=True)
         weakref.finalize(self, hook.remove)
         self.scheduler = scheduler
@@ -258,8 +247,8 @@ class AdaptiveBatch:
     def base_step(self) -> int:
         """Base batches of samples consumed, floor(samples / `scheduler_batch`).
 
-        The iteration number for whatever a loop computes from one: its length, or settings other
-        than the learning rate, which `scheduler=` takes. A count of steps follows the batch size.
+        The iteration number for a loop's length, or for settings other than the learning rate,
+        which `scheduler=` takes. A count of steps follows the batch size.
         """
         return int(self.samples // self.scheduler_batch)
 
@@ -319,9 +308,8 @@ class AdaptiveBatch:
         Source:
             Merrill et al. 2025 (arXiv 2505.23971); McCandlish et al. 2018 (arXiv 1812.06162), 2.
         """
-        self._require_no_open_step()
-        sizes = None if batch_sizes is None else tuple(batch_sizes)
-        request = BranchRequest(sizes, samples, repeats, held_aside)
+        self._require_whole()
+        request = BranchRequest(batch_sizes, samples, repeats, held_aside)
         self._select_trained()
         with self._update.outside_steps():
             return branch_test(self.model, self._update, self.batches, loss_of, request)
@@ -334,7 +322,6 @@ class AdaptiveBatch:
     def __iter__(self) -> Iterator["Step"]:
         """One pass over the loader; after a `break`, the rest of it."""
         self._require_whole()
-        self._require_no_open_step()
         self._update.require_equal_ranks("where the run stands")
         self._open_log()
         empty = not self.batches.open  # so far
@@ -372,12 +359,10 @@ class AdaptiveBatch:
             LoopError: inside a step, between its first micro-batch and `update()`. If another loop
                 gives the micro-batches, it has to give those of that step again instead.
         """
-        self._require_whole()
-        if not isinstance(self.batches, ExternalBatches):
-            self._require_no_open_step()
+        self._require_whole(in_step=isinstance(self.batches, ExternalBatches))
         if self.run_log is not None:
             self.run_log.flush()  # as its rows up to here are part of the state
-        position = self.batches.state_dict()
+        position, pairs = self.batches.state_dict(), self._parts.pairs
         return {
             "version": _STATE_VERSION,
             "shared": {**self._update.state_dict(), "pass": position["pass"]},
@@ -388,7 +373,7 @@ class AdaptiveBatch:
                 "ranks": self._parts.collectives.ranks,
                 "stream": position["stream"],
                 "random": random_state(),
-                "first_of_pair": self._update.first_of_pair,
+                "first_of_pair": None if pairs is None else pairs.state_dict(),
             },
         }
 
@@ -432,8 +417,6 @@ class AdaptiveBatch:
             self.run_log.load_state_dict({"step": step, "samples": self.samples})
         self._is_whole = True
 
-    # construction
-
     def _bind_source(self) -> None:
         """Lets one set of hooks serve the meter and the optimizer, inside step.backward only."""
         if (self.meter.loss, self.meter.every) != ("weighted", 1):
@@ -465,17 +448,8 @@ class AdaptiveBatch:
             raise SettingError(
                 f"the loader does not say its batch size; pass {' and '.join(missing)}"
             )
-        return PlanConstraints(
-            self.batches.virtual_ranks,
-            micro_batch,
-            options.get("fixed_micro_batch", False),
-            self._min_micro_batches(options.get("min_micro_batches")),
-            self.meter.groups,
-        )
-
-    def _min_micro_batches(self, requested: int | None) -> int:
-        """Fewest backwards per step over all ranks; over shards, only one rank's are compared."""
-        parts = self._parts
+        parts, requested = self._parts, options.get("min_micro_batches")
+        # over shards, only one rank's are compared
         ranks = 1 if parts.reduced is None else parts.collectives.ranks
         name, fewest, default = "", 1, 4
         if parts.reader is not None:
@@ -488,7 +462,13 @@ class AdaptiveBatch:
                 f"min_micro_batches={requested}: {name} compares gradients within a step{on_each}; "
                 f"pass at least {fewest}, or leave it out"
             )
-        return default if requested is None else requested
+        return PlanConstraints(
+            self.batches.virtual_ranks,
+            micro_batch,
+            options.get("fixed_micro_batch", False),
+            default if requested is None else requested,
+            self.meter.groups,
+        )
 
     def _build_log(self, options: LoopOptions) -> RunLog | None:
         """The log with the settings of this loop, which the user's own settings complete."""
@@ -511,8 +491,6 @@ class AdaptiveBatch:
             "world_size": self._parts.collectives.ranks,
         }
         return log
-
-    # between the steps
 
     def _open_log(self) -> None:
         """Opens the log before the first step; a refusal ends all ranks. Collective."""
@@ -539,13 +517,12 @@ class AdaptiveBatch:
             self._selected = trained
         return parameters
 
-    def _require_whole(self) -> None:
+    def _require_whole(self, *, in_step: bool = False) -> None:
+        """Checks that the last state is loaded and, unless it may be `in_step`, no step is open."""
         if not self._is_whole:
             raise StateError(
                 "the state that was loaded last was refused, and is loaded in part; build model, "
                 "optimizer and AdaptiveBatch again"
             )
-
-    def _require_no_open_step(self) -> None:
-        if self._step is not None and self._step.begun and not self._step.ended:
+        if not in_step and (step := self._step) is not None and step.begun and not step.ended:
             raise LoopError(_NOT_ENDED)

@@ -1,6 +1,7 @@
 """The sizes of a branch test, and what it costs."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -50,7 +51,7 @@ class BranchPlan:
 class BranchRequest:
     """What the caller asks for; None for the default."""
 
-    batch_sizes: tuple[int, ...] | None = None
+    batch_sizes: Sequence[int] | None = None
     samples: int | None = None
     repeats: int = DEFAULT_REPEATS
     held_aside: int | None = None  # as in `BranchPlan`
@@ -59,9 +60,6 @@ class BranchRequest:
         """The sizes of the test: by default as long as the available samples allow.
 
         No branch has fewer steps than the optimizer averages over (`averaging_steps`).
-
-        Raises:
-            SettingError: nothing fits, or sizes that cannot work.
         """
         sizes = self._sizes(batch_size, ranks)
         largest = sizes[-1]

@@ -20,8 +20,8 @@ from bigbatch.statistics.critical_batch import BranchCurve, critical_batch
 from bigbatch.training.branch_plan import BranchPlan, BranchRequest, averaging_steps
 from bigbatch.training.loss_check import one_number
 from bigbatch.training.loss_weights import label_weights, weighted_loss
-from bigbatch.training.scaled_lr import scale_lr
 from bigbatch.training.snapshot import TrainingSnapshot
+from bigbatch.training.step_rates import scale_lr
 from bigbatch.training.update import Update
 
 LossOf = Callable[[Batch], Tensor]
@@ -151,8 +151,7 @@ class _Branches:
         parts, self._micro_batch = update.parts, update.planner.max_micro_batch
         self._optimizer, self._source = parts.optimizer, parts.meter.source
         self._collectives, self._ranks = parts.collectives, parts.collectives.ranks
-        self._loss_of, self._samples = loss_of, samples
-        self._snapshot, self._plan = snapshot, plan
+        self._loss_of, self._samples, self._snapshot, self._plan = loss_of, samples, snapshot, plan
         self._weightings: set[str] = set()  # of all losses, where they matter
 
     def train(self, factors: tuple[float, ...]) -> tuple[list[float], list[list[list[float]]]]:

@@ -11,8 +11,6 @@ from bigbatch.setting_types import checked
 from bigbatch.state_checks import loads_state
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 
-_KEY = "ranks"
-
 
 class DistributedState:
     """A training's states on all ranks, the same value on each, so that DCP may save any rank's.
@@ -42,7 +40,7 @@ class DistributedState:
             LoopError: inside a step.
         """
         state = torch.frombuffer(_pack(self._train.state_dict()), dtype=torch.uint8)
-        return {_KEY: bytes(_pack(self._collectives.all_gather_bytes(state)))}
+        return {"ranks": bytes(_pack(self._collectives.all_gather_bytes(state)))}
 
     @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -51,7 +49,7 @@ class DistributedState:
         Raises:
             StateError: they are damaged, not from this class, of another version, or of other data.
         """
-        states, own = _unpack(memoryview(state[_KEY])), self._collectives
+        states, own = _unpack(memoryview(state["ranks"])), self._collectives
         data = states[own.rank if len(states) == own.ranks else 0]
         self._train.load_state_dict(_unpack(data.numpy()))
 

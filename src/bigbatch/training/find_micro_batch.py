@@ -5,8 +5,8 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -23,8 +23,8 @@ from bigbatch.gradients import GradientSource
 from bigbatch.gradients.auto import find_source
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Share, checked
 from bigbatch.training.oom_hints import is_out_of_memory
-from bigbatch.training.optimizer_checks import require_steppable
 from bigbatch.training.snapshot import TrainingSnapshot
+from bigbatch.training.training_parts import require_steppable
 
 
 @checked
@@ -45,16 +45,15 @@ def largest_micro_batch(
     of that batch, which should be as large as batches get (the longest sequences), in two optimizer
     steps of two backwards.
 
-    Afterwards, also after an error, everything is restored from copies on the CPU: weights,
-    buffers, gradients, the optimizer (by its state dict), training modes, random states, the
-    loader's order. Attributes that a forward sets stay as they are. Call it before a GradientMeter
+    Afterwards, also after an error, everything is restored from copies on the CPU, random states
+    and the loader's order too; attributes that a forward sets stay. Call it before a GradientMeter
     or AdaptiveBatch is made.
 
-    Ranks try the same sizes; a size that is too large for one is too large for all. Under DDP no
-    rank waits for one that runs out of memory. Under fully_shard (FSDP2), or with SyncBatchNorm, a
-    forward waits for the other ranks, so a rank that fails alone leaves them waiting until the
-    group's timeout: choose `most` so that every size that is tried surely fits. Do so for memory of
-    the CPU too, where most systems kill a process first, or limit the process (`ulimit -v`).
+    A size that is too large for one rank is too large for all. Under fully_shard (FSDP2), or with
+    SyncBatchNorm, a forward waits for the other ranks, so a rank that fails alone leaves them
+    waiting until the group's timeout: choose `most` so that every size that is tried surely fits.
+    Do so for memory of the CPU too, where most systems kill a process first, or limit the process
+    (`ulimit -v`).
 
     Args:
         model: the model as it is trained: wrapped, on its device, in its mode.
@@ -63,8 +62,8 @@ def largest_micro_batch(
         loss_of: batch -> mean loss, one number; moves the batch to the device as training does.
         most: upper limit of the result; default: the loader's samples. Sizes up to
             most / (1 - margin) are tried.
-        margin: share of the samples that is left off, in [0, 1), since later batches may be larger,
-            and an allocator's memory is more fragmented after a thousand steps than after two.
+        margin: share of the samples that is left off, in [0, 1), since later batches may be larger
+            and memory more fragmented.
     Returns:
         The value for `micro_batch`, the same on every rank.
     Raises:
@@ -88,12 +87,13 @@ def largest_micro_batch(
     torch.cuda.empty_cache()
     try:
         batch = _first_batch(resumable)
-        trial = _Trial(model, optimizer, loss_of, batch, collectives, snapshot)
+        train = partial(_train, model, optimizer, loss_of, batch)
         rows = collectives.all_gather(count_samples(batch), most)
         start, most = (int(min(column)) for column in zip(*rows, strict=True))
         bound = math.ceil(most / (1 - margin))
         with _without_synchronization(model, source):
-            largest = _search(trial.fits, min(start, bound), bound)
+            fits = partial(_fits, train, collectives, snapshot)
+            largest = _search(fits, min(start, bound), bound)
     finally:
         resumable.resume_between_passes(loader_state)
         snapshot.restore()
@@ -118,67 +118,61 @@ def _search(fits: Callable[[int], bool], start: int, bound: int) -> int:
     return largest
 
 
-@dataclass
-class _Trial:
-    """Tries whether every rank has the memory for two steps with micro-batches of a size."""
+def _fits(
+    train: Callable[[int], None],
+    collectives: HostCollectives,
+    snapshot: TrainingSnapshot,
+    size: int,
+) -> bool:
+    """Whether every rank has the memory to train with micro-batches of a size. Collective."""
+    failure: Exception | None = None  # for another reason than lack of memory
+    too_large = False
+    try:
+        train(size)
+    except Exception as error:
+        too_large = is_out_of_memory(error)
+        failure = None if too_large else error
+    snapshot.restore()  # the error is gone by now, and with it the tensors of its frames
+    if too_large:
+        gc.collect()
+    torch.cuda.empty_cache()  # does nothing if no GPU is used
+    rows = collectives.all_gather(too_large, failure is not None)
+    if failure is not None:
+        raise failure
+    if any(failed for _, failed in rows):
+        raise RankError(f"a micro-batch of {size} samples failed on another rank; see there")
+    return not any(too_large for too_large, _ in rows)
 
-    model: nn.Module
-    optimizer: Optimizer
-    loss_of: Callable[[Batch], Tensor]
-    batch: Batch
-    collectives: HostCollectives
-    snapshot: TrainingSnapshot
 
-    def fits(self, size: int) -> bool:
-        """Collective. Restores everything."""
-        failure: Exception | None = None  # for another reason than lack of memory
-        try:
-            self._train(size)
-            too_large = False
-        except Exception as error:
-            too_large = is_out_of_memory(error)
-            failure = None if too_large else error
-        self.snapshot.restore()  # the error is gone by now, and with it the tensors of its frames
-        if too_large:
-            gc.collect()
-        torch.cuda.empty_cache()  # does nothing if no GPU is used
-        rows = self.collectives.all_gather(too_large, failure is not None)
-        if failure is not None:
-            raise failure
-        if any(failed for _, failed in rows):
-            raise RankError(f"a micro-batch of {size} samples failed on another rank; see there")
-        return not any(too_large for too_large, _ in rows)
-
-    def _train(self, size: int) -> None:
-        copies, rest = divmod(size, count_samples(self.batch))
-        parts = [self.batch] * copies + [slice_samples(self.batch, 0, rest)] * (rest > 0)
-        batch = concatenate_samples(parts)
-        optimizer: Any = self.optimizer
-        if getattr(optimizer, "attached", None):  # it scales in a reduction, and a trial has none
-            optimizer = optimizer.base
-        with warnings.catch_warnings(action="ignore"):  # about micro-batches that are the same
-            for _ in range(2):  # the first step makes the optimizer's state
-                self.optimizer.zero_grad()
-                self.model.zero_grad()  # parameters that the optimizer does not hold have .grad too
-                for _ in range(2):  # the first backward makes .grad
-                    (self.loss_of(batch) / 2).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
+def _train(
+    model: nn.Module, optimizer: Any, loss_of: Callable[[Batch], Tensor], batch: Batch, size: int
+) -> None:
+    """Two steps of two micro-batches, made of copies of a batch."""
+    copies, rest = divmod(size, count_samples(batch))
+    batch = concatenate_samples([batch] * copies + [slice_samples(batch, 0, rest)] * (rest > 0))
+    # one that is attached scales in a reduction, and a trial has none
+    stepped = optimizer.base if getattr(optimizer, "attached", None) else optimizer
+    with warnings.catch_warnings(action="ignore"):  # about micro-batches that are the same
+        for _ in range(2):  # the first step makes the optimizer's state
+            optimizer.zero_grad()
+            model.zero_grad()  # parameters that the optimizer does not hold have .grad too
+            for _ in range(2):  # the first backward makes .grad
+                (loss_of(batch) / 2).backward()  # type: ignore[no-untyped-call]
+            stepped.step()
 
 
 @contextmanager
 def _without_synchronization(model: nn.Module, source: GradientSource) -> Iterator[None]:
     """Lets DDP reduce no gradients, and send no buffers before a forward."""
-    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    settings = [wrapper.require_forward_param_sync for wrapper in wrappers]
-    source.reducer.set_requires_gradient_sync(False)
-    for wrapper in wrappers:
-        wrapper.require_forward_param_sync = False
-    try:
+    name, reducer = "require_forward_param_sync", source.reducer
+    with ExitStack() as undo:
+        undo.callback(reducer.set_requires_gradient_sync, True)
+        reducer.set_requires_gradient_sync(False)
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                undo.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, False)
         yield
-    finally:
-        source.reducer.set_requires_gradient_sync(True)
-        for wrapper, setting in zip(wrappers, settings, strict=True):
-            wrapper.require_forward_param_sync = setting
 
 
 def _first_batch(loader: ResumableLoader) -> Batch:

@@ -45,8 +45,8 @@ _REMEDY = (
 class LossCheck:
     """Examines the first losses of a training, and those that have means over labels."""
 
-    def __init__(self, *, warns: bool, has_scaler: bool) -> None:
-        self._warns, self._has_scaler = warns, has_scaler
+    def __init__(self, *, warns: bool) -> None:
+        self._warns = warns
         self.examined = {"samples", "labels", "given"}  # weightings whose losses are examined
         self._searched, self._count, self._has_labels = False, 0, False
         self._divisors: dict[object, list[float]] = {}  # by the term and its samples
@@ -107,13 +107,9 @@ class LossCheck:
         self._searched = True  # among all objects: takes some milliseconds
         if any(map(_is_scale, factors)):
             raise LoopError(
-                "the loss was scaled by a GradScaler, and step.backward scales it by the scaler= "
-                "that AdaptiveBatch has; pass the unscaled loss: step.backward(loss)"
-                if self._has_scaler
-                else "the loss was scaled by a GradScaler that AdaptiveBatch was not given, so "
-                "nothing would take its scale out; pass AdaptiveBatch(scaler=scaler) and the "
-                "unscaled loss: step.backward(loss), step.update() and no scaler.step() or "
-                "scaler.update()"
+                "the loss was scaled by a GradScaler, which step.backward does itself; pass the "
+                "unscaled loss, and AdaptiveBatch(scaler=scaler) if it was not given: then "
+                "step.backward(loss), step.update() and no scaler.step() or scaler.update()"
             )
 
     def _warn(self, message: str) -> None:
@@ -170,8 +166,7 @@ def _divisor(term: Term) -> Tensor | float | None:
 def _division_message(nodes: list[Any], micro_batches: int) -> str:
     """A message about a mean loss divided by a whole number, as in plain accumulation; else empty.
 
-    Half a squared error is not such a loss. A mean that is not torch's own loss function counts
-    only if the divisor is the number of micro-batches.
+    Half a squared error is none, and a mean by hand counts only with the number of micro-batches.
     """
     if len(nodes) < 2 or nodes[0].name() != "DivBackward0":
         return ""

@@ -42,12 +42,9 @@ def label_weights(loss: Tensor, samples: int) -> Tensor | None:
 
         n_i = sum of w_y over the labels y of sample i,    w_y = 0 if y is ignored
 
-    torch divides by the sum of n_i: with class weights, or where `ignore_index` leaves labels out,
-    not by the number of samples. So a batch's mean is that of its micro-batches weighted by n_i.
-
-    Gives their sum, (1,), if the labels are no multiple of the samples; None unless the loss is a
-    mean `cross_entropy` or `nll_loss`, also of images and sequences, with label smoothing, or times
-    a number.
+    torch divides by the sum of n_i, so a batch's mean is that of its micro-batches weighted by it.
+    Gives that sum, (1,), if the labels are no multiple of the samples; None unless the loss is a
+    mean `cross_entropy` or `nll_loss`, also with label smoothing, or times a number.
     """
     node = mean_over_labels(loss, samples)
     if node is None:

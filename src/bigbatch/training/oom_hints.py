@@ -21,17 +21,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 class OomHints:
     """A forward hook that adds a remedy to an error that ends a model's forward.
 
-        hints = OomHints()
-        handle = model.register_forward_hook(hints, always_call=True)
-
     `samples` is the size of the present micro-batch, 0 if there is none. The hook has to stay on:
     torch.compile compiles functions that call the model again when hooks come and go. In compiled
     functions torch calls no hook after an error.
     """
 
-    def __init__(self, rank: int = 0, ranks: int = 1, *, external: bool = False) -> None:
-        self.samples = 0
-        self._rank, self._ranks, self._external = rank, ranks, external
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.samples, self._rank, self._ranks = 0, rank, ranks
 
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
         """Called by torch with the output, or with None after an error."""
@@ -42,20 +38,15 @@ class OomHints:
         """Adds a remedy to an error of the present micro-batch, once, if one is known."""
         notes = getattr(error, "__notes__", ())
         if is_out_of_memory(error) and not any(note.startswith("bigbatch:") for note in notes):
-            error.add_note(self._remedy())
+            half, several = self.samples // 2, self._ranks > 1
+            on_rank = f" on rank {self._rank} of {self._ranks}" * several
+            find = "bb.largest_micro_batch(model, optimizer, loader, loss_of)"
+            remedy = (
+                f"set micro_batch={half}{' on every rank' * several}, or find it by {find}; a "
+                f"trainer's loader needs batch_size={half}"
+            )
+            error.add_note(
+                f"bigbatch: this micro-batch{on_rank} had {self.samples} samples; "
+                + (remedy if half else "activation checkpointing needs less memory")
+            )
         note_waiting(error, self._rank, self._ranks)
-
-    def _remedy(self) -> str:
-        """The size of the micro-batch, and the size to try next."""
-        on_rank, on_all = "", ""
-        if self._ranks > 1:
-            on_rank, on_all = f" on rank {self._rank} of {self._ranks}", " on every rank"
-        half = self.samples // 2
-        find = "bb.largest_micro_batch(model, optimizer, loader, loss_of)"
-        remedy = f"set micro_batch={half}{on_all}, or find it by {find}"
-        if half == 0:
-            remedy = "activation checkpointing needs less memory"
-        elif self._external:
-            remedy = f"give the loader batch_size={half}{on_all}"
-        plural = "s" * (self.samples > 1)
-        return f"bigbatch: this micro-batch{on_rank} had {self.samples} sample{plural}; {remedy}"

@@ -10,8 +10,6 @@ from bigbatch.statistics.averages import NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.step_sums import StepStatistics
 
-_NOISE_STEPS = 16  # measured steps over which the noise is averaged for a branch test
-
 
 class PastSteps:
     """Counts the steps of a training, and keeps of them what decisions and states need."""
@@ -23,7 +21,7 @@ class PastSteps:
         self.weight_per_sample: float | None = None  # in the last step that counted it
         self.step_seconds = 0.0  # of the last step, on this rank; 0 before the first
         self.step_times, self.loss_trend = StepTimes(ranks), LossTrend()
-        self._noise = NoiseAverage(_NOISE_STEPS, "steps")  # of measured steps
+        self._noise = NoiseAverage(16, "steps")  # of measured steps, for a branch test
         self.keeps_history = keeps_history  # for a policy that reads times and losses
         self._timed: tuple[int, bool] | None = None  # the last step: its size, whether measured
         self._earlier_seconds = 0.0  # before the last resumption

@@ -1,6 +1,8 @@
 """Learning-rate schedulers that count base batches of samples instead of optimizer steps."""
 
 import copy
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +14,6 @@ from bigbatch.loop_warning import warn_in_loop
 from bigbatch.optim.learning_rates import rates_of
 from bigbatch.setting_types import NotNegative, check_setting
 from bigbatch.state_checks import loads_state
-from bigbatch.training.scaled_lr import RateSnapshot
 
 _NO_SCHEDULER = (
     "and no scheduler is known: a schedule that counts updates ends in the wrong place, since "
@@ -24,6 +25,7 @@ _TWO_SCHEDULES = (
     "and the scheduler that was passed sets it too, from the samples: leave out the lines that set "
     "it from a count of updates, which ends in the wrong place"
 )
+RATE_OF = operator.methodcaller("get", "lr")
 _SCHEDULED = ("lr", "momentum", "betas")  # what a scheduler writes into the groups
 
 
@@ -32,14 +34,11 @@ class BaseBatchScheduler:
 
         ticks = floor(samples / scheduler_batch)
 
-    `scheduler_batch` is the base batch, unless another one is set. So a schedule written for it
-    keeps its shape over the data whatever the batch size does. Samples below a whole tick count
-    for the next one. A scheduler stays at its `last_tick`, where a OneCycleLR would raise and a
-    cosine would rise again.
+    So a schedule keeps its shape over the data whatever the batch size does. A scheduler stays at
+    its `last_tick`, where a OneCycleLR would raise and a cosine would rise again.
     """
 
     def __init__(self, base_batch: int, optimizer: Optimizer) -> None:
-        self.base_batch = base_batch
         self.scheduler_batch: float = base_batch  # samples per tick
         self._optimizer = optimizer
         self.follows_rates = False  # whether `lr_decay` is kept; a rate on a GPU is waited for
@@ -51,11 +50,7 @@ class BaseBatchScheduler:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler that is advanced; from a function, one is made.
-
-        Raises:
-            SettingError: it cannot be advanced in base batches.
-        """
+        """The scheduler that is advanced; from a function, one is made."""
         return self._scheduler
 
     @scheduler.setter
@@ -137,13 +132,9 @@ class BaseBatchScheduler:
 
     @loads_state
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved state.
+        """Continues from a saved state, the groups' values included.
 
-        A scheduler that was built after the optimizer's state was loaded has overwritten the
-        groups' values, so they are restored too.
-
-        Raises:
-            StateError: the saved scheduler is another one, or has counted other base batches.
+        A scheduler that was built after the optimizer's state was loaded has overwritten them.
         """
         saved, batch = copy.deepcopy(state["scheduler"]), state["base_batch"]
         groups, name = self._optimizer.param_groups, type(self._scheduler).__name__
@@ -240,9 +231,8 @@ def _count(scheduler: LRScheduler) -> int:
 class LRChanges:
     """Warns once that a schedule of the user's own counts updates, whose number is unknown.
 
-    It may also set rates that the known scheduler sets. And once that a policy, the `follower`,
-    follows the rates of a scheduler where none is known. Rates may change between two passes (a
-    schedule of epochs, a plateau after validation), and with a loaded state, which has new groups.
+    And once that a policy, the `follower`, follows the rates of a scheduler where none is known.
+    Rates may change between two passes, and with a loaded state, which has new groups.
     """
 
     def __init__(self, optimizer: Optimizer, *, warns: bool, follower: str) -> None:
@@ -280,3 +270,28 @@ class LRChanges:
                     "two updates, " + (_NO_SCHEDULER if scheduler is None else _TWO_SCHEDULES)
                 )
                 return
+
+
+class RateSnapshot:
+    """The learning rates of some parameter groups at one time."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        self.groups = [*groups]
+        self._rates: list[Any] = [*map(RATE_OF, self.groups)]
+        self._writes = [*map(_times_written, self._rates)]
+
+    def changes(self) -> list[tuple[int, Any, Any]]:
+        """(index of the group, rate then, rate now) where it was set or written to since.
+
+        Nothing is read from a device: of a tensor, the writes that autograd has seen are compared.
+        """
+        rates = [*map(RATE_OF, self.groups)]
+        writes = [*map(_times_written, rates)]
+        if [*map(id, rates)] == [*map(id, self._rates)] and writes == self._writes:
+            return []
+        rows = enumerate(zip(self._rates, rates, self._writes, writes, strict=True))
+        return [(n, old, new) for n, (old, new, w, now) in rows if new is not old or w != now]
+
+
+def _times_written(lr: float | Tensor | None) -> int:
+    return lr._version if isinstance(lr, Tensor) else 0

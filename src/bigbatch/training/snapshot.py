@@ -11,14 +11,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import SettingError
 from bigbatch.gradients import MADE_LATE, are_freed, parameters_of
-from bigbatch.training.optimizer_checks import trained_parameters
+from bigbatch.training.training_parts import trained_parameters
 
 
 class ForwardSnapshot(AbstractContextManager[object]):
-    """What forwards of a model may change: buffers, training modes, random states.
-
-    As a context manager it restores them at the block's end.
-    """
+    """What forwards of a model may change: buffers, training modes, random states."""
 
     def __init__(self, model: nn.Module) -> None:
         self._random = random_state()

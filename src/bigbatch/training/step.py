@@ -20,8 +20,8 @@ from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_weights import label_weights, mean_over_labels, weighted_loss
-from bigbatch.training.optimizer_checks import trained_parameters
 from bigbatch.training.step_sums import StepStatistics, StepSums, found_inf_of, local_totals
+from bigbatch.training.training_parts import trained_parameters
 from bigbatch.training.update import Update
 
 _ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
@@ -38,13 +38,7 @@ _WEIGHT = Kind(NotNegative)  # once, since a weight is checked for each micro-ba
 
 
 class Step:
-    """One optimizer step: iterate its micro-batches, call `backward` on each, then `update`.
-
-    Args:
-        micro_batches: the micro-batches of the step on this rank.
-        trained: the parameters of the optimizer.
-        update: ends the step; has what all steps work with, and what those before have left.
-    """
+    """One optimizer step: iterate its micro-batches, call `backward` on each, then `update`."""
 
     def __init__(
         self, micro_batches: StepBatches | ExternalStep, trained: list[Tensor], update: Update
@@ -165,12 +159,8 @@ class Step:
     ) -> Iterator[float]:
         """`backward` for an engine that runs the backward itself, inside the block.
 
-        Args:
-            loss: as for `backward`; its value counts.
-            weight: as for `backward`.
-            root: what the backward starts from; default: the loss.
-        Returns:
-            The factor of the loss for a gradient that is averaged over ranks; see `weighted_loss`.
+        Gives the factor of the loss for a gradient that is averaged over ranks; see
+        `weighted_loss`. The backward starts from `root`, by default the loss.
         """
         number, factor = self._begin(loss, loss if root is None else root, weight)
         try:
@@ -338,8 +328,7 @@ class Step:
     def optimizer_step(self) -> Iterator[bool]:
         """`update` for an engine that steps the optimizer itself, inside the block.
 
-        Returns:
-            Whether the optimizer may step: the gradient is finite.
+        Gives whether it may step: the gradient is finite.
         """
         statistics = self._statistics(self._require_complete("update"))
         self._require_untouched(vanishes=statistics.vanishes)
@@ -503,14 +492,14 @@ class Step:
             if sums.found_inf is not None:
                 finite, vanishes = vanishes, False
         elif not meter.due:
-            *_, refusal, sqnorm = sums.values
+            *own, sqnorm = sums.values[sums.head :]  # of a pair, or of the groups
             finite, vanishes = math.isfinite(sqnorm), sqnorm == 0
-            if self._parts.pairs is not None and sums.pair_sums:
-                pair = self._parts.pairs.statistics(sums.pair_sums)
+            if self._parts.pairs is not None and own:
+                pair = self._parts.pairs.statistics(own)
                 is_known = math.isfinite(pair.grad_sqnorm + pair.grad_variance)
                 statistics = _in_samples(pair, round(total)) if is_known else None
             if self._source.group_tap is not None:
-                self._source.refuse_groups(refusal_of_sums(refusal))
+                self._source.refuse_groups(refusal_of_sums(own[-1]))
         else:
             totals = meter.totals(sums.values)
             finite, vanishes = totals.is_finite, not any(totals.grad_sqnorms)
@@ -550,10 +539,9 @@ class Step:
 
 def _as_number(weight: float | Tensor, samples: int) -> float:
     """The weight of a loss as a number, checked; that of samples is their sum."""
-    if not isinstance(weight, Tensor):
-        return float(_WEIGHT.check("weight", weight))
-    if weight.numel() == 1:
-        return float(_WEIGHT.check("weight", weight.item()))
+    if not isinstance(weight, Tensor) or weight.numel() == 1:
+        number = weight.item() if isinstance(weight, Tensor) else weight
+        return float(_WEIGHT.check("weight", number))
     if weight.shape != (samples,):
         raise SettingError(
             f"weight= has shape {tuple(weight.shape)}; pass one number, or a tensor of {samples} "

@@ -89,11 +89,7 @@ class StepPlanner:
     def decide(
         self, step: StepStatistics, *, lr_decay: float | None, complete: bool, unmeasured: str
     ) -> Decision:
-        """The decision on the next batch size; the present one if this step cannot decide.
-
-        `lr_decay` is the scheduled rate over its largest so far, `unmeasured` why a step like it
-        does not decide if it is not measured.
-        """
+        """The decision on the next batch size; the present one if this step cannot decide."""
         controller, past = self.controller, self._past
         present = controller.decision
         if not step.finite:
@@ -132,8 +128,4 @@ class StepPlanner:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks."""
-        return {
-            "controller": self.controller.state_dict(),
-            "batch_size": self.plan.batch_size,
-            "measures_again": self.again,
-        }
+        return {"controller": self.controller.state_dict(), "measures_again": self.again}

@@ -48,16 +48,10 @@ class StepStatistics:
 class StepSums:
     """Sums of one step over all ranks, on the device until the host reads them in one wait.
 
-    Args:
-        meter: measures the gradients, complete.
-        losses: the mean loss of each micro-batch that counts.
-        weights: n_d of each.
-        counts: what this rank knows: [weight, micro-batches, weighting, samples, has gradient,
-            seconds of the step before, seconds spent training, checksum].
-        is_light: see [Note: A step that measures nothing].
-        summed: waits for the `local_totals` of all ranks; None if they were not sent before.
-        found_inf: 1 where the optimizer skips the step; None if the host decides that.
-        pair_sums: sums over this step and the one before; None if they are not compared.
+    `counts` is what this rank knows: [weight, micro-batches, weighting, samples, has gradient,
+    seconds of the step before, seconds spent training, checksum]. `summed` waits for the
+    `local_totals` of all ranks, if they were sent before. `found_inf` is 1 where the optimizer
+    skips the step; None if the host decides that.
     """
 
     def __init__(
@@ -79,7 +73,6 @@ class StepSums:
         self.values: list[float] = []  # then the meter's, or the checks of a light step; once read
         source, device = meter.source, meter.source.parameters[0].device
         self._copied: torch.Event | None = None
-        self._pair_values = 0 if pair_sums is None else len(pair_sums)
         if not is_light:
             if self._ranks > 1:
                 first = local_totals(source, losses, weights, counts)
@@ -114,11 +107,6 @@ class StepSums:
         if self._ranks > 1:
             return self.values[: self.head]
         return [weighted_sum(self._weights, self.values), *self.counts]
-
-    @property
-    def pair_sums(self) -> list[float]:
-        """The sums over this step and the one before; empty if they are not compared."""
-        return self.values[self.head : self.head + self._pair_values]
 
 
 def _local_grads(source: GradientSource) -> list[Tensor]:

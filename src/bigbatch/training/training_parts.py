@@ -1,43 +1,46 @@
-"""The parts of a training that its steps work with."""
+"""The parts of a training that its steps work with, and what its optimizer has to be."""
 
+import inspect
 import operator
+from collections import OrderedDict
 from typing import Any
 
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from bigbatch.data.rank_consistency import HostCollectives
+from bigbatch.errors import SettingError
 from bigbatch.gradients.gradient_hooks import weak_method
 from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.loss_check import LossCheck
 from bigbatch.training.oom_hints import OomHints
-from bigbatch.training.optimizer_checks import ensure_step_hooks
 
 _FUSED = operator.methodcaller("get", "fused")
 _SKIPPING = {SGD, Adagrad, Adam, AdamW}  # their fused step reads `found_inf`
 
 
 class TrainingParts:
-    """Meter, optimizer, scaler and ranks of a training; what warns of a step's mistakes.
+    """Meter, optimizer, scaler and ranks of a training; what warns of a step's mistakes."""
 
-    `external` is whether another loop gives the micro-batches.
-    """
-
-    def __init__(self, meter: GradientMeter, optimizer: Optimizer, *, external: bool) -> None:
+    def __init__(self, meter: GradientMeter, optimizer: Optimizer) -> None:
         self.meter, self.scaler, self.optimizer = meter, meter.scaler, optimizer
         self.reader = micro_batch_optimizer(optimizer)  # if it reads each micro-batch's gradient
         # its own source, if each backward is reduced over the ranks
         self.reduced = None if self.reader is None else self.reader.reduced_source()
         self.collectives = collectives = HostCollectives(meter.source)
-        self.oom_hints = OomHints(collectives.rank, collectives.ranks, external=external)
+        self.oom_hints = OomHints(collectives.rank, collectives.ranks)
         self.warns = collectives.rank == 0  # whether this rank warns
-        self.loss_check = LossCheck(warns=self.warns, has_scaler=self.scaler is not None)
+        self.loss_check = LossCheck(warns=self.warns)
         self.pairs: ConsecutiveSteps | None = None  # if steps of one backward are compared
         self.compares = False  # whether the present step is one of a pair
         self.optimizer_steps = 0  # calls of optimizer.step(), by anybody
-        hook = weak_method(self._count_optimizer_step)
-        ensure_step_hooks(optimizer).register_step_post_hook(hook)
+        # `Optimizer.__init__` does this once for each class; a wrapper may not call it, as timm's
+        # Lookahead, and would never call its hooks
+        if not getattr(type(optimizer).step, "hooked", False):
+            optimizer._patch_step_function()  # torch's own; also after unpickling
+        optimizer.register_step_post_hook(weak_method(self._count_optimizer_step))
 
     @property
     def skips_on_device(self) -> bool:
@@ -64,3 +67,33 @@ class TrainingParts:
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self.optimizer_steps += 1
+
+
+def require_steppable(optimizer: Any) -> None:
+    """Raises SettingError unless one call of `step()` is an update, and calls hooks."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, (list, tuple, dict)):
+        raise SettingError(
+            f"{len(optimizer)} optimizers are given as a {name}, and one can be stepped; make one, "
+            "with a parameter group and its lr for each of them"
+        )
+    if not isinstance(getattr(optimizer, "_optimizer_step_post_hooks", None), OrderedDict):
+        raise SettingError(
+            f"{name} is a wrapper that no hook can be put on, and the optimizer inside it alone "
+            "would lose what it adds (privacy, commits, averages); use it in a loop of your own, "
+            "which a GradientMeter can measure. For one that accelerate prepared, use "
+            "bigbatch.integrations.accelerate.adaptive_batch, or pass the optimizer inside it"
+        )
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    for parameter in parameters:
+        positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if positional and parameter.default is parameter.empty:
+            raise SettingError(
+                f"{name}.step() needs a {parameter.name}, and an update is one step() without; use "
+                "an optimizer that needs none"
+            )
+
+
+def trained_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

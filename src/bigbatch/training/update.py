@@ -15,11 +15,11 @@ from bigbatch.errors import LoopError, SettingError
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
 from bigbatch.policies.controller import Controller
-from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.plan import PlanConstraints
 from bigbatch.policies.policy import Decision
 from bigbatch.state_checks import loads_state
 from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
+from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.past_steps import PastSteps
 from bigbatch.training.step_planner import StepPlanner
 from bigbatch.training.step_rates import StepRates
@@ -33,11 +33,7 @@ _NO_PAIR = (
 
 
 class Update:
-    """Ends the steps of a training, one after the other; arguments as of `AdaptiveBatch`.
-
-    Raises:
-        SettingError: as `StepRates`; or no step is measured, and something needs statistics.
-    """
+    """Ends the steps of a training, one after the other; arguments as of `AdaptiveBatch`."""
 
     def __init__(
         self,
@@ -45,11 +41,10 @@ class Update:
         batches: Batches | ExternalBatches,
         controller: Controller,
         constraints: PlanConstraints,
-        lr_scaling: LRScaling,
-        *,
-        every: int | None = None,
-        transport: bool = False,
+        options: LoopOptions,
     ) -> None:
+        lr_scaling, every = options.get("lr_scaling", "sqrt"), options.get("every")
+        transport = options.get("transport", False)
         self.parts = parts
         self.log: RunLog | None = None  # gets the record of every step
         self.past = PastSteps(parts.collectives.ranks, keeps_history=controller.needs.history)
@@ -76,8 +71,6 @@ class Update:
         # reads the last step, where the host has not: [Note: A step that measures nothing]
         self._unsettled: Callable[[], None] | None = None
 
-    # between two steps
-
     def end_pass(self) -> None:
         """Counts an epoch; the length of the loader is known now."""
         self.settle()
@@ -90,18 +83,9 @@ class Update:
         self.planner.limit_batch()
         self.past.epoch += 1
 
-    @property
-    def first_of_pair(self) -> dict[str, Any] | None:
-        """A state of the step that the next one is compared with; None if there is none."""
-        return None if self.parts.pairs is None else self.parts.pairs.state_dict()
-
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
-        """Does something between two steps whose time and learning rates are not the next step's.
-
-        Raises:
-            LoopError: an earlier step failed half way.
-        """
+        """Does something between two steps whose time and rates are not the next step's."""
         self.settle()
         self._require_ready()
         started = time.perf_counter()
@@ -110,8 +94,6 @@ class Update:
         finally:
             self.past.step_started += time.perf_counter() - started
             self.rates.changes.note()
-
-    # the end of a step
 
     @property
     def can_wait(self) -> bool:
@@ -126,13 +108,8 @@ class Update:
     ) -> Iterator[None]:
         """Ends a step with these statistics; the optimizer steps inside, at scaled learning rates.
 
-        Args:
-            step: its statistics; if the host reads them later, those that it knows.
-            read: reads all of them later, if `can_wait`; the optimizer skips on the device.
-        Raises:
-            LoopError: the scheduler is missing or was advanced elsewhere, and nothing is changed;
-                or an earlier call failed half way.
-            RankError: the ranks differ in what decides a step.
+        With `read`, if `can_wait`, `step` has only what the host knows: `read` reads all of it
+        later, and the optimizer skips on the device. Errors before the block have changed nothing.
         """
         self.settle()
         parts, planner, rates, past = self.parts, self.planner, self.rates, self.past
@@ -218,13 +195,10 @@ class Update:
             raise LoopError("update() failed half way; load an earlier checkpoint")
         self.rates.changes.examine(self.past.epoch, self.rates.clock.scheduler)
 
-    # what must be equal on all ranks: [Note: Agreement of ranks]
-
     def checksum(self, *, waits: bool = False) -> float:
         """A checksum of what decides a step, which several ranks send with the sums of each.
 
-        It is of the state before the decision, so it tells of a difference one step after it came
-        up, before the optimizer steps.
+        It is of the state before the decision: a difference is found one step later.
         """
         return checksum(repr(self._facts(waits)))
 
@@ -249,7 +223,7 @@ class Update:
         return facts_of(self._facts())
 
     def _facts(self, waits: bool = True) -> dict[str, Any]:
-        """What must be equal on all ranks, by name."""
+        """What must be equal on all ranks, by name: [Note: Agreement of ranks]."""
         parts, past, planner, clock = self.parts, self.past, self.planner, self.rates.clock
         kind = parts.reader.describe() if parts.reader else type(parts.optimizer).__name__
         return {
@@ -271,8 +245,6 @@ class Update:
             "the meter's confidence": parts.meter.confidence,
         }
 
-    # states
-
     def state_dict(self) -> dict[str, Any]:
         """A state for `load_state_dict`, the same on all ranks."""
         self.settle()
@@ -282,11 +254,7 @@ class Update:
 
     @loads_state
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any]) -> None:
-        """Continues from a saved state; the state of another scaling rule is left out.
-
-        Raises:
-            StateError: the schedule is another one.
-        """
+        """Continues from a saved state; the state of another scaling rule is left out."""
         past = self.past
         with suppress(LoopError):  # of the run before
             self.settle()

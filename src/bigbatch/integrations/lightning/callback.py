@@ -36,7 +36,6 @@ from bigbatch.state_checks import loads_state
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.loop_options import LoopOptions, copy_options
-from bigbatch.training.optimizer_checks import ensure_step_hooks
 from bigbatch.training.step import Step
 
 _NO_LOSS = (
@@ -156,7 +155,7 @@ class AdaptiveBatchCallback(Callback):
         warn_of_end(trainer, self.train)
         self._loop = ExternalLoop(self.train)
         # after the optimizer's step, and before Lightning advances any scheduler
-        hook = ensure_step_hooks(optimizer).register_step_post_hook(lambda *_: self._update.close())
+        hook = optimizer.register_step_post_hook(lambda *_: self._update.close())
         self._teardown.callback(hook.remove)
         self._teardown.callback(meter.close)
         self._restore_loader(trainer)

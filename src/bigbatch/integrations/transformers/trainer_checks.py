@@ -12,7 +12,7 @@ from transformers.utils import is_sagemaker_mp_enabled
 from bigbatch.errors import SettingError
 from bigbatch.integrations.accelerate import require_supported
 from bigbatch.policies.policy import Fixed
-from bigbatch.training.optimizer_checks import require_steppable
+from bigbatch.training.training_parts import require_steppable
 
 
 def require_arguments(arguments: list[Any]) -> None:
