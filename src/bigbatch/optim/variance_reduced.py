@@ -16,15 +16,14 @@ from bigbatch.gradients.grad_sums import GradSums
 from bigbatch.optim.apply_gsnr import LayerGsnr
 from bigbatch.optim.base_step import BaseStep, can_fuse
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, require_attachable
-from bigbatch.optim.gsnr_options import load_into, require_base, require_valid
 from bigbatch.optim.gsnr_state import (
     GradientScaling,
     GsnrMomentum,
     GsnrState,
     StateWithGsnrMomentum,
 )
-from bigbatch.optim.learning_rates import rates_of
 from bigbatch.optim.local_step import LocalStep
+from bigbatch.optim.optimizer_settings import load_into, rates_of, require_base, require_valid
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
 from bigbatch.setting_types import Gamma, RMax, Share, checked

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.optim.learning_rates import rates_of
+from bigbatch.optim.optimizer_settings import rates_of
 
 _LR = operator.methodcaller("get", "lr")
 
