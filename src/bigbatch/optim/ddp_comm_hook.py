@@ -133,20 +133,17 @@ class DDPCommHook(ReducedShards, Subscriber):
         """Whether `.grad` is r g and no `step()` has used it."""
         return self.done and not self._taken
 
-    def has_p_of(self, parameter: Tensor) -> bool:
-        """Whether p of a parameter is scattered over the ranks."""
-        return any(parameter in shard.steps for shard in self._shards.values())
+    @property
+    def scattered(self) -> set[Tensor]:
+        """The parameters whose p is scattered over the ranks."""
+        return {parameter for shard in self._shards.values() for parameter in shard.steps}
 
     def is_of(self, ddp: DistributedDataParallel) -> bool:
         """Whether this is the hook of the model."""
         return self._ddp() is ddp
 
     def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
-        """Takes the gradients that the last reduction has scaled, and the next p.
-
-        Raises:
-            GradientError: the step is not reduced, was refused, or is taken already.
-        """
+        """Takes the gradients that the last reduction has scaled, and the next p."""
         pipeline = self._require_done("step()")
         if self._taken:
             raise GradientError("step() was called twice for one backward; .grad is r g already")
@@ -154,7 +151,7 @@ class DDPCommHook(ReducedShards, Subscriber):
         self._taken = True
         for shard in self._shards.values():
             shard.commit(self._state.momentum)
-        checks = self._state.warnings.checks_agreement
+        checks = self._state.checks_agreement
         agree = checks and not pipeline.live.any() and bool(self.grad_norm)
         bad_layers = out_of_range(pipeline.checked, pipeline.out_of_range)
         return AppliedGsnr(pipeline.k, pipeline.layers, agree, bad_layers)
@@ -167,8 +164,7 @@ class DDPCommHook(ReducedShards, Subscriber):
 
     def require_consolidated(self) -> None:
         """Raises StateError if p is scattered over the ranks."""
-        gathered = self._state.momentum.keys()
-        if not all(shard.steps.keys() <= gathered for shard in self._shards.values()):
+        if not self.scattered <= self._state.momentum.keys():
             raise StateError(
                 "p, the average of r, is spread over the ranks: call optimizer.attached."
                 "consolidate() on every rank before state_dict(), which sends nothing"

@@ -36,18 +36,11 @@ class LocalStep:
         self._one_pass = OnePass(state)
 
     def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
-        """Replaces g by r g, or by p_hat g with momentum.
-
-        Args:
-            source: the source of the step's gradients.
-            may_step: whether the base optimizer's step may be done in the same pass.
-        Raises:
-            GradientError: fewer than two micro-batches, or a gradient that none of them computed.
-        """
+        """Raises GradientError for under two micro-batches, or a gradient of none of them."""
         self._prepare(source)
-        moments, checks = self._state.moments, self._state.warnings
-        agree = checks.checks_agreement and self._all_agree()
-        bad_layers = self._out_of_range() if checks.checks_range else []
+        moments, state = self._state.moments, self._state
+        agree = state.checks_agreement and self._all_agree()
+        bad_layers = self._out_of_range() if state.checks_range else []
         with torch.no_grad():
             shares = self._shares()
             for share in shares:  # no error from here on

@@ -88,14 +88,10 @@ class TwoPass:
     watch: bool = False  # whether kernels return statistics
 
     def run(self, *, fused: bool, all_reduce: AllReduce | None) -> Tensor:
-        """Runs both passes.
+        """Runs both passes, by kernels where `fused` allows and they fit.
 
-        Args:
-            fused: whether kernels may be used.
-            all_reduce: sums (layers, 2) values over the ranks that have the rest, in place;
-                None where this rank has them whole.
-        Returns:
-            The statistics of each layer, (layers, 5); zeros if not watched.
+        `all_reduce` sums (layers, 2) values over the ranks that have the rest of the layers, in
+        place. Returns the statistics of each layer, (layers, 5); zeros if not watched.
         """
         whole = Chunk(self.columns, slice(None), self.layer_values, [])
         fits = fused and native.fits(*self.columns)
@@ -110,7 +106,10 @@ class TwoPass:
 
     def _pass(self, parts: Sequence[tuple[Chunk, bool]], sums: Tensor | None) -> Tensor:
         """The first pass, which returns its sums, or the second, which returns statistics."""
-        rows = self._zeros(2 if sums is None else 5)
+        first: Any = self.columns[0]
+        device = first[0].device if first else torch.device("cpu")
+        shape = len(first), 2 if sums is None else 5
+        rows = torch.zeros(shape, dtype=widest_float(device), device=device)
         for chunk, by_kernel in parts:
             of_layers = None if sums is None else sums[chunk.layers]
             if by_kernel:
@@ -125,11 +124,6 @@ class TwoPass:
             if found is not None:
                 rows[chunk.layers] += found
         return rows
-
-    def _zeros(self, columns: int) -> Tensor:
-        first: Any = self.columns[0]
-        device = first[0].device if first else torch.device("cpu")
-        return torch.zeros(len(first), columns, dtype=widest_float(device), device=device)
 
     def _kernel(
         self, chunk: Chunk, passes: native.Passes, sums: Tensor | None = None
