@@ -62,7 +62,6 @@ class DDPCommHook(ReducedShards, Subscriber):
         self._group: dist.ProcessGroup = ddp.process_group
         self._refusal = ""  # why the current step is refused
         self._taken = False  # whether step() has used the current step's gradients
-        self._count_and_weight = [0.0, 0.0]  # of this rank's micro-batches
         self._shards: dict[int, Shard] = {}  # by the number of the bucket
         self._spans: dict[Tensor, list[tuple[Shard, Span]]] = {}  # this rank's, by parameter
         self._pipeline: BucketPipeline | None = None  # of the current step
@@ -151,10 +150,9 @@ class DDPCommHook(ReducedShards, Subscriber):
         self._taken = True
         for shard in self._shards.values():
             shard.commit(self._state.momentum)
-        checks = self._state.checks_agreement
-        agree = checks and not pipeline.live.any() and bool(self.grad_norm)
+        agrees = self._state.checks_agreement and not pipeline.live.any() and bool(self.grad_norm)
         bad_layers = out_of_range(pipeline.checked, pipeline.out_of_range)
-        return AppliedGsnr(pipeline.k, pipeline.layers, agree, bad_layers)
+        return AppliedGsnr(pipeline.k, pipeline.layers, agrees, bad_layers)
 
     def clear(self) -> None:
         """Drops all shards; the optimizer's momentum has all of p on every rank."""
@@ -204,19 +202,11 @@ class DDPCommHook(ReducedShards, Subscriber):
             for square in self._pipeline.squares.values():
                 square.mul_(factor**2)
 
-    # subscriber of the micro-batches
+    # reduction
 
     def begin(self) -> None:
         """A step begins."""
         self._pipeline, self._refusal, self._taken = None, "", False
-        self._count_and_weight = [0.0, 0.0]
-
-    def micro_batch(self, weight: float, groups: int = 1) -> None:
-        """Counts the groups of a micro-batch."""
-        count, total = self._count_and_weight
-        self._count_and_weight = [count + groups, total + weight]
-
-    # reduction
 
     @torch.no_grad()
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -242,7 +232,8 @@ class DDPCommHook(ReducedShards, Subscriber):
         ddp, state = self._ddp(), self._live_state
         joins = ddp is not None and bool(ddp._join_config.enable)
         is_repeated = self._pipeline is not None or bool(self._refusal)
-        message = [*self._count_and_weight, state is None, joins, is_repeated]
+        counted = (0, 0.0) if state is None else (state.moments.micro_batches, state.moments.weight)
+        message = [*counted, state is None, joins, is_repeated]
         row = torch.tensor(message, dtype=torch.float64, device="cpu")
         rows = [torch.empty_like(row) for _ in range(self.ranks)]
         dist.all_gather(rows, row, group=self._host_group)
