@@ -37,11 +37,9 @@ class AppliedGsnr:
     """The effect of scaling in one step."""
 
     k: int  # number of micro-batches, or other groups, that r compared
-    # the row of `apply_gsnr` of each parameter, over all ranks; empty if not watched
-    layers: dict[Tensor, Tensor]
+    layers: dict[Tensor, Tensor]  # rows of `apply_gsnr` over all ranks; empty if not watched
     agree: bool  # whether all groups had the same gradient, if that was checked
-    # layers on this rank whose M2 is out of range, so that r is wrong, if that was checked
-    out_of_range: Sequence[Tensor] = ()
+    out_of_range: Sequence[Tensor] = ()  # layers here whose M2 is so, if that was checked
     stepped: bool = False  # whether the base optimizer's step is done too
 
 

@@ -145,9 +145,8 @@ class BucketPipeline:
             return
         numbers = {p: number for number, p in enumerate(parameters)}
         spans = [span for span in shard.spans if span.parameter in numbers]
-        totals = [shard.mean[s.shard_slice] for s in spans]
-        m2s = [m2[s.shard_slice] for s in spans]
-        gradients = [scaled[s.shard_slice] for s in spans]
+        flats = shard.mean, m2, scaled
+        totals, m2s, gradients = ([flat[s.shard_slice] for s in spans] for flat in flats)
         beta3 = group["beta3"]
         momentum = () if beta3 is None else shard.averages_of(spans, beta3)
         layers = Layers(totals, m2s, gradients, *momentum)

@@ -256,10 +256,8 @@ class DDPCommHook(ReducedShards, Subscriber):
             for number in sorted(n for n in self._shards if n >= index):
                 self._shards.pop(number).gather(self._state.momentum)
             start = bucket.buffer().storage_offset()
-            offsets = [
-                (p, g.storage_offset() - start)
-                for p, g in zip(parameters, bucket.gradients(), strict=True)
-            ]
+            starts = [gradient.storage_offset() - start for gradient in bucket.gradients()]
+            offsets = list(zip(parameters, starts, strict=True))
             shard = self._shards[index] = Shard(offsets, bucket.buffer(), self._group)
             self.layout += 1
             self._spans.clear()

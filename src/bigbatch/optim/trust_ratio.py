@@ -21,8 +21,7 @@ from bigbatch.optim.two_pass import Chunk, TwoPass, require_kernels
 from bigbatch.setting_types import Coefficient, PositiveCoefficient, Share, checked
 from bigbatch.state_checks import loads_state
 
-Columns = list[tuple[Tensor, ...]]
-"""The arrays of each layer: theta, gradient, and each state."""
+Columns = list[tuple[Tensor, ...]]  # the arrays of each layer: theta, gradient, and each state
 
 
 class LayerShard(NamedTuple):
@@ -108,12 +107,10 @@ class TrustRatioOptimizer(Optimizer):
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for key, parameter in zip(keys, parameters, strict=True):
+            state = self.state.get(parameter, {})
             for name, value in state_dict["state"].get(key, {}).items():
-                if (
-                    value.dtype in FULL_PRECISION
-                    and self.state[parameter][name].dtype not in FULL_PRECISION
-                ):
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+                if value.dtype in FULL_PRECISION and state[name].dtype not in FULL_PRECISION:
+                    state[name] = value.to(parameter.device, copy=True)
 
     def _shards(self, parameter: Tensor) -> list[LayerShard]:
         """The shard of a parameter, or of each layer in an engine's; initializes the state."""

@@ -83,8 +83,7 @@ class TwoPass:
     layer_values: Sequence[tuple[float, float]]  # two numbers for each layer
     group_values: Sequence[float]  # the numbers that all layers share
     first_pass: Callable[[Chunk], Tensor]  # returns the sums of each layer, (layers, 2)
-    # updates layers with their sums; may return statistics, (layers, 5)
-    second_pass: Callable[[Chunk, Tensor], Tensor | None]
+    second_pass: Callable[[Chunk, Tensor], Tensor | None]  # with them; may return statistics
     watch: bool = False  # whether kernels return statistics
 
     def run(self, *, fused: bool, all_reduce: AllReduce | None) -> Tensor:
@@ -112,15 +111,14 @@ class TwoPass:
         rows = torch.zeros(shape, dtype=widest_float(device), device=device)
         for chunk, by_kernel in parts:
             of_layers = None if sums is None else sums[chunk.layers]
+            found: Tensor | None
             if by_kernel:
                 which = native.Passes.FIRST if sums is None else native.Passes.SECOND
-                found: Tensor | None = self._kernel(chunk, which, of_layers)[sums is not None]
+                found = self._kernel(chunk, which, of_layers)[sums is not None]
+            elif of_layers is None:
+                found = self.first_pass(chunk)
             else:
-                found = (
-                    self.first_pass(chunk)
-                    if of_layers is None
-                    else self.second_pass(chunk, of_layers)
-                )
+                found = self.second_pass(chunk, of_layers)
             if found is not None:
                 rows[chunk.layers] += found
         return rows
