@@ -174,8 +174,6 @@ class GsnrState:
             named += zip(names, parameters, strict=True)
         return [(name or str(number), p) for number, (name, p) in enumerate(named)]
 
-    # warnings
-
     @property
     def checks_agreement(self) -> bool:
         """Whether this step checks if all gradients agree, which waits for the device."""

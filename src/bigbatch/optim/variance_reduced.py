@@ -152,6 +152,21 @@ class VarianceReduced(Optimizer):
             raise
         self._source.add(self.gsnr_state.vr_parameters)
 
+    def _averaged(self) -> dict[Tensor, None]:
+        """The parameters that have p, or will have it."""
+        groups = [g for g in self.param_groups if g.get("beta3") is not None and g["vr"]]
+        return {p: None for group in groups for p in group["params"]}
+
+    def _prepare_group(self, group: dict[str, Any]) -> None:
+        for name, default in self._group_defaults.items():
+            group.setdefault(name, default)
+        require_valid(group, type(self))
+        if group["vr"]:
+            self.gsnr_state.vr_parameters.update(dict.fromkeys(group["params"]))
+            # with vr=False gradients may be sparse, which no fused step takes
+            if self._chooses_fused and group["fused"] is None and group["foreach"] is None:
+                group["fused"] = all(can_fuse(self.base, p) for p in group["params"])
+
     # one step
 
     def attach(self, ddp: DistributedDataParallel) -> DDPCommHook:
@@ -329,23 +344,6 @@ class VarianceReduced(Optimizer):
         self._source.restart()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    # groups
-
-    def _averaged(self) -> dict[Tensor, None]:
-        """The parameters that have p, or will have it."""
-        groups = [g for g in self.param_groups if g.get("beta3") is not None and g["vr"]]
-        return {p: None for group in groups for p in group["params"]}
-
-    def _prepare_group(self, group: dict[str, Any]) -> None:
-        for name, default in self._group_defaults.items():
-            group.setdefault(name, default)
-        require_valid(group, type(self))
-        if group["vr"]:
-            self.gsnr_state.vr_parameters.update(dict.fromkeys(group["params"]))
-            # with vr=False gradients may be sparse, which no fused step takes
-            if self._chooses_fused and group["fused"] is None and group["foreach"] is None:
-                group["fused"] = all(can_fuse(self.base, p) for p in group["params"])
 
 
 def micro_batch_optimizer(optimizer: object) -> VarianceReduced | None:
