@@ -16,7 +16,7 @@ from bigbatch.data.batches import Batches
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import SettingError
 from bigbatch.optim import LAMB, LARS, VarianceReduced
-from bigbatch.optim.gsnr_options import VROptions
+from bigbatch.optim.optimizer_settings import VROptions
 from bigbatch.policies.batch_schedule import Schedule
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling

@@ -37,7 +37,7 @@ class MicroBatchGradients:
 class Subscriber(Protocol):
     """Reads each micro-batch's gradient once, before it is summed into `.grad`.
 
-    A subclass may leave out `gradients`, `groups` and `end`.
+    A subclass may leave out all but `begin`.
     """
 
     needs_exact_groups: bool = False
@@ -51,6 +51,7 @@ class Subscriber(Protocol):
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch of so many groups starts; `weight` is its n_d, 1.0 where it is unknown."""
+        return
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """The current micro-batch adds these gradients to `.grad` on this rank."""

@@ -47,7 +47,7 @@ from bigbatch.log.row_schema import (
     statistics_of,
 )
 from bigbatch.log.step_record import StepRecord
-from bigbatch.optim.learning_rates import rates_of
+from bigbatch.optim.optimizer_settings import rates_of
 from bigbatch.optional_packages import import_optional
 from bigbatch.setting_types import Count, Whole, checked
 from bigbatch.state_checks import loads_state

@@ -20,17 +20,11 @@ _MAX_SHARE = 0.01  # of a layer out of range; below it, r of the other elements 
 class Layers:
     """The moments of a list of parameters, their gradients, and p if r has momentum."""
 
-    # totals, m2s: S and M2 of the micro-batch gradients
-    totals: Sequence[Tensor]
-    m2s: Sequence[Tensor]
+    totals: Sequence[Tensor]  # S
+    m2s: Sequence[Tensor]  # M2
     gradients: Sequence[Tensor]  # multiplied in place; may be S
     averages: Sequence[Tensor] | None = None  # p, updated in place; None without momentum of r
     corrections: Sequence[float] | None = None  # 1 / (1 - beta3^t) of each
-
-    @property
-    def columns(self) -> list[native.Column]:
-        """The arrays of each layer, in the order of the kernels."""
-        return [self.totals, self.m2s, self.gradients, self.averages]
 
     @property
     def layer_values(self) -> list[tuple[float, float]]:
@@ -43,11 +37,9 @@ class AppliedGsnr:
     """The effect of scaling in one step."""
 
     k: int  # number of micro-batches, or other groups, that r compared
-    # the row of `apply_gsnr` of each parameter, over all ranks; empty if not watched
-    layers: dict[Tensor, Tensor]
+    layers: dict[Tensor, Tensor]  # rows of `apply_gsnr` over all ranks; empty if not watched
     agree: bool  # whether all groups had the same gradient, if that was checked
-    # layers on this rank whose M2 is out of range, so that r is wrong, if that was checked
-    out_of_range: Sequence[Tensor] = ()
+    out_of_range: Sequence[Tensor] = ()  # layers here whose M2 is so, if that was checked
     stepped: bool = False  # whether the base optimizer's step is done too
 
 
@@ -144,8 +136,7 @@ def apply_gsnr(
         layers: this process's elements of the layers.
         group: their parameter group, with gamma, r_max and beta3.
         weight: N, the sum of the micro-batches' weights.
-        all_reduce: sums values of layers over the ranks that have the rest of them, in place; None
-            where this rank has them whole.
+        all_reduce: sums values of layers over the ranks, in place; None where each has them whole.
         fused: whether kernels may be used; torch does the layers that do not fit them.
         watch: whether to return what scaling did.
     Returns:
@@ -174,7 +165,7 @@ def apply_gsnr(
 
     return TwoPass(
         native.Rule.GSNR,
-        columns=layers.columns,
+        columns=[layers.totals, layers.m2s, layers.gradients, layers.averages],
         layer_values=layers.layer_values,
         group_values=kernel_values(group, weight),
         first_pass=lambda chunk: chunk.sums(*functional.live(ratio(chunk))),

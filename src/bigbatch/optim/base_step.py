@@ -24,6 +24,10 @@ from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.optim.sharding import AllReduce, local
 
 _RULES = {SGD: Rule.GSNR_SGD, Adam: Rule.GSNR_ADAM, AdamW: Rule.GSNR_ADAM}
+_STATES = {  # that a kernel reads, by column, and last Adam's counter of steps
+    Rule.GSNR_SGD: ("momentum_buffer",),
+    Rule.GSNR_ADAM: ("exp_avg", "exp_avg_sq", "step"),
+}
 _FUSED_ON_CPU = (SGD, Adam, Adagrad)
 _DTYPE = operator.attrgetter("dtype")
 _OTHER_STEPS = ("differentiable", "amsgrad", "capturable")  # that torch does itself
@@ -71,16 +75,12 @@ class OnePass:
         return None if None in calls else calls  # type: ignore[return-value]
 
     def _find(self, number: int, share: GroupShare) -> Callable[[], None] | None:
-        """The call for a group; None if the kernels cannot read its arrays."""
+        """The call of a group; None if the kernels cannot read its arrays."""
         base: Any = self._state.base
-        rule, group, parameters, layers = (
-            _RULES[type(base)],
-            share.group,
-            share.parameters,
-            share.layers,
-        )
-        moments, gradients, averages = self._state.moments, layers.gradients, layers.averages or ()
-        names = _state_names(rule, group)
+        rule, moments = _RULES[type(base)], self._state.moments
+        group, parameters, layers = share.group, share.parameters, share.layers
+        gradients, averages = layers.gradients, layers.averages or ()
+        names = _STATES[rule] if rule is Rule.GSNR_ADAM or group["momentum"] else ()
         states = list(map(base.state.get, parameters)) if names else []
         try:
             shaped: list[Any] = [list(map(operator.itemgetter(name), states)) for name in names]
@@ -115,27 +115,17 @@ class OnePass:
     def _addresses(
         self, number: int, columns: list[Sequence[Tensor]], like: Sequence[Tensor]
     ) -> "list[array[int]] | None":
-        """Where arrays that stay from step to step lie; None if the kernels cannot read them.
-
-        Arrays of one type at the addresses of the step before are not looked at again.
-        """
+        """Where arrays that stay from step to step lie; None if the kernels cannot read them."""
         arrays = list(itertools.chain.from_iterable(columns))
         places = list(map(native.addresses, columns)), native.lengths(arrays)
         is_usual = set(map(_DTYPE, arrays)) <= {torch.float32} and all(
             map(Tensor.is_contiguous, arrays)
         )
-        if not is_usual or places != self._read.get(number):
+        if not is_usual or places != self._read.get(number):  # else they are those of before
             if not native.fits(like, *filter(None, columns)):
                 return None
             self._read[number] = places if is_usual else None
         return places[0]
-
-
-def _state_names(rule: Rule, group: dict[str, Any]) -> tuple[str, ...]:
-    """The states that the kernel reads, by column, and last Adam's counter of steps."""
-    if rule is Rule.GSNR_ADAM:
-        return "exp_avg", "exp_avg_sq", "step"
-    return ("momentum_buffer",) if group["momentum"] else ()
 
 
 def _may_replace(group: dict[str, Any]) -> bool:
@@ -160,16 +150,12 @@ def _step_values(rule: Rule, group: dict[str, Any]) -> list[float]:
 
 
 def can_fuse(base: Optimizer, parameter: Tensor) -> bool:
-    """Whether torch's fused step is known to be right for a parameter.
-
-    The parameter must be dense, with gradients of its type: float32 or float64 on a CPU, any float
-    on CUDA. Torch's fused SGD takes no sharded parameters.
-    """
+    """Whether torch's fused step is known to be right for a parameter and gradients of its type."""
     return (
         parameter.is_floating_point()
         and parameter.grad_dtype in (None, parameter.dtype)
         and (parameter.is_cuda or (parameter.is_cpu and parameter.dtype in FULL_PRECISION))
-        and not (is_sharded(parameter) and isinstance(base, SGD))
+        and not (is_sharded(parameter) and isinstance(base, SGD))  # which torch refuses
         and _is_dense(local(parameter))
     )
 
@@ -229,7 +215,7 @@ def _find_fault(base: Optimizer, group: dict[str, Any]) -> str:
 
 
 def _same_layout(first: Any, others: Sequence[Any]) -> bool:
-    """Whether the elements of all tensors have the same order in memory, without gaps."""
+    """Whether all tensors have their elements in the same order in memory, without gaps."""
     if is_sharded(first):
         first, others = local(first), [local(t) for t in others]
     shape, contiguous = first.shape, first.is_contiguous()
@@ -242,8 +228,5 @@ def _same_layout(first: Any, others: Sequence[Any]) -> bool:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill a block of memory without gaps, in any order."""
-    if tensor.layout is not torch.strided:
-        return False
-    strides = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
-    return tensor.permute(order).is_contiguous()
+    is_strided = tensor.layout is torch.strided
+    return is_strided and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

@@ -30,30 +30,21 @@ _PREFETCHED = 2  # chunks in flight
 
 @dataclass(eq=False)
 class BucketPipeline:
-    """The reduction of one step.
+    """The reduction of one step."""
 
-    Attributes:
-        done: whether every bucket is reduced.
-        layers: the row of `apply_gsnr` of each parameter, over all ranks, if r is watched.
-        squares: |g|^2 of each parameter of the model, when done.
-        checked, out_of_range: the parameters on this rank whose M2 was checked, one for each span,
-            and the shares of these that are out of range.
-        live: elements whose groups do not agree to rounding.
-    """
-
-    state: GsnrState  # the optimizer's moments, momentum and options
-    group: dist.ProcessGroup  # the process group
+    state: GsnrState
+    group: dist.ProcessGroup
     weights: list[float]  # weight of the micro-batches of each rank
     k: int  # number of micro-batches that are compared
     sends_m2: bool  # whether any rank has an M2 of its own
 
     def __post_init__(self) -> None:
-        self.done = False
-        self.layers: dict[Tensor, Tensor] = {}
-        self.squares: dict[Tensor, Tensor] = {}
-        self.checked: list[Tensor] = []
-        self.out_of_range: list[Tensor] = []
-        self.live = torch.zeros(())
+        self.done = False  # whether every bucket is reduced
+        self.layers: dict[Tensor, Tensor] = {}  # rows of `apply_gsnr` over all ranks, if watched
+        self.squares: dict[Tensor, Tensor] = {}  # |g|^2 of each parameter of the model, when done
+        self.checked: list[Tensor] = []  # parameters here whose M2 was checked, one for each span
+        self.out_of_range: list[Tensor] = []  # the shares of these that are out of range
+        self.live = torch.zeros(())  # elements whose groups do not agree to rounding
         vr_groups = [group for group in self.state.base.param_groups if group["vr"]]
         self._groups = {p: group for group in vr_groups for p in group["params"]}
         self._in_flight: deque[Iterator[None]] = deque(maxlen=2)
@@ -102,10 +93,7 @@ class BucketPipeline:
     def _reduce(self, shard: Shard, buffer: Tensor, future: Future[Tensor]) -> Iterator[None]:
         """The stages of a bucket: scattered; summed, scaled and sent back; received.
 
-        Args:
-            shard: this rank's shard of it.
-            buffer: the sums of this rank; in the end, the scaled gradient of all ranks.
-            future: DDP's, completed by the last stage.
+        The buffer has the sums of this rank; in the end, the scaled gradient of all ranks.
         """
         unsent = (self._scatter(shard, chunk, buffer[chunk.whole]) for chunk in shard.chunks)
         scattered = deque(islice(unsent, _PREFETCHED))
@@ -157,9 +145,8 @@ class BucketPipeline:
             return
         numbers = {p: number for number, p in enumerate(parameters)}
         spans = [span for span in shard.spans if span.parameter in numbers]
-        totals = [shard.mean[s.shard_slice] for s in spans]
-        m2s = [m2[s.shard_slice] for s in spans]
-        gradients = [scaled[s.shard_slice] for s in spans]
+        flats = shard.mean, m2, scaled
+        totals, m2s, gradients = ([flat[s.shard_slice] for s in spans] for flat in flats)
         beta3 = group["beta3"]
         momentum = () if beta3 is None else shard.averages_of(spans, beta3)
         layers = Layers(totals, m2s, gradients, *momentum)
@@ -175,7 +162,7 @@ class BucketPipeline:
             reduced.append(sums)
 
         weight = sum(self.weights) / len(self.weights) ** 2  # the means are S / ranks
-        if self.state.warnings.checks_range:
+        if self.state.checks_range:
             self.checked += [span.parameter for span in spans]
             self.out_of_range.append(shares_out_of_range(totals, m2s, weight))
         fused, watch = self.state.uses_kernels, self.state.watch

@@ -22,13 +22,7 @@ _all_gather = getattr(_c10d, "all_gather_single", None) or _c10d.all_gather_into
 
 
 class Chunk:
-    """A slice of a bucket, of which every rank has a shard.
-
-    Args:
-        whole: the slice.
-        group: the ranks.
-        offset: where its shard begins among this rank's shards.
-    """
+    """A slice of a bucket, of which every rank has a shard; this rank's begins at `offset`."""
 
     def __init__(self, whole: slice, group: dist.ProcessGroup, offset: int) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -43,11 +37,9 @@ class Chunk:
         self.among_shards = slice(offset, offset + self._size)
 
     def scatter(self, values: Tensor) -> Callable[[], Tensor]:
-        """Begins to send each rank its part of this rank's values, which are flat.
+        """Begins to send each rank its part of this rank's flat values.
 
-        Returns:
-            A function that waits, and returns all ranks' values of this rank's part,
-            (ranks, elements).
+        Returns a function that waits for all ranks' values of this rank's part, (ranks, elements).
         """
         ranks = len(self._sizes)
         rows = values.new_empty(ranks * self._size)
@@ -82,7 +74,7 @@ class Chunk:
 class Span:
     """Consecutive elements of a parameter, in the order of its memory."""
 
-    parameter: Tensor  # the parameter
+    parameter: Tensor
     parameter_slice: slice  # its elements
     shard_slice: slice  # the same elements in the shard, or in the chunk
 

@@ -62,7 +62,6 @@ class DDPCommHook(ReducedShards, Subscriber):
         self._group: dist.ProcessGroup = ddp.process_group
         self._refusal = ""  # why the current step is refused
         self._taken = False  # whether step() has used the current step's gradients
-        self._count_and_weight = [0.0, 0.0]  # of this rank's micro-batches
         self._shards: dict[int, Shard] = {}  # by the number of the bucket
         self._spans: dict[Tensor, list[tuple[Shard, Span]]] = {}  # this rank's, by parameter
         self._pipeline: BucketPipeline | None = None  # of the current step
@@ -133,20 +132,17 @@ class DDPCommHook(ReducedShards, Subscriber):
         """Whether `.grad` is r g and no `step()` has used it."""
         return self.done and not self._taken
 
-    def has_p_of(self, parameter: Tensor) -> bool:
-        """Whether p of a parameter is scattered over the ranks."""
-        return any(parameter in shard.steps for shard in self._shards.values())
+    @property
+    def scattered(self) -> set[Tensor]:
+        """The parameters whose p is scattered over the ranks."""
+        return {parameter for shard in self._shards.values() for parameter in shard.steps}
 
     def is_of(self, ddp: DistributedDataParallel) -> bool:
         """Whether this is the hook of the model."""
         return self._ddp() is ddp
 
     def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
-        """Takes the gradients that the last reduction has scaled, and the next p.
-
-        Raises:
-            GradientError: the step is not reduced, was refused, or is taken already.
-        """
+        """Takes the gradients that the last reduction has scaled, and the next p."""
         pipeline = self._require_done("step()")
         if self._taken:
             raise GradientError("step() was called twice for one backward; .grad is r g already")
@@ -154,10 +150,9 @@ class DDPCommHook(ReducedShards, Subscriber):
         self._taken = True
         for shard in self._shards.values():
             shard.commit(self._state.momentum)
-        checks = self._state.warnings.checks_agreement
-        agree = checks and not pipeline.live.any() and bool(self.grad_norm)
+        agrees = self._state.checks_agreement and not pipeline.live.any() and bool(self.grad_norm)
         bad_layers = out_of_range(pipeline.checked, pipeline.out_of_range)
-        return AppliedGsnr(pipeline.k, pipeline.layers, agree, bad_layers)
+        return AppliedGsnr(pipeline.k, pipeline.layers, agrees, bad_layers)
 
     def clear(self) -> None:
         """Drops all shards; the optimizer's momentum has all of p on every rank."""
@@ -167,8 +162,7 @@ class DDPCommHook(ReducedShards, Subscriber):
 
     def require_consolidated(self) -> None:
         """Raises StateError if p is scattered over the ranks."""
-        gathered = self._state.momentum.keys()
-        if not all(shard.steps.keys() <= gathered for shard in self._shards.values()):
+        if not self.scattered <= self._state.momentum.keys():
             raise StateError(
                 "p, the average of r, is spread over the ranks: call optimizer.attached."
                 "consolidate() on every rank before state_dict(), which sends nothing"
@@ -208,19 +202,11 @@ class DDPCommHook(ReducedShards, Subscriber):
             for square in self._pipeline.squares.values():
                 square.mul_(factor**2)
 
-    # subscriber of the micro-batches
+    # reduction
 
     def begin(self) -> None:
         """A step begins."""
         self._pipeline, self._refusal, self._taken = None, "", False
-        self._count_and_weight = [0.0, 0.0]
-
-    def micro_batch(self, weight: float, groups: int = 1) -> None:
-        """Counts the groups of a micro-batch."""
-        count, total = self._count_and_weight
-        self._count_and_weight = [count + groups, total + weight]
-
-    # reduction
 
     @torch.no_grad()
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -246,7 +232,8 @@ class DDPCommHook(ReducedShards, Subscriber):
         ddp, state = self._ddp(), self._live_state
         joins = ddp is not None and bool(ddp._join_config.enable)
         is_repeated = self._pipeline is not None or bool(self._refusal)
-        message = [*self._count_and_weight, state is None, joins, is_repeated]
+        counted = (0, 0.0) if state is None else (state.moments.micro_batches, state.moments.weight)
+        message = [*counted, state is None, joins, is_repeated]
         row = torch.tensor(message, dtype=torch.float64, device="cpu")
         rows = [torch.empty_like(row) for _ in range(self.ranks)]
         dist.all_gather(rows, row, group=self._host_group)
@@ -269,10 +256,8 @@ class DDPCommHook(ReducedShards, Subscriber):
             for number in sorted(n for n in self._shards if n >= index):
                 self._shards.pop(number).gather(self._state.momentum)
             start = bucket.buffer().storage_offset()
-            offsets = [
-                (p, g.storage_offset() - start)
-                for p, g in zip(parameters, bucket.gradients(), strict=True)
-            ]
+            starts = [gradient.storage_offset() - start for gradient in bucket.gradients()]
+            offsets = list(zip(parameters, starts, strict=True))
             shard = self._shards[index] = Shard(offsets, bucket.buffer(), self._group)
             self.layout += 1
             self._spans.clear()

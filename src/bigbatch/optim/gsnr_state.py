@@ -1,12 +1,13 @@
 """Moments, momentum, options and warnings of a variance-reduced optimizer, for any scaling.
 
-p, the momentum of r, is kept apart from the base optimizer's state, and saved with it.
+p, the momentum of r, is kept apart from the base optimizer's state, as many make theirs where it is
+empty, and is saved with it.
 """
 
 import math
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -60,9 +61,8 @@ class GsnrMomentum(dict[Tensor, tuple[Tensor, int]]):
     def load_from(self, state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
         """Loads what `add_to` has added, and returns the base optimizer's state dict.
 
-        Raises:
-            StateError: p, or what a fused step writes to, has another shape than its parameter; or
-                p is missing from a state that was saved with beta3.
+        Raises StateError if p, or what a fused step writes to, has another shape than its
+        parameter, or if p is missing from a state that was saved with beta3.
         """
         groups, saved = state_dict["param_groups"], state_dict["state"]
         keys = [key for group in groups for key in group["params"]]  # numbers, or names
@@ -97,14 +97,11 @@ class GsnrMomentum(dict[Tensor, tuple[Tensor, int]]):
 
 @dataclass(eq=False, repr=False)
 class StateWithGsnrMomentum(MutableMapping[Tensor, Any]):
-    """A base optimizer's `state`, with the entries of p in the state of each parameter.
+    """A base optimizer's `state`, with the entries of p, for torch's distributed checkpoints."""
 
-    Torch's distributed checkpoints read from it what is saved of a parameter.
-    """
-
-    base: MutableMapping[Tensor, Any]  # the base optimizer's state, which writes go to
-    momentum: GsnrMomentum  # p
-    parameters: Collection[Tensor]  # the parameters that have p, or will have it
+    base: MutableMapping[Tensor, Any]  # the base optimizer's state
+    momentum: GsnrMomentum
+    parameters: Collection[Tensor]  # that have p, or will have it
 
     def __getitem__(self, parameter: Tensor) -> Any:
         state = self.base[parameter]
@@ -132,7 +129,6 @@ class StateWithGsnrMomentum(MutableMapping[Tensor, Any]):
 
 
 def _base_part(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a parameter without the entries of p."""
     return {name: value for name, value in state.items() if name not in (_AVERAGE, _STEPS)}
 
 
@@ -151,56 +147,32 @@ def _require_shape(state: dict[str, Any], parameter: Tensor) -> None:
             )
 
 
-@dataclass(eq=False)
 class GsnrState:
-    """The state of one variance-reduced optimizer."""
+    """The state of one variance-reduced optimizer, by whose name errors call it."""
 
-    base: Optimizer  # the base optimizer, whose groups have gamma, r_max, beta3 and vr
-    name: str  # the name of the optimizer, for messages
-    # watch, fused: see `VarianceReduced`
-    watch: bool
-    fused: bool | None
-    # the parameters of the groups with vr, in order
-    vr_parameters: dict[Tensor, None] = field(default_factory=dict)
+    sums_of: SumsOf  # S of parameters, of the source that the moments are of
 
-    def __post_init__(self) -> None:
-        self.uses_kernels = self.fused is not False  # where they fit
+    def __init__(self, base: Optimizer, name: str, *, watch: bool, fused: bool | None) -> None:
+        self.base, self.name, self.watch, self.fused = base, name, watch, fused
+        self.vr_parameters: dict[Tensor, None] = {}  # those of the groups with vr, in order
+        self.uses_kernels = fused is not False  # where they fit
         self.momentum = GsnrMomentum()
         self.moments = GradientMoments(self.vr_parameters.keys(), fused=self.uses_kernels)
-        self.warnings = GsnrWarnings()
-        # S of parameters, of the source that the moments are of
-        self.sums_of: SumsOf = lambda parameters: [None] * len(parameters)
+        self._steps = 0
+        self._warned_of_range = False
 
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups, in the order of the state dict."""
         return [parameter for group in self.base.param_groups for parameter in group["params"]]
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """The parameters with their names, or with their numbers if the groups have no names."""
+        """The parameters with their names, or with their numbers if they have none."""
         named: list[tuple[str, Tensor]] = []
         for group in self.base.param_groups:
             parameters = group["params"]
             names = group.get("param_names", [""] * len(parameters))
             named += zip(names, parameters, strict=True)
         return [(name or str(number), p) for number, (name, p) in enumerate(named)]
-
-
-class GradientScaling(Protocol):
-    """Multiplies gradients by r at one point of a step: in `step()`, or inside the all-reduce."""
-
-    def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
-        """Replaces g by r g, or by p_hat g with momentum; once a step.
-
-        With `may_step` it may do the base optimizer's step too, and says so.
-        """
-
-
-class GsnrWarnings:
-    """Warns if micro-batches all agree, if they are few, or if their M2 is out of range."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._warned_of_range = False
 
     @property
     def checks_agreement(self) -> bool:
@@ -212,10 +184,8 @@ class GsnrWarnings:
         """Whether this step checks the range of M2, which waits for the device."""
         return self._steps % _RANGE_INTERVAL == 0 and not self._warned_of_range
 
-    def warn(
-        self, applied: AppliedGsnr, named_parameters: Callable[[], list[tuple[str, Tensor]]]
-    ) -> None:
-        """Gives the warnings of a step that were not given before."""
+    def warn(self, applied: AppliedGsnr) -> None:
+        """Warns once if micro-batches all agree, if they are few, or if M2 is out of range."""
         if not self._steps and applied.agree and not applied.out_of_range:
             warn_in_loop(
                 "every micro-batch has the same gradient, so r says nothing; is it the same "
@@ -228,8 +198,15 @@ class GsnrWarnings:
             )
         if applied.out_of_range and not self._warned_of_range:
             self._warned_of_range = True
-            warn_in_loop(_out_of_range(applied.out_of_range, named_parameters()))
+            warn_in_loop(_out_of_range(applied.out_of_range, self.named_parameters()))
         self._steps += 1
+
+
+class GradientScaling(Protocol):
+    """Multiplies gradients by r at one point of a step: in `step()`, or inside the all-reduce."""
+
+    def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
+        """Replaces g by r g or p_hat g, once a step; may do the base's step too with `may_step`."""
 
 
 def _out_of_range(layers: Sequence[Tensor], named_parameters: list[tuple[str, Tensor]]) -> str:

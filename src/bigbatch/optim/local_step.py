@@ -36,22 +36,18 @@ class LocalStep:
         self._one_pass = OnePass(state)
 
     def apply(self, source: GradientSource, *, may_step: bool = False) -> AppliedGsnr:
-        """Replaces g by r g, or by p_hat g with momentum.
-
-        Args:
-            source: the source of the step's gradients.
-            may_step: whether the base optimizer's step may be done in the same pass.
-        Raises:
-            GradientError: fewer than two micro-batches, or a gradient that none of them computed.
-        """
+        """Raises GradientError for under two micro-batches, or a gradient of none of them."""
         self._prepare(source)
-        moments, checks = self._state.moments, self._state.warnings
-        agree = checks.checks_agreement and self._all_agree()
-        bad_layers = self._out_of_range() if checks.checks_range else []
+        state, moments = self._state, self._state.moments
+        agree = state.checks_agreement and self._all_agree()
+        bad_layers = self._out_of_range() if state.checks_range else []
         with torch.no_grad():
             shares = self._shares()
             for share in shares:  # no error from here on
-                share.layers = self._layers(share)
+                parameters, beta3 = share.parameters, share.group["beta3"]
+                sums = moments.sums_and_m2s(parameters, state.sums_of, share.gradients)
+                momentum = () if beta3 is None else state.momentum.next(parameters, beta3)
+                share.layers = Layers(*sums, share.gradients, *momentum)
             calls = self._one_pass.find(shares) if may_step else None
             rows: dict[Tensor, Tensor] = {}
             for call in calls or ():
@@ -123,12 +119,6 @@ class LocalStep:
                 )
             shares.append(GroupShare(group, parameters, grads, all_reduce))
         return shares
-
-    def _layers(self, share: GroupShare) -> Layers:
-        state, beta3 = self._state, share.group["beta3"]
-        moments = state.moments.sums_and_m2s(share.parameters, state.sums_of, share.gradients)
-        momentum = () if beta3 is None else state.momentum.next(share.parameters, beta3)
-        return Layers(*moments, share.gradients, *momentum)
 
     def _scale(self, share: GroupShare) -> dict[Tensor, Tensor]:
         """Scales the gradients of a group; returns the row of each parameter, if watched."""

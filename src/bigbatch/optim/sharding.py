@@ -24,11 +24,7 @@ _UNSHARED = (
 
 
 def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
-    """The gradient source of an optimizer, for whole parameters or for shards of fully_shard.
-
-    Raises:
-        SettingError: only some parameters are sharded, or they are not sharded by fully_shard.
-    """
+    """The gradient source of an optimizer, for whole parameters or for shards of fully_shard."""
     parameters = list(parameters)
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
     if not sharded:
@@ -54,13 +50,9 @@ def sharded_like(parameter: Any, shard: Tensor) -> Tensor:
     """A tensor sharded like a parameter, from this rank's shard of it."""
     if not is_sharded(parameter):
         return shard
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
     tensor: Tensor = type(parameter).from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shard, mesh, placements, run_check=False, shape=shape, stride=parameter.stride()
     )
     return tensor
 
@@ -78,11 +70,8 @@ def all_reduce_of(parameters: list[Any]) -> AllReduce | None:
             f"{sum(sharded)} of {len(parameters)} parameters are sharded, or not over one mesh; "
             "put the others into another group, or into another optimizer"
         )
-    groups = [
-        mesh.get_group(dim)
-        for dim, placement in enumerate(parameters[0].placements)
-        if placement.is_shard()
-    ]
+    dims = [dim for dim, each in enumerate(parameters[0].placements) if each.is_shard()]
+    groups = list(map(mesh.get_group, dims))
 
     def all_reduce(values: Tensor) -> None:
         for group in groups:

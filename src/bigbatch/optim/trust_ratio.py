@@ -15,37 +15,30 @@ from bigbatch.gradients.auto import is_sharded
 from bigbatch.gradients.dtypes import FULL_PRECISION, sum_dtype
 from bigbatch.kernels import native
 from bigbatch.optim import functional
-from bigbatch.optim.gsnr_options import Betas, load_into, require_valid
-from bigbatch.optim.learning_rates import Rate, rates_of
+from bigbatch.optim.optimizer_settings import Betas, Rate, load_into, rates_of, require_valid
 from bigbatch.optim.sharding import AllReduce, all_reduce_of, local
 from bigbatch.optim.two_pass import Chunk, TwoPass, require_kernels
 from bigbatch.setting_types import Coefficient, PositiveCoefficient, Share, checked
 from bigbatch.state_checks import loads_state
 
-Columns = list[tuple[Tensor, ...]]
-"""The arrays of each layer: theta, gradient, and each state."""
+Columns = list[tuple[Tensor, ...]]  # the arrays of each layer: theta, gradient, and each state
 
 
 class LayerShard(NamedTuple):
     """This process's shard of a layer in one step."""
 
     dimensions: int  # of the layer
-    steps: float  # of the layer, this one included; 0 if the optimizer does not count them
+    steps: float  # with this one; 0 if they are not counted
     arrays: list[Tensor]  # theta, its gradient, and the state in the order of `_state_names`
 
 
 class ShardedParameters(Protocol):
     """The layers in an engine's flat tensors, which the optimizer steps in place of parameters."""
 
+    all_reduce: AllReduce | None  # of values of layers; None if every rank has whole layers
+
     def cut(self, flat: Tensor, tensor: Tensor) -> list[tuple[int, Tensor]]:
-        """(dimensions of a layer, its shard) for each layer in a tensor like `flat`.
-
-        All ranks have the same layers in the same order; a shard may be empty.
-        """
-
-    @property
-    def all_reduce(self) -> AllReduce | None:
-        """Sums values of layers over the ranks; None if every rank has whole layers."""
+        """The dimensions and the shard, maybe empty, of each layer; in one order on all ranks."""
 
 
 class TrustRatioOptimizer(Optimizer):
@@ -93,8 +86,8 @@ class TrustRatioOptimizer(Optimizer):
         with torch.no_grad():
             for group in self.param_groups:
                 parameters = [p for p in group["params"] if p.grad is not None]
-                layout = self.partition
-                all_reduce = layout.all_reduce if layout is not None else all_reduce_of(parameters)
+                whose = self.partition
+                all_reduce = all_reduce_of(parameters) if whose is None else whose.all_reduce
                 shards = [shard for p in parameters for shard in self._shards(p)]
                 min_dimensions = 2 if group["exclude_bias_and_norm"] else 0
                 for adapts in (True, False):
@@ -114,12 +107,10 @@ class TrustRatioOptimizer(Optimizer):
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for key, parameter in zip(keys, parameters, strict=True):
+            state = self.state.get(parameter, {})
             for name, value in state_dict["state"].get(key, {}).items():
-                if (
-                    value.dtype in FULL_PRECISION
-                    and self.state[parameter][name].dtype not in FULL_PRECISION
-                ):
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+                if value.dtype in FULL_PRECISION and state[name].dtype not in FULL_PRECISION:
+                    state[name] = value.to(parameter.device, copy=True)
 
     def _shards(self, parameter: Tensor) -> list[LayerShard]:
         """The shard of a parameter, or of each layer in an engine's; initializes the state."""
@@ -216,13 +207,11 @@ class LARS(TrustRatioOptimizer):
             theta, gradient, buffer = map(chunk.flat, range(3))
             rate: Tensor | float = 1.0
             if adapts:
-                dtype = sum_dtype(theta.dtype)
                 weight, norm = sums.sqrt().T
                 rates = functional.lars_rate(weight, norm, decay, trust)
-                rate = chunk.spread(rates.to(dtype))
-            functional.lars_step(
-                theta, sign * gradient, buffer, lr * rate, decay, momentum, nesterov
-            )
+                rate = chunk.spread(rates.to(sum_dtype(theta.dtype)))
+            gradient = sign * gradient
+            functional.lars_step(theta, gradient, buffer, lr * rate, decay, momentum, nesterov)
             chunk.write(0, theta)
             chunk.write(2, buffer)
 
@@ -289,11 +278,8 @@ class LAMB(TrustRatioOptimizer):
 
     def _init_state(self, parameter: Tensor) -> dict[str, Tensor]:
         zeros = torch.zeros_like(parameter, dtype=sum_dtype(parameter.dtype))
-        return {
-            "exp_avg": zeros,
-            "exp_avg_sq": zeros.clone(),
-            "step": torch.tensor(0.0, dtype=torch.float32),
-        }
+        step = torch.tensor(0.0, dtype=torch.float32)
+        return {"exp_avg": zeros, "exp_avg_sq": zeros.clone(), "step": step}
 
     def _passes(
         self, columns: Columns, steps: list[float], group: dict[str, Any], *, adapts: bool

@@ -83,19 +83,14 @@ class TwoPass:
     layer_values: Sequence[tuple[float, float]]  # two numbers for each layer
     group_values: Sequence[float]  # the numbers that all layers share
     first_pass: Callable[[Chunk], Tensor]  # returns the sums of each layer, (layers, 2)
-    # updates layers with their sums; may return statistics, (layers, 5)
-    second_pass: Callable[[Chunk, Tensor], Tensor | None]
+    second_pass: Callable[[Chunk, Tensor], Tensor | None]  # with them; may return statistics
     watch: bool = False  # whether kernels return statistics
 
     def run(self, *, fused: bool, all_reduce: AllReduce | None) -> Tensor:
-        """Runs both passes.
+        """Runs both passes, by kernels where `fused` allows and they fit.
 
-        Args:
-            fused: whether kernels may be used.
-            all_reduce: sums (layers, 2) values over the ranks that have the rest, in place;
-                None where this rank has them whole.
-        Returns:
-            The statistics of each layer, (layers, 5); zeros if not watched.
+        `all_reduce` sums (layers, 2) values over the ranks that have the rest of the layers, in
+        place. Returns the statistics of each layer, (layers, 5); zeros if not watched.
         """
         whole = Chunk(self.columns, slice(None), self.layer_values, [])
         fits = fused and native.fits(*self.columns)
@@ -110,26 +105,23 @@ class TwoPass:
 
     def _pass(self, parts: Sequence[tuple[Chunk, bool]], sums: Tensor | None) -> Tensor:
         """The first pass, which returns its sums, or the second, which returns statistics."""
-        rows = self._zeros(2 if sums is None else 5)
+        first: Any = self.columns[0]
+        device = first[0].device if first else torch.device("cpu")
+        shape = len(first), 2 if sums is None else 5
+        rows = torch.zeros(shape, dtype=widest_float(device), device=device)
         for chunk, by_kernel in parts:
             of_layers = None if sums is None else sums[chunk.layers]
+            found: Tensor | None
             if by_kernel:
                 which = native.Passes.FIRST if sums is None else native.Passes.SECOND
-                found: Tensor | None = self._kernel(chunk, which, of_layers)[sums is not None]
+                found = self._kernel(chunk, which, of_layers)[sums is not None]
+            elif of_layers is None:
+                found = self.first_pass(chunk)
             else:
-                found = (
-                    self.first_pass(chunk)
-                    if of_layers is None
-                    else self.second_pass(chunk, of_layers)
-                )
+                found = self.second_pass(chunk, of_layers)
             if found is not None:
                 rows[chunk.layers] += found
         return rows
-
-    def _zeros(self, columns: int) -> Tensor:
-        first: Any = self.columns[0]
-        device = first[0].device if first else torch.device("cpu")
-        return torch.zeros(len(first), columns, dtype=widest_float(device), device=device)
 
     def _kernel(
         self, chunk: Chunk, passes: native.Passes, sums: Tensor | None = None

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -16,15 +17,14 @@ from bigbatch.gradients.grad_sums import GradSums
 from bigbatch.optim.apply_gsnr import LayerGsnr
 from bigbatch.optim.base_step import BaseStep, can_fuse
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, require_attachable
-from bigbatch.optim.gsnr_options import load_into, require_base, require_valid
 from bigbatch.optim.gsnr_state import (
     GradientScaling,
     GsnrMomentum,
     GsnrState,
     StateWithGsnrMomentum,
 )
-from bigbatch.optim.learning_rates import rates_of
 from bigbatch.optim.local_step import LocalStep
+from bigbatch.optim.optimizer_settings import load_into, rates_of, require_base, require_valid
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
 from bigbatch.setting_types import Gamma, RMax, Share, checked
@@ -137,11 +137,10 @@ class VarianceReduced(Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The base optimizer's state, with p for the groups that have beta3."""
-        groups = [g for g in self.param_groups if g.get("beta3") is not None and g["vr"]]
-        if not groups:
+        averaged = self._averaged()
+        if not averaged:
             return self.base.state
-        parameters = {p for group in groups for p in group["params"]}
-        return StateWithGsnrMomentum(self.base.state, self.gsnr_state.momentum, parameters)
+        return StateWithGsnrMomentum(self.base.state, self.gsnr_state.momentum, averaged)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base optimizer, and reads the gradients of its parameters."""
@@ -152,6 +151,21 @@ class VarianceReduced(Optimizer):
             self.base.param_groups.pop()
             raise
         self._source.add(self.gsnr_state.vr_parameters)
+
+    def _averaged(self) -> dict[Tensor, None]:
+        """The parameters that have p, or will have it."""
+        groups = [g for g in self.param_groups if g.get("beta3") is not None and g["vr"]]
+        return {p: None for group in groups for p in group["params"]}
+
+    def _prepare_group(self, group: dict[str, Any]) -> None:
+        for name, default in self._group_defaults.items():
+            group.setdefault(name, default)
+        require_valid(group, type(self))
+        if group["vr"]:
+            self.gsnr_state.vr_parameters.update(dict.fromkeys(group["params"]))
+            # with vr=False gradients may be sparse, which no fused step takes
+            if self._chooses_fused and group["fused"] is None and group["foreach"] is None:
+                group["fused"] = all(can_fuse(self.base, p) for p in group["params"])
 
     # one step
 
@@ -184,11 +198,7 @@ class VarianceReduced(Optimizer):
         return self._source if self._source.reducer.reduces_each_backward else None
 
     def bind_to_loop(self, source: GradientSource) -> None:
-        """Reads gradients from the source of a training loop, and attaches to its DDP model.
-
-        Raises:
-            SettingError: the optimizer is attached to another DDP model.
-        """
+        """Reads gradients from the source of a training loop, and attaches to its DDP model."""
         if self.reduced_source() is not None:
             self._source.explicit = True
             return
@@ -217,17 +227,12 @@ class VarianceReduced(Optimizer):
             source.subscribe(subscriber)
 
     def scale_gradients(self, *, may_step: bool = False) -> bool:
-        """Multiplies the gradients by r, before the base optimizer's step.
+        """Multiplies the gradients by r, before a step of `step()` or of an engine.
 
-        `step()` calls it. An engine that steps the base optimizer itself calls it before the step.
-
-        Args:
-            may_step: whether the same pass may step the base optimizer too.
-        Returns:
-            Whether it did.
+        With `may_step` the same pass may step the base optimizer too; returns whether it did.
         """
         state, applied = self.gsnr_state, self._scaling.apply(self._source, may_step=may_step)
-        state.warnings.warn(applied, state.named_parameters)
+        state.warn(applied)
         if state.watch:
             named = [(name, p) for name, p in state.named_parameters() if p in applied.layers]
             rows = [applied.layers[p] for _, p in named]
@@ -267,19 +272,14 @@ class VarianceReduced(Optimizer):
         if self.gsnr_state.vr_parameters and (pending or moves):
             stepped = self.scale_gradients(may_step=True)
         else:
-            self._make_momentum()
+            scattered = () if attached is None else attached.scattered
+            for parameter in self._averaged():
+                if parameter.grad is not None and parameter not in scattered:
+                    self.gsnr_state.momentum.make(parameter)
         if not stepped:
             self._step_base()
         self._source.restart()
         return loss
-
-    def _make_momentum(self) -> None:
-        """Initializes p of every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"] if group["vr"] else ():
-                is_scattered = self.attached is not None and self.attached.has_p_of(parameter)
-                if group["beta3"] is not None and parameter.grad is not None and not is_scattered:
-                    self.gsnr_state.momentum.make(parameter)
 
     def describe(self) -> str:
         """Class and base optimizer, which must be equal on all ranks."""
@@ -344,18 +344,6 @@ class VarianceReduced(Optimizer):
         self._source.restart()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    # groups
-
-    def _prepare_group(self, group: dict[str, Any]) -> None:
-        for name, default in self._group_defaults.items():
-            group.setdefault(name, default)
-        require_valid(group, type(self))
-        if group["vr"]:
-            self.gsnr_state.vr_parameters.update(dict.fromkeys(group["params"]))
-            # with vr=False gradients may be sparse, which no fused step takes
-            if self._chooses_fused and group["fused"] is None and group["foreach"] is None:
-                group["fused"] = all(can_fuse(self.base, p) for p in group["params"])
 
 
 def micro_batch_optimizer(optimizer: object) -> VarianceReduced | None:

@@ -5,8 +5,7 @@ from typing import Annotated, Unpack
 from torch.optim import SGD, Adam
 from torch.optim.optimizer import ParamsT
 
-from bigbatch.optim.gsnr_options import Betas, VROptions
-from bigbatch.optim.learning_rates import Rate
+from bigbatch.optim.optimizer_settings import Betas, Rate, VROptions
 from bigbatch.optim.trust_ratio import LAMB, LARS
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.setting_types import Coefficient, In, PositiveCoefficient, Share, checked

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
 
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.loop_warning import warn_in_loop
-from bigbatch.optim.learning_rates import rates_of
+from bigbatch.optim.optimizer_settings import rates_of
 from bigbatch.setting_types import NotNegative, check_setting
 from bigbatch.state_checks import loads_state
 

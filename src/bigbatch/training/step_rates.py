@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from bigbatch.errors import LoopError, SettingError
-from bigbatch.optim.learning_rates import rates_of
+from bigbatch.optim.optimizer_settings import rates_of
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling, resolve_scaling
 from bigbatch.policies.policy import Fixed, has_state

@@ -1,14 +1,38 @@
-"""The options of variance-reduced optimizers, and the values and base optimizers they refuse."""
+"""The settings of optimizers: their values, their learning rates, and what they refuse."""
 
+import math
 from collections.abc import Callable, Iterable
-from typing import Any, TypedDict
+from reprlib import repr as shortened
+from typing import Annotated, Any, TypedDict
 
 import torch
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from bigbatch.errors import SettingError, StateError
-from bigbatch.setting_types import Gamma, RMax, Share, argument_kinds, check_setting
+from bigbatch.setting_types import (
+    Coefficient,
+    Gamma,
+    Kind,
+    RMax,
+    Share,
+    argument_kinds,
+    check_setting,
+)
 
+
+class _OneElement:
+    def __contains__(self, value: Tensor) -> bool:
+        return value.numel() == 1
+
+    def __str__(self) -> str:
+        return "of one number"
+
+    __repr__ = __str__  # in `help()`
+
+
+RATE = Kind(Coefficient)
+Rate = Coefficient | Annotated[Tensor, _OneElement()]
 Betas = tuple[Share, Share]
 
 
@@ -24,8 +48,7 @@ class VROptions(TypedDict, total=False):
 def require_base(base: Optimizer, names: Iterable[str]) -> None:
     """Raises SettingError if an optimizer cannot be the base of a variance-reduced one.
 
-    Its groups must not have settings of the given names, its `state_dict()` must have the form of
-    torch's, so that p can be saved in it, and it must use one gradient per step.
+    The names are those of the settings that its groups will have.
     """
     name = type(base).__name__
     if isinstance(base, LBFGS):
@@ -52,10 +75,10 @@ def require_base(base: Optimizer, names: Iterable[str]) -> None:
 
 
 def require_valid(group: dict[str, Any], optimizer: type) -> None:
-    """Raises SettingError if an optimizer of this package refuses a group.
+    """Raises SettingError for what an optimizer of this package refuses in a group.
 
-    It does so for a value that the constructor refuses, for a parameter that is in the group twice,
-    of which torch only warns, and for one that is not dense and real, unless vr=False.
+    These are values that the constructor refuses, a parameter that is in the group twice, of which
+    torch only warns, and one that is not dense and real, unless vr=False.
     """
     kinds = argument_kinds(optimizer)
     for name in kinds.keys() & group.keys():
@@ -71,11 +94,31 @@ def require_valid(group: dict[str, Any], optimizer: type) -> None:
             )
 
 
+def rates_of(optimizer: Optimizer) -> list[float]:
+    """The learning rate of each parameter group; nan for a group that was built without one.
+
+    Raises SettingError for any other value that is not a rate.
+    """
+    rates: list[float] = []
+    for number, group in enumerate(optimizer.param_groups):
+        lr: Any = group.get("lr")
+        if type(lr) is float and 0 <= lr <= 1e38:  # most are, and need no closer look
+            rates.append(lr)
+            continue
+        rate = lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr
+        if "lr" not in group or (lr is None and optimizer.defaults.get("lr") is None):
+            rate = math.nan
+        elif rate not in RATE:
+            name = f"the learning rate of parameter group {number}"
+            raise SettingError(f"{name} was set to {shortened(lr)}; set {RATE}")
+        rates.append(float(rate))
+    return rates
+
+
 def load_into(base: Optimizer, load: Callable[[dict[str, Any]], None], state: Any) -> None:
     """Loads a state with torch's method; after an error the optimizer is as it was.
 
-    Raises:
-        StateError: the groups of the state miss settings, since it is of another optimizer.
+    Raises StateError if the groups of the state miss settings, as those of other optimizers do.
     """
     before = {"state": base.state, "param_groups": base.param_groups}
     required = [base.defaults.keys() & group.keys() for group in base.param_groups]
