@@ -560,7 +560,7 @@ def test_the_advice_is_half_of_the_samples_and_is_given_once():
     single, other = out_of_memory(), ValueError("no")
     advise(single, 1)
     advise(other, 256)
-    assert "had 1 samples; activation checkpointing" in single.__notes__[0]
+    assert "had 1 sample; activation checkpointing" in single.__notes__[0]
     assert not hasattr(other, "__notes__")
 
 

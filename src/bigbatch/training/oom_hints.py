@@ -46,7 +46,7 @@ class OomHints:
                 f"trainer's loader needs batch_size={half}"
             )
             error.add_note(
-                f"bigbatch: this micro-batch{on_rank} had {self.samples} samples; "
+                f"bigbatch: this micro-batch{on_rank} had {self.samples} sample{'s' * (self.samples > 1)}; "
                 + (remedy if half else "activation checkpointing needs less memory")
             )
         note_waiting(error, self._rank, self._ranks)
