@@ -45,8 +45,7 @@ class OomHints:
                 f"set micro_batch={half}{' on every rank' * several}, or find it by {find}; a "
                 f"trainer's loader needs batch_size={half}"
             )
-            error.add_note(
-                f"bigbatch: this micro-batch{on_rank} had {self.samples} sample{'s' * (self.samples > 1)}; "
-                + (remedy if half else "activation checkpointing needs less memory")
-            )
+            had = f"{self.samples} sample{'s' * (self.samples > 1)}"
+            remedy = remedy if half else "activation checkpointing needs less memory"
+            error.add_note(f"bigbatch: this micro-batch{on_rank} had {had}; {remedy}")
         note_waiting(error, self._rank, self._ranks)
