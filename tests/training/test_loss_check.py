@@ -342,6 +342,14 @@ def test_an_ordinary_loss_is_never_said(name):
     assert [] == warnings_of(train, ORDINARY[name], passes=6)
 
 
+@pytest.mark.parametrize("penalty", [torch.square, torch.abs])
+def test_a_penalty_of_as_many_rows_as_samples_is_no_sum_over_samples(penalty):
+    def loss_of(z, y, model):
+        return cross(z, y) + penalty(model.body.weight).sum()
+
+    assert [] == warnings_of(loop(micro=3, batch=12), loss_of)  # the weight is (3, 5)
+
+
 def test_another_rank_than_the_first_is_silent():
     check = LossCheck(warns=False)
     z = torch.ones(4, 3, requires_grad=True)

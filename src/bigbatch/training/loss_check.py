@@ -130,21 +130,22 @@ def _is_scale(factor: Tensor) -> bool:
 def _sum_message(terms: list[Term], samples: int) -> str:
     """A message about a sum over samples among the terms; else empty."""
     for node in (term.node for term in terms if term.is_added and samples > 1):
-        is_penalty = any(leaf_of(operand) is not None for operand, _ in node.next_functions)
-        if _adds_up(node, samples) and not is_penalty:
+        if _adds_up(node, samples):
             kind = node.name()
             return f"the loss of a micro-batch of {samples} samples is a sum ({kind}); {_REMEDY}"
     return ""
 
 
 def _adds_up(node: Node, samples: int) -> bool:
-    """Whether a node is the sum of a loss function, of squares or of absolute values."""
-    if node.name() not in _SUMS:
-        return bool(getattr(node, "_saved_reduction", None) == SUM)
-    summed, _ = edge = node.next_functions[0]
-    if summed is None or shape_of(*edge)[:1] != (samples,):
-        return False
-    return summed.name() in _ADDED_UP or getattr(summed, "_saved_reduction", None) == NONE
+    """Whether a node is the sum of a loss function, of squares or of absolute values of samples."""
+    summed, is_sum = node, getattr(node, "_saved_reduction", None) == SUM
+    if node.name() in _SUMS:
+        summed, _ = edge = node.next_functions[0]
+        if summed is None or shape_of(*edge)[:1] != (samples,):
+            return False
+        is_sum = summed.name() in _ADDED_UP or getattr(summed, "_saved_reduction", None) == NONE
+    is_penalty = any(leaf_of(operand) is not None for operand, _ in summed.next_functions)
+    return is_sum and not is_penalty
 
 
 def _divisor(term: Term) -> Tensor | float | None:
