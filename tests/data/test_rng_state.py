@@ -85,6 +85,19 @@ def test_pythons_generator_is_asked_only_when_it_has_moved():
     assert reader.read()["python"] is not first
 
 
+def test_a_wrapped_or_replaced_generator_of_python_is_read_as_it_is(monkeypatch):
+    reader, other, module_wide = RandomReader(), random.Random(7), random.getstate
+    reader.read()
+    monkeypatch.setattr(random, "getstate", lambda: module_wide())  # as a profiler may wrap it
+    for _ in range(2):
+        assert reader.read()["python"] == random.getstate()
+        random.random()
+    monkeypatch.setattr(random, "getstate", other.getstate)
+    for _ in range(2):
+        assert reader.read()["python"] == other.getstate()
+        other.random()
+
+
 def test_a_state_is_another_one_where_the_position_is_the_same_again():
     reader = RandomReader()
     random.seed(2)
