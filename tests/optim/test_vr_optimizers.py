@@ -1159,3 +1159,26 @@ def test_a_layer_unfrozen_between_epochs_of_the_loop_trains_on() -> None:
         model[0].requires_grad_(epoch == 1)
         train_epoch_both(loop, oracle)
     assert difference(oracle.params, model) < CLOSE
+
+
+@pytest.mark.parametrize("loop", ["plain", "scheduler", "AdaptiveBatch"])
+def test_a_warning_names_the_line_of_the_loop(loop):
+    model, (x, y) = nn.Linear(3, 2), (torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
+    optimizer = VRSGD(model.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda _: 1.0) if loop != "plain" else None  # wraps step()
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        if loop == "AdaptiveBatch":
+            batches = [(x.repeat(8, 1), y.repeat(8))] * 2
+            train = bb.AdaptiveBatch(
+                model, optimizer, batches, policy=bb.Fixed(32), micro_batch=4, scheduler=scheduler
+            )
+            for step in train:
+                for inputs, labels in step:
+                    step.backward(nn.functional.cross_entropy(model(inputs), labels))
+                step.update()
+        else:
+            for _ in range(8):
+                nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    found = [each for each in caught if "every micro-batch has the same gradient" in str(each)]
+    assert [__file__] == [each.filename for each in found]
