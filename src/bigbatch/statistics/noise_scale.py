@@ -141,7 +141,7 @@ def from_weighted_losses(
     Source:
         docs/theory.md (2).
     """
-    k, total = micro_batches, _rounded(samples)
+    k, total = _at_least_two(micro_batches), _rounded(samples)
     noise = _variance(total**2 * sqnorms_over_sizes, total * sum_sqnorm, k, k - 1, eps)
     return GradientStatistics(sum_sqnorm - noise / total, noise, total, k, compared=compared)
 
@@ -164,7 +164,7 @@ def from_mean_losses(
     Source:
         docs/theory.md (3).
     """
-    k = micro_batches
+    k = _at_least_two(micro_batches)
     mean = sum_sqnorm / k**2
     noise = _variance(sqnorm_sum, k * mean, k, (1 - 1 / k) * inverse_sizes, eps)
     return GradientStatistics(mean - noise * inverse_sizes / k**2, noise, _rounded(samples), k)
@@ -175,12 +175,17 @@ def _rounded(samples: float) -> float:
     return round(samples) if math.isclose(samples, round(samples)) else samples
 
 
+def _at_least_two(micro_batches: int) -> int:
+    if micro_batches < 2:
+        raise GradientError(
+            f"{micro_batches} micro-batch seen, noise needs at least 2; split the batch into more "
+            "backwards"
+        )
+    return micro_batches
+
+
 def _variance(spread: float, mean_part: float, k: int, freedom: float, eps: float) -> float:
     """(spread - mean_part) / freedom, negative only by rounding errors; nan if not finite."""
-    if k < 2:
-        raise GradientError(
-            f"{k} micro-batch seen, noise needs at least 2; split the batch into more backwards"
-        )
     difference = spread - mean_part
     if not math.isfinite(difference):
         return math.nan

@@ -216,8 +216,10 @@ class ParameterUses:
         """Where the samples may be in a tensor of which only the shape is known."""
         exact = self.exact_places(shape)
         has_rows = bool(shape) and shape[0] != self.samples and shape[0] % self.samples == 0
-        if not has_rows or (exact and len(shape) != 2):
+        if not has_rows:
             return exact
+        if len(shape) > 2 and exact:  # or rows of samples x others, and the size B by chance
+            return [*exact, *FLATTENED]
         # the columns of a matrix may have the size B by chance
         return [*FLATTENED, *(Place(place.dim, is_certain=False) for place in exact)]
 
