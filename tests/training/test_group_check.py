@@ -84,6 +84,20 @@ def masked_loss(output, labels):
     return losses.sum() / (labels != -100).sum()
 
 
+@pytest.mark.parametrize("group", range(4))
+def test_a_group_without_weight_is_left_out(group):
+    torch.manual_seed(0)
+    model, x, y, weight = nn.Linear(5, 3), torch.randn(8, 5), torch.arange(8) % 3, torch.ones(8)
+    weight[2 * group : 2 * group + 2] = 0
+
+    def weighted(output, labels):
+        labels, weight = labels
+        losses = cross_entropy(output, labels, reduction="none") * weight
+        return losses.sum() / weight.sum().clamp_min(1)
+
+    assert bb.check_groups(model, weighted, x, (y, weight), groups=4, weight=weight).ok
+
+
 def test_a_masked_mean_needs_the_weights():
     ids, labels = texts()
     model = LanguageModel()

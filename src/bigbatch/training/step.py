@@ -220,15 +220,14 @@ class Step:
         self, loss: Tensor, root: Tensor, weight: float | Tensor | None, samples: int
     ) -> tuple[float, float | Tensor | None]:
         """n_d of a micro-batch, and the weights of its samples if they differ."""
-        weights: Any = weight
-        weighting = "given"
+        labels, weighting = None, "given"
         if weight is None:
             is_only = self._source.ranks == 1 and self._micro_batches.last and not self._backwards
             if self._is_light and is_only:  # the mean of one backward is the step's
                 self._counts_labels = mean_over_labels(root, samples) is None
             else:
-                weights = label_weights(root, samples)
-            weighting = "samples" if weights is None and self._counts_labels else "labels"
+                labels = label_weights(root, samples)
+            weighting = "samples" if labels is None and self._counts_labels else "labels"
         if weighting in self._parts.loss_check.examined:
             # micro-batches of the step on this rank, if all are as large as this one
             accumulation = self._micro_batches.samples / (self._source.ranks * max(1, samples))
@@ -236,21 +235,22 @@ class Step:
         if self._weighting not in (None, weighting):
             if "given" in (weighting, self._weighting):
                 raise LoopError(_MIXED)
-            weights = self._even_weights(weights, samples)
+            labels = self._even_weights(labels, samples)
         self._weighting = self._weighting or weighting
-        if weights is None:
-            return samples, None
-        if isinstance(weights, Tensor):
-            weights = weights.detach().cpu()  # one wait for the device
         if weight is not None:
-            return _as_number(weights, samples), weights
-        number = math.fsum(weights.tolist())
+            if isinstance(weight, Tensor):
+                weight = weight.detach().cpu()  # one wait for the device
+            return _as_number(weight, samples), weight
+        if labels is None:
+            return samples, None
+        labels = labels.detach().cpu()  # one wait for the device
+        number = math.fsum(labels.tolist())
         # no label of the step counts: its loss is nan, as in any loop, and it is skipped; other
         # ranks may have labels, see `_correct_weight`
         is_lost = self._source.ranks == 1 and self._micro_batches.last and not self._weights
-        return (samples, None) if is_lost and not number else (number, weights)
+        return (samples, None) if is_lost and not number else (number, labels)
 
-    def _even_weights(self, labels: Any, samples: int) -> Tensor | None:
+    def _even_weights(self, labels: Tensor | None, samples: int) -> Tensor | None:
         """The weights of a micro-batch in a step of the other kind, where all samples have one.
 
         So an auxiliary loss may be added in some micro-batches, or another task take its turn.
