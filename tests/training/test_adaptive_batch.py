@@ -1060,6 +1060,29 @@ def test_gradients_zeroed_before_the_update_raise(set_to_none):
         step.update()
 
 
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_backward_that_failed_is_not_repeated_in_its_step(every):
+    torch.manual_seed(0)
+    model, batches = nn.Linear(6, 3), [(torch.randn(32, 6), torch.arange(32) % 3)]
+    micro_batch = 32 if every == 0 else 8
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = bb.AdaptiveBatch(
+        model, optimizer, batches, policy=bb.Fixed(32), micro_batch=micro_batch, every=every
+    )
+    step = next(iter(train))
+    x, y = next(iter(step))
+    outputs = model(x)
+
+    def fail(gradient):
+        raise RuntimeError("a fault in a backward")
+
+    outputs.register_hook(fail)
+    with pytest.raises(RuntimeError, match="a fault in a backward"):
+        step.backward(cross_entropy(outputs, y))
+    with pytest.raises(GradientError, match="cannot be repeated in its step"):
+        step.backward(cross_entropy(model(x), y))
+
+
 def test_an_optimizer_of_another_model_is_refused():
     other = classifier()
     with pytest.raises(SettingError, match="no parameter of the model"):

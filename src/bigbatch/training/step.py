@@ -24,7 +24,10 @@ from bigbatch.training.step_sums import StepStatistics, StepSums, found_inf_of, 
 from bigbatch.training.training_parts import trained_parameters
 from bigbatch.training.update import Update
 
-_ZEROED = "the gradients were zeroed inside the step; leave that to step.update(), at its end"
+_ZEROED = (
+    "the gradients were zeroed inside the step; leave that to step.update(), at its end. A "
+    "backward that has failed cannot be repeated in its step: load an earlier checkpoint"
+)
 
 _NO_WEIGHT = "every micro-batch of the step has weight 0"
 
