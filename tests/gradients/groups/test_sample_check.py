@@ -373,6 +373,13 @@ def test_samples_that_two_dimensions_may_have_are_refused():
     assert all(groups is None for groups in unchecked(net, tokens))
 
 
+def test_a_width_of_the_batch_size_is_not_taken_for_samples_where_these_may_be_rows():
+    """Rows of 8 samples x 3 others, and 8 features."""
+    net = model(lambda s, x: s.norm(torch.tanh(x).flatten(0, 1)), norm=nn.LayerNorm(8).double())
+    (x,) = batches(1, 8, 3, 2, 8)
+    assert all(groups is None for groups in unchecked(net, x))
+
+
 # the training
 
 

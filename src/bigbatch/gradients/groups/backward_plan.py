@@ -10,12 +10,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bigbatch.gradients.groups.backward_graph import Edge, Node, ParametersOf, is_batch_norm, trace
 from bigbatch.gradients.groups.contributions import SIGNS
 from bigbatch.gradients.groups.grouping import Grouping
-from bigbatch.gradients.groups.parameter_uses import ParameterUses, Use
+from bigbatch.gradients.groups.parameter_uses import FLATTENED, ParameterUses, Use
 from bigbatch.gradients.groups.rules import can_project, rule_of
 from bigbatch.gradients.groups.sample_check import SampleCheck, check_samples
 
 _BATCH_NORM = "BatchNorm normalizes over the samples of all groups"
 _COUPLED = "a group's samples influence others in {}"
+_UNKNOWN = "the shape of {} does not show its samples, and under fully_shard nothing else does"
 _REFUSED = {
     "CheckpointFunctionBackward": "reentrant checkpointing hides their use; pass "
     "use_reentrant=False",
@@ -121,7 +122,8 @@ class RememberedPlans:
             refusal = _BATCH_NORM if normalizes else _COUPLED.format(checked.coupling)
             return BackwardPlan(refusal, coupling=checked.coupling)
         for use in wrong:
-            use.refusal = use.refusal or f"{_COUPLED.format(use.name)}, or are not together"
+            reason = _UNKNOWN if check is None else _COUPLED + ", or are not together"
+            use.refusal = use.refusal or reason.format(use.name)
         covered = [use for use in found.uses if not use.refusal]
         for use in covered:
             use.place = checked.places[use.number]
@@ -142,7 +144,9 @@ def _find_places(found: ParameterUses, roots: Sequence[Edge], check: int | None)
         return SampleCheck({use.number: use.places[0] for use in found.uses if use.places})
     if check is not None:
         return check_samples(found, roots, check)
-    certain = ((u.number, [place for place in u.places if place.is_certain]) for u in found.uses)
+    # a size B may be one by chance where rows may be samples x others
+    by_shape = [use for use in found.uses if FLATTENED[0] not in use.places]
+    certain = ((use.number, [p for p in use.places if p.is_certain]) for use in by_shape)
     return SampleCheck({number: places[0] for number, places in certain if len(places) == 1})
 
 
