@@ -542,6 +542,26 @@ def test_a_parameter_unfrozen_late_is_not_reduced_by_ddp_and_refused_on_every_ra
     assert [True, True] == ["differs between ranks" in message for message in messages]
 
 
+def unfrozen_within(rank, ranks):
+    """Between two micro-batches; then a step of its own is measured."""
+    model = UNFREEZABLE["ddp"](network())
+    first = next(model.parameters())
+    first.requires_grad_(False)
+    with GradientMeter(model) as meter:
+        with model.no_sync():
+            accumulate(model, rank, 0, [[4]] * 2)
+        first.requires_grad_(True)
+        with pytest.raises(GradientError, match="was unfrozen, or its hooks were removed"):
+            accumulate(model, rank, 0, [[6]] * 2)
+        model.zero_grad()
+        accumulate(model, rank, 1, EQUAL)
+        return [meter.read(EQUAL[rank])]
+
+
+def test_a_parameter_unfrozen_within_a_step_is_refused_under_ddp_and_the_next_step_is_right(ranks):
+    assert all_close([one_step(network, 1, EQUAL[:2])], ranks(2)(unfrozen_within))
+
+
 @pytest.mark.parametrize("wrapper", ["fsdp2", "hsdp"])
 def test_a_parameter_unfrozen_late_is_reduced_by_fsdp2_and_seen(ranks, wrapper):
     answers = [one_step(network, 1, EQUAL)]

@@ -759,6 +759,25 @@ def test_a_scope_after_a_backward_that_failed_begins_a_step_or_is_refused(zeroes
             read()
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_read_after_a_backward_that_failed_is_refused_and_the_next_step_is_right(width):
+    model = wide(width)
+    meter = GradientMeter(model)
+    for _ in range(2):
+        half_loss(model).backward()
+    with pytest.raises(MemoryError):
+        model[2:](Fails.apply(model[:2](torch.randn(8, 4)))).mean().backward()
+    with pytest.raises(GradientError, match="the last backward did not finish"):
+        meter.read([8, 8])
+    model.zero_grad()
+    for _ in range(2):
+        half_loss(model).backward()
+    grad = torch.cat([p.grad.flatten() for p in model.parameters()])
+    statistics = meter.read([8, 8])
+    sqnorm = statistics.grad_sqnorm + statistics.grad_variance / 16
+    assert pytest.approx(grad.square().sum().item(), rel=1e-5) == sqnorm
+
+
 def test_a_layer_that_is_unfrozen_between_two_steps_has_groups_too():
     model = wide(8)
     model[0].requires_grad_(False)

@@ -375,7 +375,7 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_and_p_alone(ranks):
             assert all(torch.equal(local[name], theirs[name]) for name in local)
 
 
-def measured(rank, ranks, name):
+def measured(rank, ranks, name, per_layer):
     """A meter of the user's own next to the optimizer, plain or attached."""
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     optimizer = MAKE[name](ddp.parameters())
@@ -384,7 +384,7 @@ def measured(rank, ranks, name):
         for group in optimizer.param_groups:
             group["lr"] = 0.0  # so that the gradients are those of any other optimizer
     read = []
-    with GradientMeter(ddp, per_layer=True, half_batch_cosine=True, confidence=0.9) as meter:
+    with GradientMeter(ddp, per_layer=per_layer, half_batch_cosine=True, confidence=0.9) as meter:
         for step in range(STEPS):
             accumulate(ddp, step, rank, 3)
             read.append(meter.read([6] * 3))
@@ -393,9 +393,10 @@ def measured(rank, ranks, name):
     return read
 
 
-def test_a_meter_measures_the_true_gradient(ranks):
-    plain = ranks(3)(still)
-    for local, theirs in zip(plain, ranks(3)(measured, "VRSGD"), strict=True):
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_a_meter_measures_the_true_gradient(ranks, per_layer):
+    plain = ranks(3)(still, per_layer)
+    for local, theirs in zip(plain, ranks(3)(measured, "VRSGD", per_layer), strict=True):
         for one, other in zip(local, theirs, strict=True):
             for field in ("grad_sqnorm", "grad_variance", "similarity", "half_batch_cosine"):
                 assert pytest.approx(getattr(one, field), rel=1e-7) == getattr(other, field)
@@ -408,10 +409,10 @@ def test_a_meter_measures_the_true_gradient(ranks):
                 assert pytest.approx(layer.grad_sqnorm, rel=1e-6) == other.layers[name].grad_sqnorm
 
 
-def still(rank, ranks):
+def still(rank, ranks, per_layer):
     ddp = DistributedDataParallel(network(), bucket_cap_mb=SMALL)
     read = []
-    with GradientMeter(ddp, per_layer=True, half_batch_cosine=True, confidence=0.9) as meter:
+    with GradientMeter(ddp, per_layer=per_layer, half_batch_cosine=True, confidence=0.9) as meter:
         for step in range(STEPS):
             accumulate(ddp, step, rank, 3)
             read.append(meter.read([6] * 3))

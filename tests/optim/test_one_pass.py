@@ -1,6 +1,7 @@
 """r and the base optimizer's step in one kernel pass are r, then torch's own fused step."""
 
 import copy
+import warnings
 import weakref
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigbatch.kernels import native
 from bigbatch.optim import VarianceReduced
@@ -32,7 +34,8 @@ def made(base: str, beta3: float | None, **settings: Any) -> VarianceReduced:
     parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     parameters[4].data = parameters[4].data.contiguous(memory_format=torch.channels_last)
     groups = [{"params": parameters[::2], "lr": 0.1}, {"params": parameters[1::2]}]
-    return VarianceReduced(make(groups, lr=0.01, **others, **settings), beta3=beta3)
+    gamma = settings.pop("gamma", 0.1)
+    return VarianceReduced(make(groups, lr=0.01, **others, **settings), gamma=gamma, beta3=beta3)
 
 
 def step(optimizer: VarianceReduced, seed: int) -> None:
@@ -68,6 +71,37 @@ def test_one_pass_is_r_and_then_torchs_fused_step(base: str, beta3: float | None
         one.zero_grad()
         two.zero_grad()
     assert 4 == len(calls)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the calls of torch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.name().startswith("profiler::")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("base", "of_counters"), [("SGD", 0), ("momentum", 0), ("AdamW", 2)])
+def test_torch_steps_nothing_unless_an_implementation_was_chosen(base: str, of_counters: int):
+    """But Adam's counters of steps, of two groups. With gamma = 1 it steps, to the bit as alone."""
+    counts = {}
+    chosen = {"fused": False}, {"foreach": True}, {"foreach": False}, {"gamma": 1.0}
+    for settings in ({}, {"fused": True}, *chosen):
+        optimizer = made(base, None, **settings)
+        step(optimizer, 0)  # makes the state
+        optimizer.zero_grad()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for _ in range(2):
+            torch.autograd.backward(parameters, list(map(torch.ones_like, parameters)))
+        with Operations() as operations:
+            optimizer.step()
+        counts[str(settings)] = operations.count
+    assert [of_counters] * 2 == [*counts.values()][:2]
+    assert min([*counts.values()][2:]) > of_counters
 
 
 @pytest.mark.parametrize("base", ["momentum", "AdamW"])
@@ -165,3 +199,51 @@ def test_a_step_warns_at_the_line_of_the_user() -> None:
             optimizer.step()
         assert __file__ == caught[0].filename
         optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_gradient_that_has_a_graph_is_added_once() -> None:
+    """Kernels add others to `.grad`, from the second step on."""
+    model = nn.Linear(5, 3)
+    optimizer = VarianceReduced(SGD(model.parameters(), lr=0.1))
+    for makes_graph in (False, True):
+        plain = copy.deepcopy(model)
+        for _ in range(3):
+            x = torch.randn(4, 5)
+            for net in (model, plain):
+                net(x).square().mean().backward(create_graph=makes_graph)
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_gradients_that_are_edited_now_and_then_are_warned_of_once() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = VarianceReduced(SGD([weight], lr=0.1))
+    warned = []
+    for number in range(40):
+        for row in torch.randn(8, 3):
+            torch.autograd.backward([weight], [row])
+        if number % 5 == 3:
+            weight.grad *= 0.5  # type: ignore[operator]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        warned += [number] * len(caught)
+        optimizer.zero_grad()
+    assert [3] == warned
+
+
+def test_gradients_that_the_loop_rescales_are_no_edit() -> None:
+    """As where the labels of a batch are not as many as its first micro-batch let expect."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = VarianceReduced(SGD([weight], lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(40):
+            for row in torch.randn(8, 3):
+                torch.autograd.backward([weight], [row])
+            optimizer._source.scale(1.0 if number < 5 else 0.75)
+            optimizer.step()
+            optimizer.zero_grad()

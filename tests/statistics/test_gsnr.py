@@ -55,6 +55,20 @@ def through_hooks(gradients, sizes, *, factor=1.0):
     return mean / factor, s2 / factor**2
 
 
+def test_parameters_that_move_up_in_the_list_are_read_as_themselves():
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    source, moments = watched(first, second)
+    for chosen, gradients in ((first, gaussian(4, 3, seed=0)), (second, gaussian(4, 3, seed=1))):
+        source.zero_grad()
+        source.select([chosen])
+        for gradient in gradients:
+            with source.micro_batch(weight=1):
+                (chosen * gradient).sum().backward()
+        mean, s2 = mean_and_s2(source, moments, chosen)
+        torch.testing.assert_close(mean.double(), gradients.mean(0))
+        torch.testing.assert_close(s2.double(), gradients.var(0, correction=0))
+
+
 # gsnr: the formula
 
 

@@ -204,16 +204,7 @@ class GradientSource:
     def cut_backwards(
         self, groups: int, layers: Mapping[Tensor, int], model: nn.Module | None = None
     ) -> None:
-        """Also reports the gradients of so many groups of samples in each prepared backward.
-
-        Raises:
-            SettingError: the gradients are those of all ranks together, and have no groups.
-        """
-        if self.reducer.reduces_each_backward:
-            raise SettingError(
-                "groups= needs each rank's own gradient, and this engine reduces in every "
-                "backward; measure by micro-batches, groups=None"
-            )
+        """Also reports the gradients of so many groups of samples in each prepared backward."""
         watched = weak_method(self._watched)
         self.group_tap = GroupTap(groups, watched, layers, model, checks_samples=self.on_leaves)
         self._attach_hooks()
@@ -302,7 +293,6 @@ class GradientSource:
     def require_finished(self) -> None:
         """Raises GradientError where the last backward has failed, and nothing was zeroed since."""
         if self._current is not None:
-            self.restart()
             raise GradientError(
                 "the last backward did not finish, so its gradient is incomplete; zero the "
                 "gradients and repeat the step; or it ran in compiled autograd, which calls no "
@@ -408,7 +398,6 @@ class GradientSource:
     def _require_seen(self, current: MicroBatch, written_parameters: list[Tensor]) -> None:
         """An engine may write to the gradient of a parameter that this rank did not reach."""
         if not all(map(self._handles.__contains__, written_parameters)):
-            self.restart()
             raise GradientError(
                 "a parameter received a gradient that was not seen: it was unfrozen, or its "
                 "hooks were removed, after the step began; do that between steps"
