@@ -548,8 +548,7 @@ def unfrozen_within(rank, ranks):
     first = next(model.parameters())
     first.requires_grad_(False)
     with GradientMeter(model) as meter:
-        with model.no_sync():
-            accumulate(model, rank, 0, [[4]] * 2)
+        accumulate(model, rank, 0, [[4]] * 2)
         first.requires_grad_(True)
         with pytest.raises(GradientError, match="was unfrozen, or its hooks were removed"):
             accumulate(model, rank, 0, [[6]] * 2)
