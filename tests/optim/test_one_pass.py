@@ -85,6 +85,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.cpu  # where the kernels are
 @pytest.mark.parametrize(("base", "of_counters"), [("SGD", 0), ("momentum", 0), ("AdamW", 2)])
 def test_torch_steps_nothing_unless_an_implementation_was_chosen(base: str, of_counters: int):
     """But Adam's counters of steps, of two groups. With gamma = 1 it steps, to the bit as alone."""
