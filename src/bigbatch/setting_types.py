@@ -82,6 +82,7 @@ Groups = Annotated[int, In("[2, inf)", "one leaves nothing to compare")]
 Gamma = Annotated[float, In("(0, 1]", "the least factor of a step")]
 RMax = Annotated[float, In("[1, inf)", "1.0 or 1 / gamma are usual")]
 Remainder = Literal["share", "step", "drop"]
+Unit = Literal["samples", "tokens"]
 
 
 def checked(called: Called) -> Called:

@@ -13,9 +13,10 @@ from bigbatch.data.micro_batches import SamplePass, StepBatches
 from bigbatch.data.rank_consistency import HostCollectives, samples_of_rank
 from bigbatch.data.rng_state import random_state, restore_random_state, same_random_state
 from bigbatch.data.sample_buffer import SampleBuffer
+from bigbatch.data.token_steps import TokenPass, TokenStep
 from bigbatch.errors import SettingError, StateError
 from bigbatch.policies.plan import BatchPlan
-from bigbatch.setting_types import Count, Remainder, checked
+from bigbatch.setting_types import Count, Remainder, Unit, checked
 from bigbatch.state_checks import loads_state
 
 
@@ -48,9 +49,16 @@ class Batches:
         split: (batch, lo, hi) -> samples lo to hi, for batches whose leaves do not share their
             first size. Such batches are not concatenated.
         count: batch -> number of samples, with `split`.
+        packed: whether a batch is one row of packed sequences (padding-free training): a mapping of
+            tensors (1, tokens, ...) with `cu_seq_lens_q`, `cu_seqlens` or `position_ids` that start
+            again, as transformers' `DataCollatorWithFlattening` makes. The sequences are the
+            samples: batches are cut and joined at their boundaries.
+        unit: what sizes count, in the loop, its policy, schedule and log. "tokens": a micro-batch
+            has as many whole samples as come nearest to its tokens; the tokens of a sample are its
+            length if `packed`, else those that `attention_mask` counts, else the second axis.
     Raises:
         SettingError: the loader can be iterated only once, an option is unknown, or the number of
-            samples is.
+            samples is; or options that exclude each other.
     Example:
         >>> import torch
         >>> batches = Batches([torch.arange(4), torch.arange(4, 6)])
@@ -68,17 +76,29 @@ class Batches:
         virtual_ranks: Count | None = None,
         split: Callable[[Batch, int, int], Batch] | None = None,
         count: Callable[[Batch], int] | None = None,
+        packed: bool = False,
+        unit: Unit = "samples",
     ) -> None:
         if (split is None) != (count is None):
             raise SettingError("split= and count= belong together; pass both, or neither")
-        self.remainder = remainder
+        if split is not None and (packed or unit == "tokens"):
+            raise SettingError(
+                'split= cuts batches its own way, and packed=True and unit="tokens" theirs; leave '
+                "one out"
+            )
+        if unit == "tokens" and virtual_ranks is not None:
+            raise SettingError(
+                'virtual_ranks= deals single samples, and unit="tokens" cuts by tokens; leave one '
+                "out"
+            )
+        self.remainder, self.unit = remainder, unit
         self.place: Callable[[Batch], Batch] | None = None  # moves a micro-batch
-        self.step_class: Callable[..., StepBatches] = StepBatches
         self._virtual_ranks = virtual_ranks
         self._loader = ResumableLoader(loader)
-        self._buffer = SampleBuffer(self._loader, split, count)
+        self._buffer = SampleBuffer(self._loader, split, count, packed=packed)
         self._collectives = HostCollectives()
         self._pass = SamplePass(self._buffer, self._collectives, virtual_ranks or 1, remainder)
+        self._token_pass = TokenPass(self._buffer, self._collectives, remainder)
         self._total = self._loader.length  # samples of a whole pass over all ranks, if stated
         self._counted: int | None = None  # samples of a pass that was read to its end
         self._unread: list[int] = []  # samples of each rank that stay unread in this pass
@@ -91,12 +111,14 @@ class Batches:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in one of the loader's own batches; None if it does not say."""
-        return self._loader.batch_size
+        """Samples in one of the loader's own batches; None if it does not say, or of tokens."""
+        return self._loader.batch_size if self.unit == "samples" else None
 
     @property
     def samples(self) -> int | None:
-        """Samples in one epoch over all ranks; None if unknown until a pass has ended."""
+        """Samples in one epoch over all ranks; None of tokens, or until a pass has ended."""
+        if self.unit == "tokens":
+            return None
         return self._counted if self._total is None else self._total
 
     @property
@@ -141,6 +163,7 @@ class Batches:
             )
         self._buffer.place = self.place
         self._pass = SamplePass(self._buffer, collectives, virtual_ranks, self.remainder, lockstep)
+        self._token_pass = TokenPass(self._buffer, collectives, self.remainder)
         self._agree_on_total()
         padding = self._loader.padding
         if padding and ranks > 1 and collectives.rank == 0:
@@ -157,8 +180,13 @@ class Batches:
         self._pass.consumed, self._pass.end = 0, self._total
 
     def step(
-        self, plan: BatchPlan, min_batch: int, max_batch: int | None = None, min_rows: int = 1
-    ) -> StepBatches | None:
+        self,
+        plan: BatchPlan,
+        min_batch: int,
+        max_batch: int | None = None,
+        min_rows: int = 1,
+        max_micro: int | None = None,
+    ) -> StepBatches | TokenStep | None:
         """The micro-batches of the next optimizer step; None if the pass is over.
 
         Collective if a loader does not say its length.
@@ -169,7 +197,10 @@ class Batches:
             max_batch: upper bound of a step in samples, or None.
             min_rows: fewest rows (one sample of every virtual rank) of a last step that
                 remainder="step" makes.
+            max_micro: most tokens in one backward, if tokens are the unit; default: the plan's.
         """
+        if self.unit == "tokens":
+            return self._token_step(plan, max_micro or plan.micro, min_rows)
         if self._collectives.ranks > 1 and self._total is None and not self._loader.endless:
             ahead = plan.batch_size + max(min_batch, self.virtual_ranks)
             self._unread = self._pass.agree_on_end(ahead) or self._unread
@@ -182,7 +213,15 @@ class Batches:
             if any(unread):
                 self._warn_uneven(unread)
             return None
-        return self.step_class(self._pass, plan, min_batch, max_batch, min_rows)
+        return StepBatches(self._pass, plan, min_batch, max_batch, min_rows)
+
+    def _token_step(self, plan: BatchPlan, max_micro: int, min_rows: int) -> TokenStep | None:
+        step = self._token_pass.step(plan, max_micro, min_rows)
+        if step is None:
+            self._buffer.close()
+            if any(self._token_pass.unread) and self._collectives.ranks > 1:
+                self._warn_uneven(self._token_pass.unread)
+        return step
 
     @contextmanager
     def peek(self, samples: int, epoch: int) -> Iterator[tuple[SampleBuffer, int]]:
@@ -236,6 +275,8 @@ class Batches:
 
     def is_complete(self, samples: int, plan: BatchPlan) -> bool:
         """Whether a step of so many samples was as large as planned, or a whole pass."""
+        if self.unit == "tokens":
+            return self._token_pass.is_complete
         return samples in (plan.batch_size, self.consumed)
 
     def state_dict(self) -> dict[str, Any]:
@@ -282,6 +323,11 @@ class Batches:
             )
         if same_rank:
             self._buffer.load_state_dict(stream, epoch)
+        elif self.unit == "tokens":
+            raise StateError(
+                'unit="tokens": ranks take different numbers of samples, so a pass goes on only '
+                "with as many ranks as it began with; resume between two epochs"
+            )
         else:
             self._skip(position, epoch)
         self._pass.end = self._total

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from bigbatch.data.packed_sequences import Packed, is_packed
 from bigbatch.errors import BatchError
 
 Batch = Any
@@ -23,17 +24,24 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 REMEDY = (
     "wrap the loader: Batches(loader, split=lambda batch, lo, hi: ..., count=lambda batch: ...)"
 )
+_IS_PACKED = (
+    "a batch is one row of several packed sequences, which are the samples; wrap the loader: "
+    "Batches(loader, packed=True)"
+)
 
 
 def count_samples(batch: Batch) -> int:
     """Samples in `batch`.
 
     Raises:
-        BatchError: its leaves differ in their first size, or it has none.
+        BatchError: its leaves differ in their first size, or it has none; or it has packed
+            sequences.
     Example:
         >>> count_samples({"x": torch.zeros(8, 3), "name": ["a"] * 8})
         8
     """
+    if is_packed(batch):
+        raise BatchError(_IS_PACKED)
     is_plain = type(batch) in (tuple, list) and set(map(type, batch)) == {torch.Tensor}
     leaves = batch if is_plain else _leaves(batch)  # plain as most loaders give them
     sizes = {_size(leaf) for leaf in leaves if type(leaf) is not Constant}
@@ -41,6 +49,30 @@ def count_samples(batch: Batch) -> int:
         contents = "no tensor" if not sizes else f"first sizes {sorted(sizes)}"
         raise BatchError(f"a batch with {contents} cannot be cut along its samples; {REMEDY}")
     return sizes.pop()
+
+
+def token_lengths(batch: Batch) -> list[int]:
+    """Tokens of each sample: of packed sequences, by `attention_mask` (B, T), or T of (B, T, ...).
+
+    Raises:
+        BatchError: the batch has no tokens.
+    Example:
+        >>> token_lengths({"input_ids": torch.zeros(2, 3), "attention_mask": torch.eye(2, 3)})
+        [1, 1]
+    """
+    if isinstance(batch, Packed):
+        return [sequence.length for sequence in batch]
+    named = batch if isinstance(batch, Mapping) else {}
+    mask = named.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return [round(n) for n in mask.sum(1).tolist()]
+    first = named["input_ids"] if "input_ids" in named else next(iter(_leaves(batch)), None)
+    if not isinstance(first, torch.Tensor) or first.dim() < 2:
+        raise BatchError(
+            'unit="tokens" and a batch without tokens: its input_ids, or its first tensor, are to '
+            "be (samples, tokens)"
+        )
+    return [first.shape[1]] * len(first)
 
 
 def slice_samples(batch: Batch, lo: int, hi: int) -> Batch:
@@ -179,7 +211,7 @@ class _StructureMismatchError(Exception):
 
 
 def _is_leaf(batch: Batch) -> bool:
-    if isinstance(batch, (torch.Tensor, numpy.ndarray, Constant)):
+    if isinstance(batch, (torch.Tensor, numpy.ndarray, Constant, Packed)):
         return True
     if not isinstance(batch, (list, tuple)) or not batch or hasattr(batch, "_fields"):
         return False

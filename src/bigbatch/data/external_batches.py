@@ -7,7 +7,7 @@ from bigbatch.data.micro_batches import MicroBatch
 from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import LoopError, StateError
 from bigbatch.policies.plan import BatchPlan
-from bigbatch.setting_types import Count, checked
+from bigbatch.setting_types import Count, Unit, checked
 from bigbatch.state_checks import loads_state
 
 _ORDER = "another loop's"
@@ -25,6 +25,7 @@ class ExternalBatches:
     """
 
     remainder, order = "step", _ORDER
+    unit: Unit = "samples"
 
     @checked
     def __init__(self, batch_size: Count, samples: Count | None = None) -> None:
@@ -46,7 +47,7 @@ class ExternalBatches:
         self.open, self.ends_epoch = True, False
 
     def step(
-        self, plan: BatchPlan, *bounds: int | None, min_rows: int = 1
+        self, plan: BatchPlan, *bounds: int | None, min_rows: int = 1, max_micro: int | None = None
     ) -> "ExternalStep | None":
         """The next step; None when the pass has ended.
 
@@ -54,6 +55,7 @@ class ExternalBatches:
             plan: its accumulation is the number of micro-batches, unless the epoch ends first.
             bounds: unused, as the other loop decides on samples.
             min_rows: fewest micro-batches of the last step of an epoch.
+            max_micro: unused.
         """
         self.open, self.micro_batches = not self.ends_epoch, 0
         if not self.open:

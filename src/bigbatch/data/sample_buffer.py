@@ -14,9 +14,11 @@ from bigbatch.data.collate import (
     interleave_samples,
     mark_constants,
     slice_samples,
+    token_lengths,
     unmark_constants,
 )
 from bigbatch.data.loader_state import ResumableLoader
+from bigbatch.data.packed_sequences import Packed, pack, unpack
 from bigbatch.data.rng_state import RandomReader, RandomState, restorable, restore_random_state
 from bigbatch.errors import StateError
 
@@ -32,6 +34,7 @@ class SampleBuffer:
         loader: gives the batches.
         split: (batch, lo, hi) -> samples lo to hi; such batches are not concatenated.
         count: batch -> number of samples, with `split`.
+        packed: whether batches are packed sequences, which are the samples.
     """
 
     def __init__(
@@ -39,6 +42,8 @@ class SampleBuffer:
         loader: ResumableLoader,
         split: Callable[[Batch, int, int], Batch] | None = None,
         count: Callable[[Batch], int] | None = None,
+        *,
+        packed: bool = False,
     ) -> None:
         self.loader = loader
         self.place: Callable[[Batch], Batch] | None = None  # moves a batch that is given out
@@ -52,10 +57,11 @@ class SampleBuffer:
         self._fetched = 0  # batches
         self._chunks: deque[_Chunk] = deque()
         self._split = split or slice_samples
-        self._count = count or count_samples
+        self._count = count or (len if packed else count_samples)
+        self._packed = packed
         self.concatenates = split is None
         self._memory = BatchMemory()
-        self._memory.examined = not self.concatenates
+        self._memory.examined = packed or not self.concatenates
 
     @property
     def open(self) -> bool:
@@ -131,11 +137,25 @@ class SampleBuffer:
             assert batches is not None
         count = sum([chunk.samples for chunk in chunks])
         self.waiting -= count
-        if self.place is not None or self._memory.constants:
+        if self.place is not None or self._packed or self._memory.constants:
             batches = list(map(self._placed, batches))
         return batches, count
 
+    def token_lengths(self, tokens: int, samples: int) -> list[int]:
+        """Tokens of each sample that waits, in order; fetches until so many of both wait."""
+        lengths = [n for chunk in self._chunks for n in token_lengths(chunk.batch)]
+        total = sum(lengths)
+        while (total < tokens or len(lengths) < samples) and not self.ended:
+            self.read_until(self.waiting + 1)
+            if not self.ended:
+                new = token_lengths(self._chunks[-1].batch)
+                lengths += new
+                total += sum(new)
+        return lengths
+
     def _placed(self, batch: Batch) -> Batch:
+        if isinstance(batch, Packed):
+            batch = pack(batch)
         if self._memory.constants:
             batch = unmark_constants(batch)
         return batch if self.place is None else self.place(batch)
@@ -253,6 +273,8 @@ class SampleBuffer:
             return False
         if not self._gives_new_memory:
             batch = self._admit(batch)
+        if self._packed:
+            batch = unpack(batch)
         size, length = self._stated_sizes
         stated = min(size, length - self.counted) if size and length is not None else None
         samples = self._count(batch)

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Unpack
 
@@ -15,6 +14,7 @@ from bigbatch.data.collate import Batch
 from bigbatch.data.micro_batches import MicroBatch, StepBatches
 from bigbatch.data.rank_consistency import samples_of_rank
 from bigbatch.data.sampler import ElasticDistributedSampler
+from bigbatch.data.token_steps import TokenStep
 from bigbatch.errors import SettingError
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
@@ -208,20 +208,30 @@ class Accumulating(int):
         return 1
 
 
-class SyncedStepBatches(StepBatches):
-    """Sets `accelerator.sync_gradients`: True in the last micro-batch of a step, and outside.
+class SyncedStep:
+    """A step that sets `accelerator.sync_gradients`: True in its last micro-batch, and outside.
 
     It stays so in `accelerator.accumulate`, which sets it to whether its calls are a multiple of
     `gradient_accumulation_steps`.
     """
 
-    def __init__(self, accelerator: Any, *step: Any) -> None:
-        super().__init__(*step)
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Any, step: StepBatches | TokenStep) -> None:
+        self._accelerator, self._step = accelerator, step
+        self.samples_known = step.samples_known
+
+    @property
+    def last(self) -> bool:
+        """Whether the present micro-batch is the step's last on this rank."""
+        return self._step.last
+
+    @property
+    def samples(self) -> int:
+        """Samples of the step over all ranks, as far as is known."""
+        return self._step.samples
 
     def __iter__(self) -> Iterator[MicroBatch]:
         try:
-            for micro_batch in super().__iter__():
+            for micro_batch in self._step:
                 self._set_sync(self.last)
                 yield micro_batch
         finally:
@@ -236,6 +246,12 @@ class PreparedBatches(Batches):
     """`Batches` of a prepared loader."""
 
     global_samples: int | None = None  # of a pass over all ranks, where `batches` shards it
+    accelerator: Any = None
+
+    def step(self, *arguments: Any, **settings: Any) -> Any:
+        """As `Batches`, for a loop that asks the accelerator whether gradients are synchronized."""
+        step = super().step(*arguments, **settings)
+        return None if step is None else SyncedStep(self.accelerator, step)
 
 
 def batches(
@@ -247,7 +263,7 @@ def batches(
         accelerator: the Accelerator that prepared the loader.
         loader: the prepared DataLoader.
         placed: whether micro-batches are moved to the accelerator's device, as accelerate would.
-        options: as for `Batches`: `remainder`, `virtual_ranks`, `split`, `count`.
+        options: as for `Batches`: `remainder`, `virtual_ranks`, `packed`, `unit` and so on.
     Raises:
         SettingError: the loader was not prepared, or it repeats samples that cannot be left out.
     """
@@ -268,7 +284,7 @@ def batches(
             "accelerator.prepare returns for a DataLoader"
         )
     prepared = PreparedBatches(inner, **options)
-    prepared.step_class = partial(SyncedStepBatches, accelerator)
+    prepared.accelerator = accelerator
     sampler = getattr(getattr(inner, "batch_sampler", None), "sampler", None)
     if isinstance(sampler, ShardedSampler):
         prepared.global_samples = sampler.total

@@ -14,7 +14,7 @@ from statistics import fmean
 import numpy
 
 from bigbatch.log.chart import Ends, Mark, Panel, Series
-from bigbatch.log.history import History, group_seeds, measured_rows, unit_of
+from bigbatch.log.history import History, counted_of, group_seeds, measured_rows, unit_of
 from bigbatch.log.row_schema import Row
 from bigbatch.statistics.noise_scale import GradientStatistics
 
@@ -55,7 +55,7 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
     groups = group_seeds(histories)
     most = max(_FEW_POINTS, min(POINTS, _PAGE_POINTS // max(1, len(groups))))
     targets = sorted({one.target for one in histories if one.target is not None})
-    panels = []
+    panels, counted = [], counted_of(histories)
     loss, *others = _QUANTITIES
     for quantity in (loss, _scores_of(histories), *others):
         of_arms = (
@@ -71,8 +71,8 @@ def panels_of(histories: list[History], x: str) -> list[Panel]:
             series = [_within(one, *y_range) for one in series]
         panels.append(
             Panel(
-                quantity.title,
-                AXES[x],
+                quantity.title.replace("samples", counted),
+                AXES[x].replace("samples", counted),
                 series,
                 x_range=(0.0, max(end for one in series for end in one.x) or 1.0),
                 y_log=quantity.log_base,

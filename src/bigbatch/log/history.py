@@ -309,6 +309,12 @@ def main_score(histories: Sequence[History]) -> str | None:
     return scores[0] if scores and None not in scores else None
 
 
+def counted_of(histories: Iterable[History]) -> str:
+    """What batch sizes count in these runs: samples, or tokens."""
+    units = {str(history.settings.get("unit", "samples")) for history in histories}
+    return " or ".join(sorted(units)) or "samples"
+
+
 def unit_of(histories: Iterable[History], score: str) -> tuple[str, str, float]:
     """Name, unit and factor of a score, by its values in all these runs."""
     rows = (row["metrics"] for history in histories for row in history.scored_rows)
@@ -360,7 +366,9 @@ def table_of(histories: list[History]) -> Table:
     all_scores = (row["metrics"] for run in histories for row in run.scored_rows)
     scores = tuple(dict.fromkeys(name for one in all_scores for name in one))
     rows = [_row(name, runs, scores) for name, runs in group_seeds(histories).items()]
-    return Table(("run", *(scores or ("training loss",)), *_COLUMNS), rows)
+    steps, batch, _, time = _COLUMNS
+    columns = steps, batch, counted_of(histories), time
+    return Table(("run", *(scores or ("training loss",)), *columns), rows)
 
 
 def _row(name: str, runs: list[History], scores: Sequence[str]) -> tuple[str, ...]:

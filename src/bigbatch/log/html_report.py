@@ -15,6 +15,7 @@ from bigbatch.log.chart_svg import svg, swatch
 from bigbatch.log.curve_series import AXES, LOSS, NOISE_POINTS, POINTS, panels_of
 from bigbatch.log.history import (
     History,
+    counted_of,
     group_seeds,
     main_score,
     mean_text,
@@ -137,7 +138,7 @@ def _cost(runs: list[History]) -> str:
     """Steps, mean batch size and seconds of an arm."""
     steps, batch = fmean(run.steps for run in runs), fmean(run.average_batch for run in runs)
     seconds = fmean(run.rows[-1]["elapsed_seconds"] for run in runs)
-    return f"{steps:,.0f} steps of {batch:,.0f} samples, {_seconds(seconds)}"
+    return f"{steps:,.0f} steps of {batch:,.0f} {counted_of(runs)}, {_seconds(seconds)}"
 
 
 def _seconds(seconds: float) -> str:
@@ -149,13 +150,13 @@ def _times_to_loss(histories: list[History]) -> str:
     by_samples, by_seconds = (panels_of(histories, x)[0] for x in ("samples", "elapsed_seconds"))
     if by_samples.title != LOSS or len(by_samples.series) < len(group_seeds(histories)):
         return ""
-    losses = [_smoothed(line.y) for line in by_samples.series]
+    losses, counted = [_smoothed(line.y) for line in by_samples.series], counted_of(histories)
     target = max(map(min, losses))
     texts = []
     for line, samples, seconds in zip(losses, by_samples.series, by_seconds.series, strict=True):
         place = next(number for number, loss in enumerate(line) if loss <= target)
         time = _seconds(seconds.x[place])
-        texts.append(f"{time} and {samples.x[place]:,.0f} samples with {samples.name}")
+        texts.append(f"{time} and {samples.x[place]:,.0f} {counted} with {samples.name}")
     return f"A training loss of {target:.3g}, which all reach, takes {', '.join(texts)}"
 
 
@@ -217,7 +218,8 @@ def table_sections(
 def curve_sections(histories: list[History]) -> Iterator[str]:
     """The curves of the runs that have a step, and the settings of all."""
     started = [history for history in histories if history.rows]
-    panels = {label: panels_of(started, x) for x, label in AXES.items()}
+    counted = counted_of(started)
+    panels = {label.replace("samples", counted): panels_of(started, x) for x, label in AXES.items()}
     yield '<h2>Curves</h2>\n<div class="arms"><div class="keys" role="group" aria-label="arms">'
     for arm, name in enumerate(group_seeds(started)):
         yield (  # a click keeps the arm in view

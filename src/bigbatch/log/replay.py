@@ -16,7 +16,7 @@ from bigbatch.errors import RunError, SettingError
 from bigbatch.log.chart import Panel, Series
 from bigbatch.log.chart_svg import svg
 from bigbatch.log.curve_series import chosen_rows
-from bigbatch.log.history import History, Table, measured_rows, missing_text
+from bigbatch.log.history import History, Table, counted_of, measured_rows, missing_text
 from bigbatch.log.row_schema import Row
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.goodput import LossTrend
@@ -178,7 +178,8 @@ def replay(history: History, policies: dict[str, Policy], **options: Any) -> Rep
     logged = Trajectory(_LOGGED, ends, batch_sizes)
     times = time_steps(history.rows)
     replayed = [
-        _replay_policy(name, policy, trace, times, options) for name, policy in policies.items()
+        _replay_policy(name, policy, trace, times, options, counted_of([history]))
+        for name, policy in policies.items()
     ]
     return Replay(history, trace, fit_time(history.rows, times), logged, replayed)
 
@@ -206,7 +207,12 @@ def lr_decays(history: History) -> list[float] | None:
 
 
 def _replay_policy(
-    name: str, policy: Policy, trace: Trace, times: tuple[TimedSize, ...], options: dict[str, Any]
+    name: str,
+    policy: Policy,
+    trace: Trace,
+    times: tuple[TimedSize, ...],
+    options: dict[str, Any],
+    unit: Any,
 ) -> Trajectory:
     first: int = trace.rows[0]["batch_size"]
     start = needs_of(policy).batch_size or first
@@ -214,6 +220,7 @@ def _replay_policy(
     controller = Controller(
         policy, start, min_batch=min_batch, max_batch=trace.longest_epoch(), **options
     )
+    controller.require_unit(unit)
     trajectory, trend = Trajectory(name, [], []), LossTrend()
     samples = 0
     while samples < trace.samples:
@@ -281,6 +288,7 @@ def chart_of_replays(replays: list[Replay]) -> str:
             Series(one.name, one.ends, one.batch_sizes, kind="step", style=number)
             for number, one in enumerate(drawn)
         ]
-        title = f"{replay.history.label}: batch size, samples"
-        panels.append(Panel(title, "samples", series, y_log=2, size=(640, 300)))
+        counted = counted_of([replay.history])
+        title = f"{replay.history.label}: batch size, {counted}"
+        panels.append(Panel(title, counted, series, y_log=2, size=(640, 300)))
     return svg(panels, key=True, standalone=True)

@@ -9,7 +9,12 @@ from bigbatch.errors import SettingError
 
 NUMBER = r"[0-9]{1,15}(?:\.[0-9]{1,15})?"
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_EXAMPLES = {"step": '"16 steps"', "sample": '"4K samples"', "epoch": '"2 epochs"'}
+_EXAMPLES = {
+    "step": '"16 steps"',
+    "sample": '"4K samples"',
+    "epoch": '"2 epochs"',
+    "token": '"4M tokens"',
+}
 
 
 def amount_pattern(*units: str) -> str:
@@ -58,8 +63,12 @@ class Amount:
         return f"{count} {self.unit}{'s' * (count != 1)}"
 
     def times(self, samples: int, steps: int, epochs: int | Fraction) -> Fraction:
-        """How many times the amount fits into a training of this length; exact, not for tokens."""
-        return Fraction({"sample": samples, "step": steps, "epoch": epochs}[self.unit]) / self.count
+        """How many times the amount fits into a training of this length; exact.
+
+        Tokens are the samples of a training whose unit they are.
+        """
+        done = {"sample": samples, "token": samples, "step": steps, "epoch": epochs}
+        return Fraction(done[self.unit]) / self.count
 
 
 class AmountIn:
@@ -88,6 +97,6 @@ class AmountIn:
     __repr__ = __str__  # in `help()`
 
 
-SmoothingWindow = Annotated[str, AmountIn("step", "sample")]
+SmoothingWindow = Annotated[str, AmountIn("step", "sample", "token")]
 Smoothing = Literal["auto"] | SmoothingWindow | None
-WarmupLength = Annotated[str, AmountIn("step", "sample", "epoch")]
+WarmupLength = Annotated[str, AmountIn("step", "sample", "token", "epoch")]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from bigbatch.errors import SettingError
 from bigbatch.policies.amounts import NUMBER, Amount, amount_pattern
 from bigbatch.policies.policy import Decision, Needs, TrainingState
-from bigbatch.setting_types import Count, Positive, check_setting, checked
+from bigbatch.setting_types import Count, Positive, Unit, check_setting, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 _MAX_SIZE = 2.0**53  # floats above it are not exact whole numbers; no batch is as large
@@ -34,7 +34,8 @@ class Schedule:
 
     Args:
         text: the schedule; docs/policies.md has the grammar.
-        tokens_per_sample: mean length of a sample, if the schedule counts tokens.
+        tokens_per_sample: mean length of a sample, if the schedule counts tokens and the training
+            samples; left out where both count tokens, `Batches(unit="tokens")`.
     Raises:
         SettingError: the text is not a schedule; the message has the clause and what is allowed.
     Source:
@@ -61,7 +62,9 @@ class Schedule:
     def needs(self) -> Needs:
         """No statistics; no rate that follows the batch if growth lowers the rate instead."""
         scaling: Literal["any"] | None = None if self._parsed.decays else "any"
-        return Needs(statistics=False, lr_scaling=scaling, batch_size=self.batch_size)
+        return Needs(
+            statistics=False, lr_scaling=scaling, batch_size=self.batch_size, unit=self._parsed.unit
+        )
 
     @property
     def batch_size(self) -> int:
@@ -150,6 +153,7 @@ class _Parsed:
         self.clauses: list[_Clause] = []
         self.cap = math.inf
         self._tokens_per_sample = tokens_per_sample
+        self._units: set[Unit] = set()
         clauses = [" ".join(clause.split()) for clause in text.split(",")]
         self.decays = len(clauses) > 1 and clauses[-1].lower() == _DECAY
         for clause in clauses[: len(clauses) - self.decays]:
@@ -157,11 +161,21 @@ class _Parsed:
                 self._add(clause)
             except SettingError as error:
                 raise SettingError(f"schedule {text!r}, clause {clause!r}: {error}") from None
+        if len(self._units) > 1:
+            raise SettingError(
+                f"schedule {text!r} counts samples and tokens; pass tokens_per_sample=, the mean "
+                "length of a sample, or count one of them"
+            )
         if self.decays and self.cap == math.inf:
             raise SettingError(
                 f"schedule {text!r}, clause {_DECAY!r}: allowed after 'up to SIZE' only, which "
                 "caps the growth"
             )
+
+    @property
+    def unit(self) -> Unit | None:
+        """What the amounts count; None if they are steps and epochs."""
+        return next(iter(self._units), None)
 
     def _add(self, text: str) -> None:
         """Adds a clause to those before it."""
@@ -188,15 +202,17 @@ class _Parsed:
             raise SettingError(f"the cap is below the {largest} samples before it; raise it")
 
     def _amount(self, groups: dict[str, Any]) -> Amount:
-        """The amount in a clause; tokens are converted to samples."""
+        """The amount in a clause; tokens are converted to samples if they can be."""
         amount = Amount.from_match(groups)
         if amount.count.denominator > 1:
             raise SettingError(f"{amount} must be a whole number")
-        if amount.unit != "token":
+        if amount.unit in ("step", "epoch"):
             return amount
-        if self._tokens_per_sample is None:
-            raise SettingError("tokens need tokens_per_sample=, the mean length of a sample")
-        return Amount(amount.count / Fraction(self._tokens_per_sample), "sample")
+        is_converted = amount.unit == "token" and self._tokens_per_sample is not None
+        self._units.add("samples" if is_converted or amount.unit == "sample" else "tokens")
+        if not is_converted:
+            return amount
+        return Amount(amount.count / Fraction(self._tokens_per_sample or 1), "sample")
 
 
 def _match(text: str, forms: dict[str, re.Pattern[str]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from bigbatch.policies.policy import (
     layers_of,
     needs_of,
 )
-from bigbatch.setting_types import Count, Growth, checked
+from bigbatch.setting_types import Count, Growth, Unit, checked
 from bigbatch.state_checks import loads_state
 from bigbatch.statistics.averages import AdaptiveAverage, NoiseAverage
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -46,11 +46,11 @@ class Controller:
         decide_every: the policy is asked after each n-th step only; without `smoothing`, one that
             needs statistics is asked after each n-th measured step.
         smoothing: window over which signal and noise of measured steps are averaged before the
-            policy sees them: "16 steps", "4K samples", or "auto", the longest of 4 to 64 steps that
-            shows no change if the policy wants an average, else none. None for none, as in
-            SimiGrad's paper. The batch keeps its size until a quarter of the window is filled, 4
-            steps with "auto". Then the policy decides after every step, measured or not, as an
-            average holds at any batch size.
+            policy sees them: "16 steps", "4K samples" (tokens, if they are the unit), or "auto",
+            the longest of 4 to 64 steps that shows no change if the policy wants an average, else
+            none. None for none, as in SimiGrad's paper. The batch keeps its size until a quarter of
+            the window is filled, 4 steps with "auto". Then the policy decides after every step,
+            measured or not, as an average holds at any batch size.
         dead_band: 0.1 holds changes that the policy would not make if the batch were 10 % nearer
             to the size that it decides; docs/policies.md has the rule.
         max_change: f lets one decision multiply or divide the batch by f at most, yet change it
@@ -89,6 +89,8 @@ class Controller:
         self.needs = needs_of(policy)
         self._stateful_policy = _stateful(policy, dead_band)
         largest_change = self.needs.max_change if max_change == "auto" else max_change
+        is_window = smoothing not in (None, "auto")
+        self._smoothing = Amount.parse(str(smoothing)) if is_window else None
         self._average = _average(smoothing, wants_average=self.needs.average)
         self._warmup = Amount.parse(warmup) if warmup else None
         if smoothing is None and isinstance(layers_of(policy)[-1], NoiseScale | Goodput):
@@ -103,7 +105,7 @@ class Controller:
             "min_batch": min_batch,
             "max_batch": max_batch,
             "decide_every": decide_every,
-            "smoothing": smoothing if smoothing in (None, "auto") else str(Amount.parse(smoothing)),
+            "smoothing": smoothing if self._smoothing is None else str(self._smoothing),
             "dead_band": dead_band,
             "max_change": largest_change,
             "warmup": self._warmup and str(self._warmup),
@@ -170,6 +172,17 @@ class Controller:
             if self._is_constant and self.decision == previous:
                 self._repeated = self.decision
         return self.decision
+
+    def require_unit(self, unit: Unit) -> None:
+        """Raises SettingError unless amounts and sizes count what the training counts."""
+        amounts = [self._warmup, self._smoothing]
+        counted = {f"{amount.unit}s" for amount in amounts if amount is not None}
+        wrong = {"samples", "tokens"} - {unit}
+        if found := ({*counted, self.needs.unit} & wrong):
+            raise SettingError(
+                f"the policy or its controller counts {found.pop()} and the training {unit}; write "
+                f'{unit}, give a Schedule tokens_per_sample=, or set Batches(unit="tokens")'
+            )
 
     @property
     def repeats(self) -> bool:
@@ -348,12 +361,13 @@ def controller_of(
     batch_size: int | None,
     base_batch: int | None,
     samples: int | None,
+    unit: Unit = "samples",
 ) -> Controller:
     """The controller of a training, with bounds that the data set and its plans can keep.
 
     Raises:
-        SettingError: nothing lies between the bounds, or the controller and the call both have
-            sizes.
+        SettingError: nothing lies between the bounds, the controller and the call both have sizes,
+            or they count something else than the training.
     """
     if isinstance(policy, Controller):
         if (batch_size, base_batch) != (None, None):
@@ -366,6 +380,7 @@ def controller_of(
         controller = Controller(policy, batch_size, base_batch)
     if samples is not None and samples < (ranks := constraints.virtual_ranks):
         raise SettingError(f"{samples} samples of an epoch are too few for {ranks} (virtual) ranks")
+    controller.require_unit(unit)
     min_batch, is_new = controller.given_min_batch, controller.decision.reason == "start"
     start = controller.first_batch_size if is_new else controller.decision.batch_size
     if samples is not None and min_batch > samples:

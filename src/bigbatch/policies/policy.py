@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Protocol
 from bigbatch.errors import SettingError
 from bigbatch.policies.plan import clamp, require_bounds
 from bigbatch.policies.step_time import TimedSize
-from bigbatch.setting_types import Cosine, Count, Growth, In, NotNegative, Positive, checked
+from bigbatch.setting_types import Cosine, Count, Growth, In, NotNegative, Positive, Unit, checked
 from bigbatch.statistics.noise_scale import GradientStatistics
 
 MAX_CHANGE = 1.1  # of one decision, for policies that go to a multiple of the noise scale at once
@@ -88,6 +88,7 @@ class Needs:
             decides without statistics.
         max_batch: upper bound of the batch size; None for none.
         batch_size: the first batch size; None for that of the loop.
+        unit: what its sizes and amounts count; None if any unit will do.
     Raises:
         SettingError: a value outside its range, or crossed bounds.
     """
@@ -101,6 +102,7 @@ class Needs:
     min_batch: Count | None = None
     max_batch: Count | None = None
     batch_size: Count | None = None
+    unit: Unit | None = None
 
     def __post_init__(self) -> None:
         require_bounds(self.min_batch, self.max_batch)

@@ -144,6 +144,7 @@ class AdaptiveBatch:
             batch_size=batch_size,
             base_batch=options.get("base_batch"),
             samples=self.batches.samples,
+            unit=self.batches.unit,
         )
         self._update = Update(parts, self.batches, self.controller, constraints, options)
         hook = model.register_forward_hook(parts.oom_hints, always_call=True)
@@ -330,7 +331,11 @@ class AdaptiveBatch:
         # r needs two micro-batches
         min_rows, controller = 1 if self._parts.reader is None else 2, self.controller
         while micro_batches := self.batches.step(
-            self.plan, controller.min_batch, controller.max_batch, min_rows=min_rows
+            self.plan,
+            controller.min_batch,
+            controller.max_batch,
+            min_rows=min_rows,
+            max_micro=self._update.planner.max_micro_batch,
         ):
             self._step = Step(micro_batches, self._select_trained(), self._update)
             try:
@@ -442,11 +447,18 @@ class AdaptiveBatch:
 
     def _build_constraints(self, options: LoopOptions, *, has_size: bool) -> PlanConstraints:
         """What every plan has to keep."""
+        if self.batches.unit == "tokens" and self.meter.groups is not None:
+            raise SettingError(
+                f'groups={self.meter.groups} divides the samples of a backward, and unit="tokens" '
+                "counts tokens; leave one out"
+            )
         micro_batch = options.get("micro_batch") or self.batches.batch_size
         if micro_batch is None or not has_size:
             missing = ["micro_batch="] * (micro_batch is None) + ["batch_size="] * (not has_size)
+            unit = f", in {self.batches.unit}"
             raise SettingError(
                 f"the loader does not say its batch size; pass {' and '.join(missing)}"
+                + unit * (self.batches.unit == "tokens")
             )
         parts, requested = self._parts, options.get("min_micro_batches")
         # over shards, only one rank's are compared
@@ -487,6 +499,7 @@ class AdaptiveBatch:
             "lr_scaling": str(rule).lower() if isinstance(rule, str | None) else "a function",
             "groups": self.meter.groups,
             "every": options.get("every"),
+            **({"unit": "tokens"} if self.batches.unit == "tokens" else {}),
             "optimizer": type(self.optimizer).__name__,
             "world_size": self._parts.collectives.ranks,
         }

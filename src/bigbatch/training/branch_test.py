@@ -95,6 +95,8 @@ def branch_test(
         raise SettingError(
             "another loop gives the micro-batches; run a branch test in a loop over a loader"
         )
+    if batches.unit == "tokens":
+        raise SettingError('a branch test counts samples; run it in a loop without unit="tokens"')
     if parts.reader is not None:
         raise SettingError(
             f"{type(parts.optimizer).__name__} needs the gradient of each micro-batch of the loop; "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
 from bigbatch.data.micro_batches import StepBatches
+from bigbatch.data.token_steps import TokenStep
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
@@ -44,7 +45,10 @@ class Step:
     """One optimizer step: iterate its micro-batches, call `backward` on each, then `update`."""
 
     def __init__(
-        self, micro_batches: StepBatches | ExternalStep, trained: list[Tensor], update: Update
+        self,
+        micro_batches: StepBatches | TokenStep | ExternalStep,
+        trained: list[Tensor],
+        update: Update,
     ) -> None:
         self.ended = False  # whether `update` is done
         self._micro_batches, self._trained, self._update = micro_batches, trained, update

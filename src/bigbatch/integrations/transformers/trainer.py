@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import DataCollatorWithFlattening, Trainer
 from transformers.trainer_utils import has_length
 
 from bigbatch.digest import load_state, save_state
@@ -118,7 +118,9 @@ class AdaptiveMixin(NextClass):
         """As the Trainer's, for a number of updates that is not known in advance."""
         values = super().set_initial_training_values(args, dataloader)
         epochs, updates, examples, trained, _, in_epoch, max_steps = values
-        self._prepared_batches = batches(self.accelerator, dataloader, placed=False)
+        self._prepared_batches = batches(
+            self.accelerator, dataloader, placed=False, packed=_packs(self.data_collator)
+        )
         batch_size, base_batch = self._initial_batch_sizes()
         samples = self._prepared_batches.global_samples or examples
         self._base_steps = max_steps
@@ -345,6 +347,12 @@ def _metrics_of(record: StepRecord, measured: StepRecord | None) -> dict[str, fl
     if measured is not None:
         metrics |= {"similarity": measured.similarity, "noise_scale": measured.noise_scale}
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _packs(collator: Any) -> bool:
+    """Whether a collate function makes one row of packed sequences, as padding-free ones do."""
+    is_flat = isinstance(collator, DataCollatorWithFlattening)
+    return is_flat or getattr(collator, "padding_free", False) is True  # TRL's
 
 
 def _unwrap(optimizer: Any) -> Any:
