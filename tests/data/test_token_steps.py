@@ -155,6 +155,6 @@ def test_a_function_that_draws_batches_is_asked_for_no_more_than_a_micro_batch()
     assert all(after - before <= 2 for before, after in pairwise([0, *counts]))
 
 
-def test_ranks_of_one_process_cannot_be_dealt_tokens():
+def test_ranks_of_one_process_take_no_tokens_in_turn():
     with pytest.raises(SettingError, match="virtual_ranks= deals single samples"):
         bb.Batches([], unit="tokens", virtual_ranks=2)

@@ -195,7 +195,7 @@ def test_a_resumed_schedule_needs_no_state():
         ("64, x2 at 1.0001K samples", "x2 at 1.0001K samples", "1000.1 samples must be"),
         ("64, x1 at 3 steps", "x1 at 3 steps", "the factor 1 must be above 1"),
         ("64, x0.5 at 3 steps", "x0.5 at 3 steps", "the factor 0.5 must be above 1"),
-        ("64, x2 at 1B tokens", "x2 at 1B tokens", "tokens need tokens_per_sample="),
+        ("64, x2 at 1B tokens, x2 at 9M samples", None, "counts samples and tokens"),
         ("64, 8 from 9 steps, 9 from 8 steps", "9 from 8 steps", "before '8 from 9 steps'"),
         ("8 to 9 over 9 steps, 7 from 8 steps", "7 from 8 steps", "in order of time"),
         ("8 to 99 over 9 steps in steps of 4", None, "91 samples are no whole number of steps"),

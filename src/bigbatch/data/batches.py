@@ -325,7 +325,7 @@ class Batches:
             self._buffer.load_state_dict(stream, epoch)
         elif self.unit == "tokens":
             raise StateError(
-                'unit="tokens": ranks take different numbers of samples, so a pass goes on only '
+                'unit="tokens": ranks take different numbers of samples, so a pass continues only '
                 "with as many ranks as it began with; resume between two epochs"
             )
         else:

@@ -142,7 +142,7 @@ def _is_row(positions: Tensor) -> bool:
 
 
 def _restarts(positions: Tensor) -> list[int]:
-    """Where positions (1, T) do not go on by one."""
+    """Where a position in (1, T) is not the one before it plus one."""
     row = positions[0]
     breaks = (row[1:] != row[:-1] + 1).nonzero().flatten() + 1
     return [0, *breaks.tolist()]
