@@ -27,6 +27,7 @@ from numbered_samples import SEED, Numbered, controller_of, whole, wrapped
 
 DEFAULTS = {"engine": "ddp", "updates": 24, "every": 5, "timeout": 60, "fault": "", "at": 13}
 FAULTY = 1  # the rank that is struck
+STRUCK = {"a node is lost": "lost", "a node joins": "kept"}  # or the node of that name
 
 
 def main(folder, engine, updates, every, timeout, fault, at):
@@ -46,7 +47,8 @@ def main(folder, engine, updates, every, timeout, fault, at):
             for x, y, number in step:
                 numbers += number.tolist()
                 loss = cross_entropy(train.model(x), y)
-                if first_life and rank == FAULTY and this_step == at:
+                is_struck = os.environ.get("NODE", rank) == STRUCK.get(fault, FAULTY)
+                if first_life and is_struck and this_step == at:
                     strike(fault)
                 step.backward(loss)
             step.update()
@@ -90,7 +92,11 @@ def build(rank, ranks, engine, fault):
 
 
 def strike(fault):
-    if fault == "kill":
+    if fault == "a node joins":  # and restarts the worker
+        time.sleep(1000)
+    if fault == "a node is lost":  # with torchrun's agent, which would start its worker again
+        os.kill(os.getppid(), signal.SIGKILL)
+    if fault in ("kill", "a node is lost"):
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "error":
         raise ValueError("this rank's data are broken")

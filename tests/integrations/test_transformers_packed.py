@@ -1,4 +1,4 @@
-"""The HF Trainer on padding-free batches: sequences are the samples, packed as the collator does."""
+"""The HF Trainer on padding-free batches: the sequences of a row are the samples."""
 
 import pytest
 import torch

@@ -2,8 +2,11 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,8 +24,8 @@ SETTINGS = {
 ALONE = ["--standalone", "--nproc-per-node"]
 
 
-def torchrun(folder, how, **options):
-    """Exit status, and what was printed; a run that stands still is ended, and fails."""
+def launched(folder, how, options, variables=None):
+    """A torchrun that has begun."""
     folder.mkdir(exist_ok=True)
     arguments = [f"{name}={value}" for name, value in {"updates": UPDATES, **options}.items()]
     command = [sys.executable, "-m", "torch.distributed.run", *how, SCRIPT, folder, *arguments]
@@ -31,14 +34,57 @@ def torchrun(folder, how, **options):
         str(SCRIPT.parents[1]),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
-    result = subprocess.run(
+    return subprocess.Popen(
         list(map(str, command)),
-        env={**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
+        env={**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=170,
     )
-    return result.returncode, result.stdout + result.stderr
+
+
+def ended(run):
+    """Exit status, and what was printed; a run that stands still is ended, and fails."""
+    try:
+        output, _ = run.communicate(timeout=170)
+    finally:
+        run.kill()
+    return run.returncode, output
+
+
+def torchrun(folder, how, **options):
+    """The same of a torchrun from beginning to end."""
+    return ended(launched(folder, how, options))
+
+
+def nodes(folder, port, **options):
+    """Two functions that start a node each of one elastic run: the one that stays, and another."""
+    found = "keep_alive_interval=2,keep_alive_max_attempt=5,last_call_timeout=1"
+    how = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.5"]
+    how += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic"]
+
+    def node(name):
+        conf = f"--rdzv-conf={found},is_host={int(name == 'kept')}"
+        return launched(folder, [*how, conf], options, {"NODE": name})
+
+    return partial(node, "kept"), partial(node, "lost")
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def wait_for(folder, update):
+    """Waits until an update is in the ledger."""
+    ledger, end = folder / "ledger", time.monotonic() + 120
+    while time.monotonic() < end:
+        lines = ledger.read_text().splitlines() if ledger.exists() else []
+        if any(json.loads(line).get("step") == update for line in lines):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"update {update} did not come")
 
 
 def applied(folder):
@@ -86,6 +132,32 @@ def test_fewer_workers_continue_from_the_checkpoint(undisturbed, tmp_path):
     assert 0 == status, output
     assert_as_undisturbed(undisturbed, tmp_path)
     assert [(0, 2), (10, 1)] == applied(tmp_path)[1]
+
+
+@pytest.mark.thorough
+def test_a_node_that_is_lost_leaves_the_run_to_the_other_without_a_sample_less(
+    undisturbed, tmp_path
+):
+    kept, lost = nodes(tmp_path, free_port(), fault="a node is lost")
+    first, second = kept(), lost()
+    status, output = ended(first)
+    ended(second)
+    assert 0 == status, output
+    assert_as_undisturbed(undisturbed, tmp_path)
+    assert [(0, 2), (10, 1)] == applied(tmp_path)[1]  # steps 11 and 12 are done once more
+
+
+@pytest.mark.thorough
+def test_a_node_that_joins_takes_its_share_of_the_samples_that_are_left(undisturbed, tmp_path):
+    kept, joining = nodes(tmp_path, free_port(), fault="a node joins")
+    first = kept()
+    wait_for(tmp_path, 12)
+    second = joining()
+    for node in (first, second):
+        status, output = ended(node)
+        assert 0 == status, output
+    assert_as_undisturbed(undisturbed, tmp_path)
+    assert [(0, 1), (10, 2)] == applied(tmp_path)[1]
 
 
 @pytest.mark.release
