@@ -342,15 +342,17 @@ class Step:
     def _end_unread(self, sums: StepSums) -> None:
         """Ends a step that the optimizer skips on the device if its gradient is not finite."""
         self._require_untouched(vanishes=False)
-        optimizer: Any = self._parts.optimizer
+        stepping: list[Any] = self._parts.stepping
         *_, previous_seconds, elapsed_seconds, _ = sums.counts
         known = StepStatistics(self._samples, self._backwards, elapsed_seconds, previous_seconds)
         with self._update.end_step(known, lambda: self._statistics(sums)):
-            optimizer.found_inf = sums.found_inf
+            for part in stepping:
+                part.found_inf = sums.found_inf
             try:
-                optimizer.step()
+                self._parts.optimizer.step()
             finally:
-                del optimizer.found_inf
+                for part in stepping:
+                    del part.found_inf
 
     def _require_untouched(self, *, vanishes: bool) -> None:
         """Raises an error if anybody else has stepped the optimizer, or written to `.grad`."""
