@@ -133,7 +133,7 @@ class AdaptiveBatch:
         self._selected: list[Tensor] = []  # the parameters that are measured
         self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
         self._bind_source()
-        self._parts = parts = TrainingParts(self.meter, optimizer)
+        self._parts = parts = TrainingParts(self.meter, self.optimizer)
         self.batches.share(parts.collectives, lockstep=self.meter.source.reducer.lockstep)
         batch_size = options.get("batch_size")
         if batch_size is None and not isinstance(policy, Controller):

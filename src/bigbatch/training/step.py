@@ -66,7 +66,7 @@ class Step:
         self._is_light = not is_read and self._source.reducer.replicas == self._source.ranks
         self._counts_labels = True  # unless its only backward is a mean over them
         self._summed: Callable[[], Tensor] | None = None  # what the ranks have sent, if light
-        self._optimizer_steps = 0  # of the training, once complete
+        self._optimizer_steps = parts.optimizer_steps  # of the training, before this one
         self._elapsed_seconds = 0.0  # of the training until the last backward, on several ranks
 
     def __iter__(self) -> Iterator[Batch]:
@@ -426,7 +426,6 @@ class Step:
                 f"{len(late)} parameters were added to the optimizer after the step began, and "
                 "their gradients lack a part of it; add them between two steps, after step.update()"
             )
-        self._optimizer_steps = parts.optimizer_steps
         found_inf, pair_sums = None, self._compare_steps()
         if self._is_light and self._source.ranks == 1 and parts.skips_on_device:
             found_inf = found_inf_of(self._source, None if self._counts_labels else losses[0])
