@@ -49,7 +49,9 @@ class VROptions(TypedDict, total=False):
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that a composite steps; of another optimizer, itself."""
     parts = getattr(optimizer, "optimizers", None)
-    return [optimizer] if parts is None else [each for part in parts for each in parts_of(part)]
+    if not isinstance(parts, list | tuple):
+        return [optimizer]
+    return [each for part in parts for each in parts_of(part)]
 
 
 def name_of(optimizer: Optimizer) -> str:
