@@ -1,16 +1,19 @@
 """AdaptiveBatch with several optimizers on real ranks: the steps of one process."""
 
 import copy
+from itertools import chain
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
 import bigbatch as bb
+from bigbatch.gradients import SingleProcessSource
 from bigbatch.optim import VarianceReduced
-from numbered_samples import ledger_loader, network, steps_of, whole, wrapped
+from numbered_samples import Numbered, ledger_loader, network, steps_of, whole, wrapped
 from single_steps import by_single_steps
 
 pytestmark = [pytest.mark.filterwarnings("ignore:k = :UserWarning")]
@@ -103,3 +106,46 @@ def test_a_training_resumes_exactly(ranks, engine, reduced, name):
     for expected, actual in ranks(2)(saved_and_resumed, engine, name, reduced):
         assert expected[0] == actual[0]
         assert all(map(torch.equal, expected[1], actual[1]))
+
+
+# fully_shard: micro-batch j of all ranks is one observation
+
+
+def grouped(rank, ranks):
+    """The samples of each micro-batch and step on this rank, and the weights."""
+    model = wrapped("fsdp2", ranks)
+    train = bb.AdaptiveBatch(
+        model,
+        VarianceReduced(composite(model, "SGD"), gamma=0.3, beta3=0.9),
+        bb.Batches(ledger_loader(rank, ranks), virtual_ranks=4),
+        policy=bb.Fixed(192),
+        micro_batch=12,
+        every=1,
+    )
+    done = steps_of(train, 10**9, 4)
+    return [numbers for numbers, _ in done], [whole(p) for p in model.parameters()]
+
+
+def by_groups(steps, **options):
+    """One process that compares the given groups of samples."""
+    model, data = network(), Numbered()
+    optimizer = VarianceReduced(composite(model, "SGD"), **options)
+    source = SingleProcessSource(model.parameters(), explicit=True)
+    optimizer.bind(source)
+    for groups in steps:
+        for group in groups:
+            with source.micro_batch(len(group)):
+                loss = cross_entropy(model(data.x[group]), data.y[group])
+                (loss * len(group) / sum(map(len, groups))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_gsnr_scales_the_shards_of_all_optimizers(ranks):
+    answers = ranks(2)(grouped)
+    of_ranks = zip(*(numbers for numbers, _ in answers), strict=True)
+    steps = [[list(chain(*together)) for together in zip(*step, strict=True)] for step in of_ranks]
+    expected = by_groups(steps, gamma=0.3, beta3=0.9)
+    assert apart(expected, answers[0][1]) < 1e-8
+    assert apart(expected, by_groups(steps, gamma=1.0)) > 0.1

@@ -66,7 +66,7 @@ class Step:
         self._is_light = not is_read and self._source.reducer.replicas == self._source.ranks
         self._counts_labels = True  # unless its only backward is a mean over them
         self._summed: Callable[[], Tensor] | None = None  # what the ranks have sent, if light
-        self._optimizer_steps = parts.optimizer_steps  # of the training, before this one
+        self._optimizer_steps = 0  # of the training, before the first backward
         self._elapsed_seconds = 0.0  # of the training until the last backward, on several ranks
 
     def __iter__(self) -> Iterator[Batch]:
@@ -193,6 +193,8 @@ class Step:
         number, sample_weights = self._weigh(loss, root, weight, samples)
         if number and self._parts.meter.groups is not None and self._counts_labels:
             self._prepare_groups(root, samples, sample_weights)
+        if not self._backwards:
+            self._optimizer_steps = self._parts.optimizer_steps
         self._backwards += 1
         self._samples += samples
         each = number / samples
