@@ -1,8 +1,7 @@
 """Optimizers that scale each parameter's step by its gradient signal-to-noise ratio (GSNR)."""
 
-from bigbatch.optim.composite import Composite
 from bigbatch.optim.trust_ratio import LAMB, LARS
 from bigbatch.optim.variance_reduced import VarianceReduced
 from bigbatch.optim.vr_optimizers import VRLAMB, VRLARS, VRSGD, VRAdam
 
-__all__ = ["LAMB", "LARS", "VRLAMB", "VRLARS", "VRSGD", "Composite", "VRAdam", "VarianceReduced"]
+__all__ = ["LAMB", "LARS", "VRLAMB", "VRLARS", "VRSGD", "VRAdam", "VarianceReduced"]
