@@ -320,6 +320,25 @@ def test_a_scaler_steps_all_of_them(make):
     assert 512.0 == scaled.scaler.get_scale()
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("make", [composite, container])
+def test_a_part_that_was_unscaled_by_itself_is_an_error(make):
+    scaler, seen = GradScaler("cpu", init_scale=1024.0), []
+    train = training(lambda model: seen.append(make(model)) or seen[0], scaler=scaler)
+
+    def step_after(unscaled):
+        step = next(iter(train))
+        for x, y in step:
+            step.backward(cross_entropy(train.model(x), y))
+        scaler.unscale_(unscaled)
+        return step.update()
+
+    assert not step_after(train.optimizer).skipped
+    (given,) = seen
+    with pytest.raises(LoopError, match=r"call scaler\.unscale_\(train\.optimizer\)"):
+        step_after(given.optimizers[1] if make is composite else given)
+
+
 # trials
 
 

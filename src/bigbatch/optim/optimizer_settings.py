@@ -56,7 +56,7 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
 
 def name_of(optimizer: Optimizer) -> str:
     """The class of an optimizer; of a composite, those of its parts too."""
-    name, parts = type(optimizer).__name__, parts_of(optimizer)
+    name, parts = type(getattr(optimizer, "container", optimizer)).__name__, parts_of(optimizer)
     names = " and ".join(type(part).__name__ for part in parts)
     return name if parts == [optimizer] else f"{name} of {names}"
 

@@ -365,6 +365,11 @@ class Step:
                 "a backward of your own changed .grad between the last step.backward and "
                 "step.update(); run it outside the step, or as part of the loss"
             )
+        if self._parts.scaler is not None and self._parts.has_unscaled_part:
+            raise LoopError(
+                "scaler.unscale_() was called for one of several optimizers, and the step would "
+                "unscale its gradients again; call scaler.unscale_(train.optimizer)"
+            )
         zeroed = not vanishes and self._source.guard.was_zeroed()
         if zeroed or self._source.micro_batches != len(self._weights):
             raise GradientError(_ZEROED)

@@ -68,6 +68,14 @@ class TrainingParts:
                 return False
         return True
 
+    @property
+    def has_unscaled_part(self) -> bool:
+        """Whether a GradScaler has unscaled a part of the optimizer by itself in this step."""
+        # a scaler that is not enabled has none
+        unscaled = getattr(self.scaler, "_per_optimizer_states", {})
+        parts = [*self.stepping, getattr(self.optimizer, "container", self.optimizer)]
+        return any(id(part) in unscaled for part in parts if part is not self.optimizer)
+
     def zero_grad(self) -> None:
         """Zeroes the gradients and forgets the micro-batches of an unfinished step."""
         self.meter.source.zero_grad()
