@@ -10,6 +10,7 @@ from bigbatch.data.sampler import ElasticDistributedSampler as ElasticDistribute
 from bigbatch.errors import BigbatchError as BigbatchError
 from bigbatch.log.run_log import RunLog as RunLog
 from bigbatch.log.step_record import StepRecord as StepRecord
+from bigbatch.optim.composite import Composite as Composite
 from bigbatch.policies.batch_schedule import Schedule as Schedule
 from bigbatch.policies.controller import Controller as Controller
 from bigbatch.policies.goodput import Goodput as Goodput

@@ -455,22 +455,32 @@ def test_the_line_of_adaptive_batch_trains_as_it_stands(scale, fixed, present, o
 
 
 def test_each_of_two_optimizers_has_its_rate():
-    """SGD by its gain, others by the root; a loop of bigbatch steps one, so it has no line."""
+    """SGD by its gain, others by the root; a loop of bigbatch steps a Composite of them."""
     rates = {"SGD": (0.1, 0.01), "AdamW": (3e-4,)}
     advice = advice_of(
-        steady(1000.0), machine(fixed=0.05), optimizer="SGD and AdamW", lr=rates, betas=()
+        steady(1000.0),
+        machine(fixed=0.05),
+        optimizer="SGD and AdamW",
+        lr=rates,
+        betas=(),
+        composite="sgd, adamw",
     )
     batch = advice.batch_size
     assert batch > 128
     factors = {"SGD": (1 + 1000 / 64) / (1 + 1000 / batch), "AdamW": math.sqrt(batch / 64)}
     found, lines, page = advice.as_dict(), lines_to_add(advice), html_page(advice)
     assert pytest.approx(factors, rel=1e-2) == found["lr_factors"]
-    assert "bigbatch, measuring" not in lines
+    assert "model, bb.Composite(sgd, adamw), loader," in lines["bigbatch, measuring"]
+    trainer = lines["HF Trainer"]
+    assert "optimizers=(bb.Composite(sgd, adamw), None)" in trainer
+    assert "learning_rate" not in trainer
     for name, factor in found["lr_factors"].items():
         assert f"learning rate of {name} for {batch}: x {factor:.3g} (" in str(advice)
         tile = f"<span>learning rate</span><strong>x {factor:.3g}</strong><span>of {name}</span>"
         assert tile in page
-        assert f"{name} lr={', '.join(f'{lr * factor:.3g}' for lr in rates[name])}" in page
+        line = f"{name} lr={', '.join(f'{lr * factor:.3g}' for lr in rates[name])}"
+        assert line in page
+        assert line in trainer
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])

@@ -90,6 +90,8 @@ PROGRAMS = {
     "    if i % 2: optimizer.step(); optimizer.zero_grad()",
     "another optimizer": "other = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])\n"
     "for x, in DataLoader(data, 8): step(x); other.step()",
+    "a composite": "optimizer = bb.Composite(torch.optim.SGD([model.weight], lr=0.01), "
+    "torch.optim.SGD([model.bias], lr=0.01))\nfor x, in DataLoader(data, 8): step(x)",
     "an evaluation": "for x, in DataLoader(data, 8):\n"
     "    step(x)\n    with torch.no_grad(): model(x)",
     "a copy of the model": "import copy, io\nfor x, in DataLoader(data, 8):\n"

@@ -156,7 +156,7 @@ UNSTEPPABLE = {
         lambda parameters: Hookless(torch.optim.SGD(parameters, lr=0.1))
     ),
 }
-SEVERAL = r"optimizers are given as a list.* a parameter group and its lr for each"
+SEVERAL = r"optimizers are given as a list.* bb.Composite\(\*optimizers\)"
 
 
 @pytest.mark.parametrize(("message", "made"), [*UNSTEPPABLE.items(), (SEVERAL, several)])

@@ -224,6 +224,7 @@ def test_the_public_names_are_these():
         "Batches",
         "BigbatchError",
         "BranchTestResult",
+        "Composite",
         "Controller",
         "Decision",
         "DistributedState",

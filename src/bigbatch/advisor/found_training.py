@@ -1,7 +1,8 @@
 """What trains in a program: model, engine and settings behind an optimizer that has stepped."""
 
 import gc
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from traceback import walk_stack
 from types import FrameType
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients import parameters_of
+from bigbatch.optim.optimizer_settings import parts_of
 
 _ENGINES = {  # package whose function is on the stack of an optimizer step -> its name
     "deepspeed": "DeepSpeed",
@@ -65,6 +67,7 @@ class FoundTraining:
     model: nn.Module
     outermost: tuple[nn.Module, ...]  # these modules
     caller: Caller  # who steps
+    composite: str = ""  # arguments of a `Composite`; empty for one optimizer
 
     @classmethod
     def find(
@@ -90,7 +93,8 @@ class FoundTraining:
                 "policy logs the same advice and changes nothing"
             )
         whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        found = cls(optimizers, parameters, whole, tuple(modules), caller)
+        composite = names_in_program(optimizers) if len(optimizers) > 1 else ""
+        found = cls(optimizers, parameters, whole, tuple(modules), caller, composite)
         if not modules:
             raise SettingError(
                 f"no nn.Module holds the {len(parameters)} parameters of {found.names}: an engine "
@@ -112,16 +116,20 @@ class FoundTraining:
 
     @property
     def names(self) -> str:
-        """The optimizers' class names."""
-        return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        """The optimizers' class names; of a composite, those of its parts."""
+        return " and ".join(type(part).__name__ for part in self._parts)
 
     @property
     def groups(self) -> dict[str, list[dict[str, Any]]]:
         """The parameter groups of the optimizers of each class name."""
         groups: dict[str, list[dict[str, Any]]] = {}
-        for optimizer in self.optimizers:
-            groups.setdefault(type(optimizer).__name__, []).extend(optimizer.param_groups)
+        for part in self._parts:
+            groups.setdefault(type(part).__name__, []).extend(part.param_groups)
         return groups
+
+    @property
+    def _parts(self) -> list[Optimizer]:
+        return [part for optimizer in self.optimizers for part in parts_of(optimizer)]
 
     @property
     def engine(self) -> str:
@@ -139,6 +147,29 @@ class FoundTraining:
     def is_compiled(self) -> bool:
         """Whether torch.compile compiles a part of the model."""
         return any(_is_compiled(module) for module in self.model.modules())
+
+
+def names_in_program(optimizers: Sequence[Optimizer]) -> str:
+    """The program's names of some optimizers, as arguments: `*optimizers`, or `muon, adamw`.
+
+    They are read from the functions that are being executed, this one's caller first; "..." if
+    none of them has all.
+    """
+    wanted = set(map(id, optimizers))
+    for frame, _ in walk_stack(sys._getframe()):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in ("bigbatch", "torch"):
+            continue
+        variables = dict(frame.f_locals)
+        attributes = getattr(variables.get("self"), "__dict__", {})
+        variables |= {f"self.{name}": value for name, value in attributes.items()}
+        for name, value in variables.items():
+            values = [*value.values()] if isinstance(value, dict) else value
+            if isinstance(values, list | tuple) and {*map(id, values)} == wanted:
+                return f"*{name}" + ".values()" * isinstance(value, dict)
+        names = {id(value): name for name, value in reversed(variables.items())}
+        if wanted <= names.keys():
+            return ", ".join(names[id(optimizer)] for optimizer in optimizers)
+    return "..."
 
 
 def outermost_modules(parameters: Iterable[Tensor]) -> list[nn.Module]:

@@ -22,8 +22,16 @@ def lines_to_add(advice: BatchAdvice) -> dict[str, str]:
         or ["..."]
         for name in found.optimizers
     }
-    first, is_one = rates[found.optimizers[0]][0], len(rates) == 1
+    is_one = len(rates) == 1
     of_optimizers = [f"{'optimizer' if is_one else n} lr={', '.join(r)}" for n, r in rates.items()]
+    optimizer = f"bb.Composite({found.composite})" if found.composite else "optimizer"
+    accumulate = f"gradient_accumulation_steps={accumulation}"
+    arguments = f"per_device_train_batch_size={micro}, {accumulate}"
+    if is_one and not found.composite:
+        trainer = f"TrainingArguments({arguments}, learning_rate={rates[found.optimizers[0]][0]})"
+    else:  # the Trainer's own learning_rate would be that of one optimizer
+        lines_of_trainer = [f"TrainingArguments({arguments})", f"optimizers=({optimizer}, None)"]
+        trainer = "\n".join([*lines_of_trainer, *of_optimizers])
     loader = f"DataLoader(..., batch_size={micro})"
     deepspeed = {
         "train_batch_size": micro * accumulation * ranks,
@@ -32,27 +40,26 @@ def lines_to_add(advice: BatchAdvice) -> dict[str, str]:
     }
     lines = {
         "PyTorch": "\n".join([f"{loader}{backwards}", *of_optimizers]),
-        "HF Trainer": f"TrainingArguments(per_device_train_batch_size={micro}, "
-        f"gradient_accumulation_steps={accumulation}, learning_rate={first})",
+        "HF Trainer": trainer,
         "Lightning": f"{loader}\nTrainer(accumulate_grad_batches={accumulation})",
         "DeepSpeed": json.dumps(deepspeed),
         "Megatron-LM": f"--micro-batch-size {micro} --global-batch-size {batch}",
         "bigbatch, a schedule": f'policy=bb.Schedule("{schedule(advice)}")',
     }
-    if is_one and not advice.observations.coupling:  # what a loop of bigbatch steps
-        lines[ADAPTIVE] = _adaptive_batch(advice, row)
+    if not advice.observations.coupling:
+        lines[ADAPTIVE] = _adaptive_batch(advice, row, optimizer)
     engine = found.engine
     own = "PyTorch" if engine in ("DDP", "FSDP2", "Accelerate") else engine
     return dict(sorted(lines.items(), key=lambda item: item[0] != own))
 
 
-def _adaptive_batch(advice: BatchAdvice, row: DeviceAdvice) -> str:
+def _adaptive_batch(advice: BatchAdvice, row: DeviceAdvice, optimizer: str) -> str:
     """A loop that starts at the advised batch size and follows the noise scale within bounds."""
     batch, present = row.batch_size, advice.found.batch_size
     most = max(present, row.high or batch)
     rule = "adascale" if advice.found.optimizers == ["SGD"] else "sqrt"
     return (
-        "train = bb.AdaptiveBatch(\n    model, optimizer, loader,\n"
+        f"train = bb.AdaptiveBatch(\n    model, {optimizer}, loader,\n"
         f"    policy=bb.Goodput(min_batch={min(present, batch)}, max_batch={most}),\n"
         f'    batch_size={batch}, base_batch={present}, lr_scaling="{rule}",\n)'
     )

@@ -79,6 +79,8 @@ class Found:
     # betas, momentum: each value that a parameter group has, once
     betas: tuple[tuple[float, ...], ...]
     momentum: tuple[float, ...]
+    # the program's names of several optimizers, as arguments of a Composite; empty for one
+    composite: str = ""
 
     @property
     def optimizers(self) -> list[str]:

@@ -335,6 +335,7 @@ class ObservedTraining:
             },
             betas=_each_once(tuple(map(float, g["betas"])) for g in groups if g.get("betas")),
             momentum=_each_once(float(g["momentum"]) for g in groups if g.get("momentum")),
+            composite=training.composite,
         )
 
     def _counted(self) -> str:

@@ -151,6 +151,8 @@ class TrialSteps:
         self._file = open(trial.losses, "w")  # noqa: PTH123, SIM115  # before the hook refuses it
         self._clock: Optimizer | None = None
         self._stepping: list[Optimizer] = []  # whose steps have begun, the outermost first
+        # scaled, of the first group of the innermost optimizer, whose step ends first
+        self._rate: Any = None
         self._rates: dict[int, Any] = {}  # own and scaled, of groups that are scaled now
         self._losses: list[Tensor] = []  # of the backwards of this step
         self._unscaled: dict[int, Tensor] = {}  # losses by what a GradScaler has made of them
@@ -225,9 +227,13 @@ class TrialSteps:
             )
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        rate = optimizer.param_groups[0].get("lr")
+        if self._rate is None:
+            self._rate = optimizer.param_groups[0].get("lr")
         self._leave(optimizer)
-        if not self._stepping and self._clock in (None, optimizer):
+        if self._stepping:
+            return
+        rate, self._rate = self._rate, None
+        if self._clock in (None, optimizer):
             self._clock = optimizer
             self._end_step(optimizer, math.nan if rate is None else float(rate))
 

@@ -73,17 +73,23 @@ def adaptive_batch(
         optimizer: the prepared optimizer.
         loader: the prepared loader, or `batches(accelerator, loader, ...)` with options.
         policy: as for `AdaptiveBatch`.
-        scheduler: the prepared scheduler, a function as for `AdaptiveBatch`, or None.
+        scheduler: the prepared scheduler, a function as for `AdaptiveBatch`, or None; or a list
+            with one of them for each optimizer of a `Composite`, all prepared or all functions.
         meter: as for `AdaptiveBatch`.
         options: as for `AdaptiveBatch`.
     Raises:
         SettingError: a setting of accelerate is not supported; the message has the remedy.
     """
     require_supported(accelerator)
-    is_prepared = isinstance(scheduler, AcceleratedScheduler)
+    schedulers = [*scheduler] if isinstance(scheduler, list | tuple) else [scheduler]
+    is_prepared = all(isinstance(each, AcceleratedScheduler) for each in schedulers)
+    if is_prepared:
+        inner = [each.scheduler for each in schedulers]
+        scheduler = inner if isinstance(scheduler, list | tuple) else inner[0]
+    others = [each for each in schedulers if each is not None and not callable(each)]
     for name, value, is_right in (
         ("optimizer", optimizer, isinstance(optimizer, AcceleratedOptimizer)),
-        ("scheduler", scheduler, is_prepared or scheduler is None or callable(scheduler)),
+        ("scheduler", others[0] if others else None, is_prepared or not others),
     ):
         if not is_right:
             raise SettingError(
@@ -95,7 +101,7 @@ def adaptive_batch(
         optimizer.optimizer,
         loader if isinstance(loader, Batches) else batches(accelerator, loader),
         policy=policy,
-        scheduler=scheduler.scheduler if is_prepared else scheduler,
+        scheduler=scheduler,
         scaler=accelerator.scaler,
         meter=meter,
         **options,

@@ -21,6 +21,7 @@ from bigbatch.kernels.native import Rule
 from bigbatch.loop_warning import warn_in_loop
 from bigbatch.optim.apply_gsnr import Layers, kernel_values
 from bigbatch.optim.gsnr_state import GsnrState
+from bigbatch.optim.optimizer_settings import parts_of
 from bigbatch.optim.sharding import AllReduce, local
 
 _RULES = {SGD: Rule.GSNR_SGD, Adam: Rule.GSNR_ADAM, AdamW: Rule.GSNR_ADAM}
@@ -164,26 +165,28 @@ class BaseStep:
     """The step of a base optimizer, without its fused kernel if that would misread memory."""
 
     def __init__(self, base: Optimizer, *, warns: bool) -> None:
-        self._base, self._warns = base, warns
+        self._base, self._warns, self._parts = base, warns, parts_of(base)
 
     def __call__(self) -> None:
         """Steps the base optimizer."""
-        fused = [group for group in self._base.param_groups if group.get("fused")]
-        faults = [(group, fault) for group in fused if (fault := _find_fault(self._base, group))]
+        fused = [(part, g) for part in self._parts for g in part.param_groups if g.get("fused")]
+        faults = [(*pair, fault) for pair in fused if (fault := _find_fault(*pair))]
         if faults and self._warns:
             self._warns = False
             warn_in_loop(
-                f"{type(self._base).__name__}(fused=True) {faults[0][1]}, so it steps without "
+                f"{type(faults[0][0]).__name__}(fused=True) {faults[0][2]}, so it steps without "
                 "its fused kernel there; leave fused=True out"
             )
-        for group, _ in faults:
+        for _, group, _ in faults:
             group["fused"] = False
         try:
             self._base.step()
         finally:
-            for group, _ in faults:
+            for _, group, _ in faults:
                 group["fused"] = True
-        increment_version([p for group in fused for p in group["params"]])  # torch's steps do not
+        increment_version(
+            [p for _, group in fused for p in group["params"]]
+        )  # torch's steps do not
 
 
 def _find_fault(base: Optimizer, group: dict[str, Any]) -> str:

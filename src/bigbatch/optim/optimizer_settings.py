@@ -1,5 +1,6 @@
 """The settings of optimizers: their values, their learning rates, and what they refuse."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from reprlib import repr as shortened
@@ -45,15 +46,41 @@ class VROptions(TypedDict, total=False):
     watch: bool
 
 
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that a composite steps; of another optimizer, itself."""
+    parts = getattr(optimizer, "optimizers", None)
+    if not isinstance(parts, list | tuple):
+        return [optimizer]
+    return [each for part in parts for each in parts_of(part)]
+
+
+def name_of(optimizer: Optimizer) -> str:
+    """The class of an optimizer; of a composite, those of its parts too."""
+    name, parts = type(getattr(optimizer, "container", optimizer)).__name__, parts_of(optimizer)
+    names = " and ".join(type(part).__name__ for part in parts)
+    return name if parts == [optimizer] else f"{name} of {names}"
+
+
+def required_argument(optimizer: Optimizer) -> str | None:
+    """The argument without which `step()` cannot be called, if there is one."""
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    for parameter in parameters:
+        positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if positional and parameter.default is parameter.empty:
+            return parameter.name
+    return None
+
+
 def require_base(base: Optimizer, names: Iterable[str]) -> None:
     """Raises SettingError if an optimizer cannot be the base of a variance-reduced one.
 
     The names are those of the settings that its groups will have.
     """
     name = type(base).__name__
-    if isinstance(base, LBFGS):
+    if any(isinstance(part, LBFGS) for part in parts_of(base)):
         raise SettingError("LBFGS evaluates its closure many times a step; it has no one r")
-    if shared_names := sorted(set(names) & set(base.defaults)):
+    own_names = {name for part in parts_of(base) for name in part.defaults}
+    if shared_names := sorted(own_names.intersection(names)):
         raise SettingError(
             f"{name} has {', '.join(shared_names)} of its own in its parameter groups, where "
             "VarianceReduced keeps a setting of the same name; wrap another base optimizer"
@@ -106,7 +133,7 @@ def rates_of(optimizer: Optimizer) -> list[float]:
             rates.append(lr)
             continue
         rate = lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr
-        if "lr" not in group or (lr is None and optimizer.defaults.get("lr") is None):
+        if "lr" not in group or (lr is None and _has_no_rate(optimizer, group)):
             rate = math.nan
         elif rate not in RATE:
             name = f"the learning rate of parameter group {number}"
@@ -115,21 +142,32 @@ def rates_of(optimizer: Optimizer) -> list[float]:
     return rates
 
 
+def _has_no_rate(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the optimizer of a group makes its own step sizes."""
+    owners = [o for o in parts_of(optimizer) if any(g is group for g in o.param_groups)]
+    return all(owner.defaults.get("lr") is None for owner in owners)
+
+
 def load_into(base: Optimizer, load: Callable[[dict[str, Any]], None], state: Any) -> None:
     """Loads a state with torch's method; after an error the optimizer is as it was.
 
     Raises StateError if the groups of the state miss settings, as those of other optimizers do.
     """
-    before = {"state": base.state, "param_groups": base.param_groups}
-    required = [base.defaults.keys() & group.keys() for group in base.param_groups]
+    before = [(part, part.state, part.param_groups) for part in parts_of(base)]
+    required = [
+        (part, [part.defaults.keys() & group.keys() for group in groups])
+        for part, _, groups in before
+    ]
     try:
         load(state)
-        for names, group in zip(required, base.param_groups, strict=True):
-            if missing := names - group.keys():
-                raise StateError(
-                    f"the state's groups have no {', '.join(sorted(missing))}: it is of another "
-                    f"optimizer than {type(base).__name__}"
-                )
+        for part, own_names in required:
+            for names, group in zip(own_names, part.param_groups, strict=True):
+                if missing := names - group.keys():
+                    raise StateError(
+                        f"the state's groups have no {', '.join(sorted(missing))}: it is of "
+                        f"another optimizer than {type(part).__name__}"
+                    )
     except Exception:
-        vars(base).update(before)
+        for part, own_state, groups in before:
+            vars(part).update({"state": own_state, "param_groups": groups})
         raise

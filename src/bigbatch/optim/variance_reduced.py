@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from bigbatch.gradients.ddp import DDPReducer, DDPSource
 from bigbatch.gradients.grad_sums import GradSums
 from bigbatch.optim.apply_gsnr import LayerGsnr
 from bigbatch.optim.base_step import BaseStep, can_fuse
+from bigbatch.optim.composite import one_optimizer
 from bigbatch.optim.ddp_comm_hook import DDPCommHook, require_attachable
 from bigbatch.optim.gsnr_state import (
     GradientScaling,
@@ -24,10 +25,16 @@ from bigbatch.optim.gsnr_state import (
     StateWithGsnrMomentum,
 )
 from bigbatch.optim.local_step import LocalStep
-from bigbatch.optim.optimizer_settings import load_into, rates_of, require_base, require_valid
+from bigbatch.optim.optimizer_settings import (
+    load_into,
+    name_of,
+    rates_of,
+    require_base,
+    require_valid,
+)
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
-from bigbatch.setting_types import Gamma, RMax, Share, checked
+from bigbatch.setting_types import CHECKED_ELSEWHERE, Gamma, RMax, Share, check_setting, checked
 from bigbatch.state_checks import loads_state
 
 
@@ -56,7 +63,8 @@ class VarianceReduced(Optimizer):
     of the whole layers, and k is the accumulation alone.
 
     Args:
-        base: the optimizer whose gradients are scaled, over dense real parameters.
+        base: the optimizer whose gradients are scaled, over dense real parameters; of several, a
+            `Composite`.
         gamma: lower clip of r, in (0, 1]. With r_max = 1, gamma = 1 turns the scaling off.
         r_max: upper clip of r, at least 1. 1 is the paper's (equation 9), with which no step is
             larger than the base optimizer's; 1 / gamma allows larger steps where the GSNR is high.
@@ -86,7 +94,7 @@ class VarianceReduced(Optimizer):
     @checked
     def __init__(
         self,
-        base: Optimizer,
+        base: Annotated[Optimizer, CHECKED_ELSEWHERE],
         *,
         gamma: Gamma = 0.1,
         r_max: RMax = 1.0,
@@ -94,6 +102,7 @@ class VarianceReduced(Optimizer):
         watch: bool = False,
         fused: bool | None = None,
     ) -> None:
+        base = check_setting("base", one_optimizer(base), Optimizer)
         if isinstance(base, VarianceReduced):
             raise SettingError(f"{type(base).__name__} is scaled already; pass its base optimizer")
         require_kernels(fused)
@@ -283,7 +292,7 @@ class VarianceReduced(Optimizer):
 
     def describe(self) -> str:
         """Class and base optimizer, which must be equal on all ranks."""
-        return f"{type(self).__name__} of {type(self.base).__name__}"
+        return f"{type(self).__name__} of {name_of(self.base)}"
 
     def train(self) -> None:
         """Switches a schedule-free base optimizer to training mode; others have no mode."""

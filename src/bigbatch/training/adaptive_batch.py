@@ -3,7 +3,7 @@
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Unpack
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from bigbatch.gradients import parameters_of
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
+from bigbatch.optim.optimizer_settings import name_of
 from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.policies.controller import Controller, controller_of, warn_of_changes
 from bigbatch.policies.plan import BatchPlan, PlanConstraints
@@ -31,10 +32,11 @@ from bigbatch.training.branch_plan import DEFAULT_REPEATS, BranchRequest, Repeat
 from bigbatch.training.branch_test import BranchTestResult, LossOf, branch_test
 from bigbatch.training.loop_options import LoopOptions
 from bigbatch.training.step import Step
-from bigbatch.training.training_parts import TrainingParts, require_steppable, trained_parameters
+from bigbatch.training.training_parts import TrainingParts, steppable, trained_parameters
 from bigbatch.training.update import Update
 
 _STATE_VERSION = 6
+_Scheduler = LRScheduler | Callable[[int], float]
 
 _NOT_ENDED = (
     "step.update() was not called for the last step; call it at the end of each step, and after an "
@@ -68,9 +70,9 @@ class AdaptiveBatch:
 
     Args:
         model: the model to train; the gradients of the optimizer's parameters are measured.
-        optimizer: any torch optimizer; a `VarianceReduced` one shares the measurement, and is
-            attached to DDP if it was not: then call `optimizer.attached.consolidate()` on every
-            rank before its `state_dict()`.
+        optimizer: any torch optimizer; of several, a `Composite`. A `VarianceReduced` one shares
+            the measurement, and is attached to DDP if it was not: then call
+            `optimizer.attached.consolidate()` on every rank before its `state_dict()`.
         loader: any iterable of batches, or a function that draws one; `Batches` for options of its
             own; `ExternalBatches` if another loop gives the micro-batches.
         policy: decides the batch size after every step; or a `Controller` with options of its own,
@@ -97,7 +99,8 @@ class AdaptiveBatch:
         log: folder, or a `RunLog` with options of its own, that gets a row per step for `bigbatch
             report`, `compare` and `replay`. See docs/logs.md.
         scheduler: a scheduler that counts steps, advanced once per base batch of samples; or a
-            function of the iteration number that gives the learning rate.
+            function of the iteration number that gives the learning rate; or a list with one of
+            them for each optimizer of a `Composite`, in their order.
         scaler: a GradScaler, if float16 needs one.
         meter: a GradientMeter of your own.
         options: batch_size to every above, as declared by `LoopOptions`.
@@ -116,13 +119,13 @@ class AdaptiveBatch:
         loader: Iterable[Batch] | Callable[[], Batch] | Batches | ExternalBatches,
         *,
         policy: Policy | Controller,
-        scheduler: LRScheduler | Callable[[int], float] | None = None,
+        scheduler: Annotated[_Scheduler | Sequence[_Scheduler] | None, CHECKED_ELSEWHERE] = None,
         scaler: GradScaler | None = None,
         meter: GradientMeter | None = None,
         **options: Unpack[LoopOptions],
     ) -> None:
         self.model = model
-        self.optimizer = optimizer
+        self.optimizer = steppable(optimizer)
         self.scaler = scaler
         self.meter = meter or GradientMeter(model)
         self.meter.cut_backwards(options.get("groups"), model)
@@ -130,7 +133,7 @@ class AdaptiveBatch:
         self._selected: list[Tensor] = []  # the parameters that are measured
         self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
         self._bind_source()
-        self._parts = parts = TrainingParts(self.meter, optimizer)
+        self._parts = parts = TrainingParts(self.meter, self.optimizer)
         self.batches.share(parts.collectives, lockstep=self.meter.source.reducer.lockstep)
         batch_size = options.get("batch_size")
         if batch_size is None and not isinstance(policy, Controller):
@@ -220,13 +223,13 @@ class AdaptiveBatch:
         return self._update.rates.factors_of([self.plan.batch_size])[0]
 
     @property
-    def scheduler(self) -> LRScheduler | None:
-        """The scheduler that is advanced in base batches; may be set before the first step."""
+    def scheduler(self) -> LRScheduler | list[LRScheduler] | None:
+        """What is advanced in base batches; may be set before the first step."""
         self._update.settle()
         return self._update.rates.clock.scheduler
 
     @scheduler.setter
-    def scheduler(self, scheduler: LRScheduler | Callable[[int], float] | None) -> None:
+    def scheduler(self, scheduler: _Scheduler | Sequence[_Scheduler] | None) -> None:
         self._update.settle()
         self._update.rates.clock.scheduler = scheduler
         self._update.rates.changes.note()  # the rates that it has set
@@ -429,7 +432,6 @@ class AdaptiveBatch:
                 "AdaptiveBatch weighs the losses and chooses the measured steps itself: "
                 'GradientMeter(loss="weighted", every=1), and AdaptiveBatch(every=n)'
             )
-        require_steppable(self.optimizer)
         self.meter.source.explicit = True
         self.meter.scaler = self.scaler
         self._select_trained()
@@ -500,7 +502,7 @@ class AdaptiveBatch:
             "groups": self.meter.groups,
             "every": options.get("every"),
             **({"unit": "tokens"} if self.batches.unit == "tokens" else {}),
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": name_of(self.optimizer),
             "world_size": self._parts.collectives.ranks,
         }
         return log

@@ -24,7 +24,7 @@ from bigbatch.gradients.auto import find_source
 from bigbatch.setting_types import CHECKED_ELSEWHERE, Count, Share, checked
 from bigbatch.training.oom_hints import is_out_of_memory
 from bigbatch.training.snapshot import TrainingSnapshot
-from bigbatch.training.training_parts import require_steppable
+from bigbatch.training.training_parts import steppable
 
 
 @checked
@@ -77,7 +77,7 @@ def largest_micro_batch(
         >>> largest_micro_batch(model, optimizer, loader, lambda x: model(x).square().mean())
         64
     """
-    require_steppable(optimizer)
+    optimizer = steppable(optimizer)
     source, resumable = find_source(model), ResumableLoader(loader)
     most = resumable.length if most is None else most
     if most is None:

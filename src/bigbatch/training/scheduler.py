@@ -2,7 +2,8 @@
 
 import copy
 import operator
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
 
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.loop_warning import warn_in_loop
-from bigbatch.optim.optimizer_settings import rates_of
+from bigbatch.optim.optimizer_settings import parts_of, rates_of
 from bigbatch.setting_types import NotNegative, check_setting
 from bigbatch.state_checks import loads_state
 
@@ -42,27 +43,38 @@ class BaseBatchScheduler:
         self.scheduler_batch: float = base_batch  # samples per tick
         self._optimizer = optimizer
         self.follows_rates = False  # whether `lr_decay` is kept; a rate on a GPU is waited for
-        self._scheduler: LRScheduler | None = None
+        self._given: LRScheduler | list[LRScheduler] | None = None
+        self._schedulers: list[LRScheduler] = []  # of the groups of one optimizer each
         self._samples: float = 0  # since the last tick
         self._rate = self._peak_rate = 0.0  # scheduled: the present one, and the largest so far
-        self._last_count: int | None = None  # the scheduler's own count after its last tick here
-        self._ticks_after_end = 0
+        self._last_counts: list[int] = []  # the schedulers' own, after their last tick here
+        self._ticks_after_end: Counter[LRScheduler] = Counter()
 
     @property
-    def scheduler(self) -> LRScheduler | None:
-        """The scheduler that is advanced; from a function, one is made."""
-        return self._scheduler
+    def scheduler(self) -> LRScheduler | list[LRScheduler] | None:
+        """The scheduler that is advanced, or one for each optimizer of a composite.
+
+        From a function, a scheduler is made.
+        """
+        return self._given
 
     @scheduler.setter
     def scheduler(self, scheduler: Any) -> None:
-        if callable(scheduler) and not isinstance(scheduler, type | nn.Module):
-            scheduler = RateFunction(self._optimizer, scheduler)
-        if scheduler is None:
+        given = getattr(scheduler, "schedulers", scheduler)  # torchtitan's container has a list
+        if given is None:
+            self._given, self._schedulers = None, []
             self._rate = self._peak_rate = 0.0
+        elif isinstance(given, list | tuple):
+            self._given = self._schedulers = _one_for_each(given, self._optimizer)
         else:
-            _require_advanceable(scheduler, self._optimizer)
-        self._scheduler = scheduler
-        self._last_count, self._ticks_after_end = None, 0
+            self._given = _advanceable(given, self._optimizer)
+            self._schedulers = [self._given]
+        self._last_counts, self._ticks_after_end = [], Counter()
+
+    @property
+    def kinds(self) -> str:
+        """The classes of the schedulers; empty if there is none."""
+        return " and ".join(type(scheduler).__name__ for scheduler in self._schedulers)
 
     def advance(self, samples: int) -> None:
         """Adds the samples of one optimizer step and ticks once per full `scheduler_batch`."""
@@ -70,17 +82,18 @@ class BaseBatchScheduler:
         if self.follows_rates:
             self._note_rate()
         ticks, self._samples = divmod(self._samples + samples, self.scheduler_batch)
-        if (scheduler := self._scheduler) is None:
+        if not (schedulers := self._schedulers):
             return
-        end = last_tick(scheduler)
+        ends = [*map(last_tick, schedulers)]
         for _ in range(int(ticks)):
-            if end is None or _count(scheduler) < end:
-                scheduler.step()
-            else:
-                self._stay(scheduler)
+            for scheduler, end in zip(schedulers, ends, strict=True):
+                if end is None or _count(scheduler) < end:
+                    scheduler.step()
+                else:
+                    self._stay(scheduler)
             if self.follows_rates:
                 self._note_rate()
-        self._last_count = _count(scheduler)
+        self._last_counts = [*map(_count, schedulers)]
 
     @property
     def lr_decay(self) -> float | None:
@@ -100,16 +113,17 @@ class BaseBatchScheduler:
 
     def require_ready(self) -> None:
         """Raises LoopError, before a change, if somebody else has advanced the scheduler too."""
-        scheduler = self._scheduler
-        if scheduler is not None and self._last_count not in (None, _count(scheduler)):
-            raise LoopError(
-                f"the {type(scheduler).__name__} was left at tick {self._last_count} and is at "
-                f"{_count(scheduler)}; step.update() advances it: leave scheduler.step() out"
-            )
+        for scheduler, count in zip(self._schedulers, self._last_counts, strict=False):
+            if (present := _count(scheduler)) != count:
+                raise LoopError(
+                    f"the {type(scheduler).__name__} was left at tick {count} and is at {present}; "
+                    "step.update() advances it: leave scheduler.step() out"
+                )
 
     def _stay(self, scheduler: LRScheduler) -> None:
-        self._ticks_after_end += 1
-        if self._ticks_after_end == 2:  # T ticks start at tick 0, so one is always too many
+        self._ticks_after_end[scheduler] += 1
+        # T ticks start at tick 0, so one is always too many
+        if self._ticks_after_end[scheduler] == 2:
             warn_in_loop(
                 f"{type(scheduler).__name__} reached its end and stays there, at "
                 f"lr={rates_of(self._optimizer)}; "
@@ -118,11 +132,11 @@ class BaseBatchScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """A state for `load_state_dict`, the scheduler's own state included."""
-        scheduler, groups, saved = self._scheduler, self._optimizer.param_groups, None
-        if scheduler is not None:
+        groups, saved = self._optimizer.param_groups, None
+        if self._schedulers:
             values = [{key: group[key] for key in _SCHEDULED if key in group} for group in groups]
-            name = type(scheduler).__name__
-            saved = {"class": name, "state": scheduler.state_dict(), "groups": values}
+            first, *others = (scheduler.state_dict() for scheduler in self._schedulers)
+            saved = {"class": self.kinds, "state": first, "others": others, "groups": values}
         return {
             "samples": self._samples,
             "base_batch": self.scheduler_batch,
@@ -137,7 +151,7 @@ class BaseBatchScheduler:
         A scheduler that was built after the optimizer's state was loaded has overwritten them.
         """
         saved, batch = copy.deepcopy(state["scheduler"]), state["base_batch"]
-        groups, name = self._optimizer.param_groups, type(self._scheduler).__name__
+        groups, name = self._optimizer.param_groups, self.kinds or "NoneType"
         if saved is not None:
             if saved["class"] != name:
                 raise StateError(
@@ -155,8 +169,9 @@ class BaseBatchScheduler:
                     f"the saved schedule is for {len(saved['groups'])} parameter groups, the "
                     f"optimizer has {len(groups)}; build it with the same groups"
                 )
-            assert self._scheduler is not None
-            self._scheduler.load_state_dict(saved["state"])
+            states = [saved["state"], *saved.get("others", ())]
+            for scheduler, own in zip(self._schedulers, states, strict=True):
+                scheduler.load_state_dict(own)
             for group, values in zip(groups, saved["groups"], strict=True):
                 for key, value in values.items():
                     if isinstance(group[key], Tensor):
@@ -164,7 +179,7 @@ class BaseBatchScheduler:
                     else:
                         group[key] = value
         self._samples, self._peak_rate = float(state["samples"]), float(state["peak_rate"])
-        self._last_count, self._ticks_after_end = None, 0
+        self._last_counts, self._ticks_after_end = [], Counter()
 
 
 class RateFunction(LambdaLR):
@@ -190,7 +205,28 @@ class RateFunction(LambdaLR):
         return [rate] * len(self.lr_lambdas)
 
 
-def _require_advanceable(scheduler: object, optimizer: Optimizer) -> None:
+def _one_for_each(given: Sequence[Any], optimizer: Optimizer) -> list[LRScheduler]:
+    """A scheduler for each optimizer of a composite, or of one that is variance-reduced."""
+    parts = parts_of(getattr(optimizer, "base", optimizer))
+    if len(given) != len(parts):
+        names = " and ".join(type(part).__name__ for part in parts)
+        raise SettingError(
+            f"scheduler= has {len(given)} schedulers, and the optimizers are {names}; pass one for "
+            "each, or one over all groups, built with the Composite"
+        )
+    schedulers = []
+    for number, (scheduler, part) in enumerate(zip(given, parts, strict=True)):
+        try:
+            schedulers.append(_advanceable(scheduler, part))
+        except SettingError as error:
+            raise SettingError(f"scheduler {number}, for {type(part).__name__}: {error}") from error
+    return schedulers
+
+
+def _advanceable(scheduler: Any, optimizer: Optimizer) -> LRScheduler:
+    """The scheduler of an optimizer, one that is made if a function is given."""
+    if callable(scheduler) and not isinstance(scheduler, type | nn.Module):
+        scheduler = RateFunction(optimizer, scheduler)
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         raise SettingError(
             "ReduceLROnPlateau needs a metric at every step; call its step(metric) in your own "
@@ -202,7 +238,15 @@ def _require_advanceable(scheduler: object, optimizer: Optimizer) -> None:
             "which advances once for each process, pass the one inside it, scheduler.scheduler"
         )
     if scheduler.optimizer.param_groups is not optimizer.param_groups:  # a wrapper forwards them
-        raise SettingError("the scheduler belongs to another optimizer than the one that trains")
+        several = (
+            ": it is over one part of it; pass one over the Composite, or a list with one for each"
+            " optimizer"
+        )
+        raise SettingError(
+            "the scheduler belongs to another optimizer than the one that trains"
+            + several * (len(parts_of(optimizer)) > 1)
+        )
+    return scheduler
 
 
 def last_tick(scheduler: LRScheduler) -> int | None:
@@ -246,7 +290,7 @@ class LRChanges:
             self._noted = RateSnapshot(self._optimizer.param_groups)
             self._epoch = self._epoch if epoch is None else epoch
 
-    def examine(self, epoch: int, scheduler: LRScheduler | None) -> None:
+    def examine(self, epoch: int, scheduler: LRScheduler | list[LRScheduler] | None) -> None:
         """Compares the rates before another update."""
         if not self._warns:
             return

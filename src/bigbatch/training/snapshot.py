@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import SettingError
 from bigbatch.gradients import MADE_LATE, are_freed, parameters_of
+from bigbatch.optim.optimizer_settings import parts_of
 from bigbatch.training.training_parts import trained_parameters
 
 
@@ -50,15 +51,16 @@ class TrainingSnapshot(ForwardSnapshot):
             )
         self._state = tree_map(lambda leaf: leaf, optimizer.state_dict())  # copies the containers
         self._attributes = [(each, dict(each)) for each in _attributes(optimizer, depth=2)]
-        self._group_list = optimizer.param_groups
-        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
+        groups = [(part, part.param_groups) for part in parts_of(optimizer)]
+        self._groups = [(part, own, [(g, dict(g)) for g in own]) for part, own in groups]
         parameters = dict.fromkeys([*parameters_of(model), *trained_parameters(optimizer)])
         if are_freed(parameters):
             raise SettingError(f"the optimizer holds other parameters than the model: {MADE_LATE}")
         self._parameters = [
             (p, p.requires_grad, None if p.grad is None else p.grad.cpu()) for p in parameters
         ]
-        self._values += _copies(tree_leaves([[*parameters], self._state, vars(optimizer)]))
+        attributes = [vars(part) for part, _ in groups]
+        self._values += _copies(tree_leaves([[*parameters], self._state, attributes]))
 
     def restore(self) -> None:
         """Restores everything; may be called repeatedly."""
@@ -74,13 +76,14 @@ class TrainingSnapshot(ForwardSnapshot):
             parameter.grad = None if grad is None else grad.to(parameter.device)
         super().restore()
         self._optimizer.load_state_dict(self._state)
-        for loaded, (group, saved) in zip(self._optimizer.param_groups, self._groups, strict=True):
-            loaded.update(saved)  # loading has copied a learning rate that is a tensor
-            group.clear()
-            group.update(loaded)
-        if "param_groups" in vars(self._optimizer):  # a wrapper may forward those of another
-            self._group_list[:] = [group for group, _ in self._groups]
-            self._optimizer.param_groups = self._group_list
+        for part, own, groups in self._groups:
+            for loaded, (group, saved) in zip(part.param_groups, groups, strict=True):
+                loaded.update(saved)  # loading has copied a learning rate that is a tensor
+                group.clear()
+                group.update(loaded)
+            if "param_groups" in vars(part):  # a wrapper may forward those of another
+                own[:] = [group for group, _ in groups]
+                part.param_groups = own
 
 
 def _attributes(thing: Any, depth: int) -> list[dict[str, Any]]:
@@ -88,7 +91,8 @@ def _attributes(thing: Any, depth: int) -> list[dict[str, Any]]:
     attributes = getattr(thing, "__dict__", None)
     if type(attributes) is not dict:
         return []
-    parts = attributes.values() if depth else ()
+    values = attributes.values() if depth else ()
+    parts = [p for value in values for p in (value if isinstance(value, list) else [value])]
     return [attributes, *(nested for part in parts for nested in _attributes(part, depth - 1))]
 
 

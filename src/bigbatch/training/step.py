@@ -70,7 +70,7 @@ class Step:
         self._is_light = not is_read and self._source.reducer.replicas == self._source.ranks
         self._counts_labels = True  # unless its only backward is a mean over them
         self._summed: Callable[[], Tensor] | None = None  # what the ranks have sent, if light
-        self._optimizer_steps = 0  # of the training, once complete
+        self._optimizer_steps = 0  # of the training, before the first backward
         self._elapsed_seconds = 0.0  # of the training until the last backward, on several ranks
 
     def __iter__(self) -> Iterator[Batch]:
@@ -197,6 +197,8 @@ class Step:
         number, sample_weights = self._weigh(loss, root, weight, samples)
         if number and self._parts.meter.groups is not None and self._counts_labels:
             self._prepare_groups(root, samples, sample_weights)
+        if not self._backwards:
+            self._optimizer_steps = self._parts.optimizer_steps
         self._backwards += 1
         self._samples += samples
         each = number / samples
@@ -346,15 +348,17 @@ class Step:
     def _end_unread(self, sums: StepSums) -> None:
         """Ends a step that the optimizer skips on the device if its gradient is not finite."""
         self._require_untouched(vanishes=False)
-        optimizer: Any = self._parts.optimizer
+        stepping: list[Any] = self._parts.stepping
         *_, previous_seconds, elapsed_seconds, _ = sums.counts
         known = StepStatistics(self._samples, self._backwards, elapsed_seconds, previous_seconds)
         with self._update.end_step(known, lambda: self._statistics(sums)):
-            optimizer.found_inf = sums.found_inf
+            for part in stepping:
+                part.found_inf = sums.found_inf
             try:
-                optimizer.step()
+                self._parts.optimizer.step()
             finally:
-                del optimizer.found_inf
+                for part in stepping:
+                    del part.found_inf
 
     def _require_untouched(self, *, vanishes: bool) -> None:
         """Raises an error if anybody else has stepped the optimizer, or written to `.grad`."""
@@ -364,6 +368,11 @@ class Step:
             raise GradientError(
                 "a backward of your own changed .grad between the last step.backward and "
                 "step.update(); run it outside the step, or as part of the loss"
+            )
+        if self._parts.scaler is not None and self._parts.has_unscaled_part:
+            raise LoopError(
+                "scaler.unscale_() was called for one of several optimizers, and the step would "
+                "unscale its gradients again; call scaler.unscale_(train.optimizer)"
             )
         zeroed = not vanishes and self._source.guard.was_zeroed()
         if zeroed or self._source.micro_batches != len(self._weights):
@@ -428,7 +437,6 @@ class Step:
                 f"{len(late)} parameters were added to the optimizer after the step began, and "
                 "their gradients lack a part of it; add them between two steps, after step.update()"
             )
-        self._optimizer_steps = parts.optimizer_steps
         found_inf, pair_sums = None, self._compare_steps()
         if self._is_light and self._source.ranks == 1 and parts.skips_on_device:
             found_inf = found_inf_of(self._source, None if self._counts_labels else losses[0])

@@ -1,6 +1,5 @@
 """The parts of a training that its steps work with, and what its optimizer has to be."""
 
-import inspect
 import operator
 from collections import OrderedDict
 from typing import Any
@@ -11,6 +10,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import SettingError
 from bigbatch.gradients.gradient_hooks import weak_method
+from bigbatch.optim.composite import ContainerOfOptimizers, one_optimizer
+from bigbatch.optim.optimizer_settings import parts_of, required_argument
 from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.statistics.consecutive_steps import ConsecutiveSteps
 from bigbatch.statistics.meter import GradientMeter
@@ -36,11 +37,15 @@ class TrainingParts:
         self.pairs: ConsecutiveSteps | None = None  # if steps of one backward are compared
         self.compares = False  # whether the present step is one of a pair
         self.optimizer_steps = 0  # calls of optimizer.step(), by anybody
-        # `Optimizer.__init__` does this once for each class; a wrapper may not call it, as timm's
-        # Lookahead, and would never call its hooks
-        if not getattr(type(optimizer).step, "hooked", False):
-            optimizer._patch_step_function()  # torch's own; also after unpickling
-        optimizer.register_step_post_hook(weak_method(self._count_optimizer_step))
+        # whose own step() may do more than step its optimizers
+        self._steps_by_container = isinstance(optimizer, ContainerOfOptimizers)
+        self.stepping = parts_of(optimizer)  # the optimizers that one step() steps
+        for part in self.stepping:
+            # `Optimizer.__init__` does this once for each class; a wrapper may not call it, as
+            # timm's Lookahead, and would never call its hooks
+            if not getattr(type(part).step, "hooked", False):
+                part._patch_step_function()  # torch's own; also after unpickling
+            part.register_step_post_hook(weak_method(self._count_optimizer_step))
 
     @property
     def skips_on_device(self) -> bool:
@@ -49,15 +54,27 @@ class TrainingParts:
         A fused step of torch's own does. Its first one makes the buffers, and torch leaves the
         momentum of SGD uninitialised if that one is skipped; so they have to be there.
         """
-        optimizer = self.optimizer
-        if type(optimizer) not in _SKIPPING or self.scaler is not None:
+        if self.scaler is not None or self._steps_by_container:
             return False
-        groups = optimizer.param_groups
-        if not all(map(_FUSED, groups)):
-            return False
-        if type(optimizer) is SGD and not any(group["momentum"] for group in groups):
-            return True
-        return len(optimizer.state) == sum(len(group["params"]) for group in groups)
+        for optimizer in self.stepping:
+            if type(optimizer) not in _SKIPPING:
+                return False
+            groups = optimizer.param_groups
+            if not all(map(_FUSED, groups)):
+                return False
+            if type(optimizer) is SGD and not any(group["momentum"] for group in groups):
+                continue
+            if len(optimizer.state) != sum(len(group["params"]) for group in groups):
+                return False
+        return True
+
+    @property
+    def has_unscaled_part(self) -> bool:
+        """Whether a GradScaler has unscaled a part of the optimizer by itself in this step."""
+        # a scaler that is not enabled has none
+        unscaled = getattr(self.scaler, "_per_optimizer_states", {})
+        parts = [*self.stepping, getattr(self.optimizer, "container", self.optimizer)]
+        return any(id(part) in unscaled for part in parts if part is not self.optimizer)
 
     def zero_grad(self) -> None:
         """Zeroes the gradients and forgets the micro-batches of an unfinished step."""
@@ -69,29 +86,28 @@ class TrainingParts:
         self.optimizer_steps += 1
 
 
-def require_steppable(optimizer: Any) -> None:
-    """Raises SettingError unless one call of `step()` is an update, and calls hooks."""
-    name = type(optimizer).__name__
-    if isinstance(optimizer, (list, tuple, dict)):
-        raise SettingError(
-            f"{len(optimizer)} optimizers are given as a {name}, and one can be stepped; make one, "
-            "with a parameter group and its lr for each of them"
-        )
-    if not isinstance(getattr(optimizer, "_optimizer_step_post_hooks", None), OrderedDict):
-        raise SettingError(
-            f"{name} is a wrapper that no hook can be put on, and the optimizer inside it alone "
-            "would lose what it adds (privacy, commits, averages); use it in a loop of your own, "
-            "which a GradientMeter can measure. For one that accelerate prepared, use "
-            "bigbatch.integrations.accelerate.adaptive_batch, or pass the optimizer inside it"
-        )
-    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
-    for parameter in parameters:
-        positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        if positional and parameter.default is parameter.empty:
+def steppable(optimizer: Any) -> Any:
+    """The optimizer, or a container as one.
+
+    Raises SettingError unless one `step()` is an update, and calls hooks.
+    """
+    optimizer = one_optimizer(optimizer)
+    for part in parts_of(optimizer):
+        name = type(part).__name__
+        if not isinstance(getattr(part, "_optimizer_step_post_hooks", None), OrderedDict):
             raise SettingError(
-                f"{name}.step() needs a {parameter.name}, and an update is one step() without; use "
-                "an optimizer that needs none"
+                f"{name} is a wrapper that no hook can be put on, and the optimizer inside it "
+                "alone would lose what it adds (privacy, commits, averages); use it in a loop of "
+                "your own, which a GradientMeter can measure. For one that accelerate prepared, "
+                "use bigbatch.integrations.accelerate.adaptive_batch, or pass the optimizer inside "
+                "it"
             )
+        if argument := required_argument(part):
+            raise SettingError(
+                f"{name}.step() needs a {argument}, and an update is one step() without; use an "
+                "optimizer that needs none"
+            )
+    return optimizer
 
 
 def trained_parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -14,6 +14,7 @@ from bigbatch.data.rank_consistency import checksum, facts_of, optimizer_facts
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
+from bigbatch.optim.optimizer_settings import name_of
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.plan import PlanConstraints
 from bigbatch.policies.policy import Decision
@@ -225,7 +226,7 @@ class Update:
     def _facts(self, waits: bool = True) -> dict[str, Any]:
         """What must be equal on all ranks, by name: [Note: Agreement of ranks]."""
         parts, past, planner, clock = self.parts, self.past, self.planner, self.rates.clock
-        kind = parts.reader.describe() if parts.reader else type(parts.optimizer).__name__
+        kind = parts.reader.describe() if parts.reader else name_of(parts.optimizer)
         return {
             **optimizer_facts(parts.optimizer, kind, waits=waits),
             "controller": planner.controller.facts(),
@@ -234,7 +235,7 @@ class Update:
             "samples": past.samples,
             "steps": past.steps,
             "skipped": past.skipped,
-            "scheduler": type(clock.scheduler).__name__,
+            "scheduler": clock.kinds or None,
             "scaler": None if parts.scaler is None else type(parts.scaler).__name__,
             "learning rates of the last step": None if past.record is None else past.record.lr,
             "the log": "given" if self.log is not None else None,

@@ -28,7 +28,7 @@ from bigbatch.training.loop_options import loop_options
 deepspeed = import_optional("deepspeed", "deepspeed")
 
 from bigbatch.integrations.deepspeed.adaptive_engine import AdaptiveEngine
-from bigbatch.integrations.deepspeed.config_checks import require_supported
+from bigbatch.integrations.deepspeed.config_checks import require_one, require_supported
 from bigbatch.integrations.deepspeed.gradient_source import ZeroSource
 from bigbatch.integrations.deepspeed.simigrad_config import (
     AdaptiveBatchParams,
@@ -114,6 +114,7 @@ def initialize(
     params = AdaptiveBatchParams.of(adaptive_batch_params)
     vr_optimizer = micro_batch_optimizer(optimizer)
     base = optimizer if vr_optimizer is None else vr_optimizer.base
+    require_one(base)
     arguments = {"args": args, "model": model, "optimizer": base, "lr_scheduler": lr_scheduler}
     measuring: dict[str, Any] = {
         name: options.pop(name) for name in ("every", "log") if name in options

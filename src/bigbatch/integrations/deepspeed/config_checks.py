@@ -6,6 +6,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from bigbatch.errors import SettingError
+from bigbatch.optim.optimizer_settings import parts_of
 
 
 def require_supported(engine: Any) -> None:
@@ -25,6 +26,16 @@ def require_supported(engine: Any) -> None:
     for setting, is_on, reason, remedy in _unsupported_settings(engine):
         if is_on:
             _refuse(setting, reason, remedy)
+
+
+def require_one(optimizer: Any) -> None:
+    """Raises SettingError for several optimizers."""
+    if len(parts_of(optimizer)) > 1:
+        _refuse(
+            f"several optimizers in a {type(optimizer).__name__}",
+            "ZeRO has one optimizer, which steps flat partitions of all parameters",
+            "pass one optimizer, or train the several under DDP or FSDP2",
+        )
 
 
 def _unsupported_settings(engine: Any) -> list[tuple[str, bool, str, str]]:

@@ -106,10 +106,11 @@ def take_over_scheduler(trainer: Trainer) -> LRScheduler | None:
 
 def warn_of_end(trainer: Trainer, train: AdaptiveBatch) -> None:
     """Warns if the schedule and the training end at different places, as far as both are known."""
-    total = None if train.scheduler is None else last_tick(train.scheduler)
+    scheduler = train.scheduler
+    total = last_tick(scheduler) if isinstance(scheduler, LRScheduler) else None
     if total is None or not trainer.is_global_zero:
         return
-    name, base = type(train.scheduler).__name__, f"{train.scheduler_batch:g}"
+    name, base = type(scheduler).__name__, f"{train.scheduler_batch:g}"
     if trainer.max_steps != -1 and not isinstance(train.controller.policy, Fixed):
         warnings.warn(
             f"max_steps={trainer.max_steps} ends the training after so many updates, and {name} "

@@ -12,7 +12,7 @@ from transformers.utils import is_sagemaker_mp_enabled
 from bigbatch.errors import SettingError
 from bigbatch.integrations.accelerate import require_supported
 from bigbatch.policies.policy import Fixed
-from bigbatch.training.training_parts import require_steppable
+from bigbatch.training.training_parts import steppable
 
 
 def require_arguments(arguments: list[Any]) -> None:
@@ -45,7 +45,7 @@ def require_trainer(trainer: Any) -> None:
     """Raises SettingError if a Trainer was built with unsupported parts."""
     require_arguments([trainer.args])  # its default ones, or changed by accelerate's configuration
     if trainer.optimizer is not None:
-        require_steppable(trainer.optimizer)
+        steppable(trainer.optimizer)
     if trainer.is_deepspeed_enabled:
         raise SettingError(_DEEPSPEED)
     scheduler = trainer.lr_scheduler
