@@ -1,12 +1,11 @@
 """What stands in `.grad` against what was seen: found for any number of ranks, or refused."""
 
-import itertools
-
+import numpy
 import pytest
 import torch
 
 from bigbatch.errors import GradientError
-from bigbatch.statistics.step_totals import StepTotals
+from bigbatch.statistics.step_totals import RankTotals, StepTotals
 
 PROBES, ELEMENTS = 8, 4096
 CASES = [(1, 2), (1, 64), (2, 1), (2, 8), (8, 8), (32, 4), (64, 8), (256, 2), (256, 8)]
@@ -25,25 +24,28 @@ def totals_of(gradients, grad, counts=None, grad_sqnorms=None):
     signs = torch.randint(2, (PROBES, ELEMENTS), generator=draw).double() * 2 - 1
     projected = gradients.double() @ signs.t()
     squares = gradients.double().square().sum((1, 2))
-    slots = [
-        [count, count, 0, float(q), float(q), grad_sqnorm, 0]
-        for count, q, grad_sqnorm in zip(counts, squares, grad_sqnorms, strict=True)
-    ]
-    columns = list(itertools.chain.from_iterable(zip(*slots, strict=True)))
+    rows = RankTotals(
+        *numpy.array(
+            [
+                [count, count, 0, float(q), float(q), grad_sqnorm, 0]
+                for count, q, grad_sqnorm in zip(counts, squares, grad_sqnorms, strict=True)
+            ]
+        ).T
+    )
     return StepTotals(
         {
-            **{
-                name: [1.0]
-                for name in ("sqnorms_over_sizes", "sqnorms", "grad_sqnorms", "inverse_sizes")
-            },
+            **{name: [1.0] for name in ("sqnorms_over_sizes", "sqnorms", "inverse_sizes")},
+            "grad_sqnorms": [sum(grad_sqnorms) / ranks],
             "slope": [0.0, 0.0],
             "scale": [1.0],
             "micro_batch_projections": projected.sum((0, 1)).tolist(),
             "grad_projections": (signs @ grad.double()).tolist(),
             "projection_sqnorm": [float(projected.square().sum())],
-            "counted": columns[: 3 * ranks],
-            "measured": columns[3 * ranks :],
-        }
+            "counted": [sum(counts), sum(counts), sum(n * n for n in counts), 0.0],
+            "grad_fourth_powers": [sum(grad_sqnorm**2 for grad_sqnorm in grad_sqnorms)],
+        },
+        ranks,
+        lambda: rows,
     )
 
 
