@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy
@@ -167,10 +166,10 @@ class StepAccumulators:
         # x - x is nan for the first one that is not finite, and nan is the largest
         first = 1 + (sqnorms - sqnorms).argmax().item() if len(sqnorms) else 1
         of_rank = micro_batches, samples, failed, *sums.sum(1).tolist(), first
-        slots = sums.new_zeros(len(of_rank), self._source.ranks)
-        slots[:, self._source.rank] = self._vector(of_rank)
+        slots = sums.new_zeros(self._source.ranks, len(of_rank))
+        slots[self._source.rank] = self._vector(of_rank)
         self._source.reducer.all_reduce(slots)
-        return RankTotals(*numpy.array(slots.tolist()))
+        return RankTotals(*numpy.array(slots.tolist()).T)
 
     def _group_error(self, like: Tensor) -> Tensor:
         """The largest relative error of a sum of groups in the step, (1,)."""
@@ -233,6 +232,7 @@ class StepTotals:
         self, parts: Mapping[str, list[float]], ranks: int, gather: Callable[[], RankTotals]
     ) -> None:
         self.ranks, self._gather = ranks, gather
+        self._of_ranks: RankTotals | None = None
         self.sqnorms_over_sizes = parts["sqnorms_over_sizes"]  # sum |h_d|^2 / n_d, by layer
         self.sqnorms = parts["sqnorms"]  # sum |h_d|^2, by layer
         self.grad_sqnorms = parts["grad_sqnorms"]  # |.grad|^2, by layer
@@ -254,10 +254,12 @@ class StepTotals:
             names = ", ".join(map(str, self.of_ranks.failed.nonzero()[0].tolist()))
             raise GradientError(f"rank {names} could not read its step: see its error")
 
-    @cached_property
+    @property
     def of_ranks(self) -> RankTotals:
-        """The totals of each rank. Collective; waits for the device."""
-        return self._gather()
+        """The totals of each rank. Collective where it is first read; waits for the device."""
+        if self._of_ranks is None:
+            self._of_ranks = self._gather()
+        return self._of_ranks
 
     def may_differ(self, total: float, squares: float, tolerance: float) -> bool:
         """Whether numbers of the ranks with this sum may differ by so much of their mean."""
