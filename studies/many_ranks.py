@@ -13,8 +13,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import suppress
+from functools import partial
+from itertools import chain, islice
 from statistics import median
 from typing import Any
 
@@ -30,6 +31,7 @@ from bigbatch.gradients.source import MicroBatch
 from studies.markdown_tables import Row, show
 
 _STEPS = 24  # of a cost; the ranks are compared in the first 8 that are measured
+_RANKS, _FAULTY_STEPS = 4, 6  # of a run with a fault
 
 
 class SimulatedRanks(RankReducer):
@@ -116,111 +118,81 @@ def dataset(samples: int, seed: int) -> TensorDataset:
 # costs
 
 
-def cost(ranks: int, *, every: int) -> tuple[list[list[int]], list[float]]:
-    """Bytes of the messages of each step, and the seconds of the host, with the model's."""
-    reducer = SimulatedRanks(0, ranks, of_equal_ranks(ranks))
-    data, policy = dataset(4 * _STEPS, 0), bb.Fixed(4 * ranks)
-    train = training(network(), reducer, data, policy=policy, every=every)
-    sent, seconds = [], []
-    for step in train:
-        reducer.sent.clear()
-        started = time.process_time()
-        for x, y in step:
-            step.backward(cross_entropy(train.model(x), y))
-        step.update()
-        seconds.append(time.process_time() - started)
-        sent.append(list(reducer.sent))
-    return sent, seconds
-
-
-def cost_row(ranks: int) -> Row:
-    """Bytes, messages and milliseconds of the three kinds of steps."""
-    kinds = {"not measured": (0, slice(8, None)), "measured": (1, slice(8, None))}
-    kinds["ranks compared"] = 1, slice(2, 8)
-    row = {"ranks": f"{ranks:,}"}
-    for name, (every, some) in kinds.items():
-        sent, seconds = cost(ranks, every=every)
-        middle = sorted(sent[some], key=sum)[len(sent[some]) // 2]
-        row[f"{name}: bytes"] = f"{sum(middle):,}"
-        row["messages"] = f"{row['messages']}, {len(middle)}" if "messages" in row else "1"
-        row[f"{name}: ms"] = f"{1e3 * median(seconds[some]):.2f}"
-    return row
+def cost_rows(ranks: int) -> Iterator[Row]:
+    """Bytes, messages and milliseconds of the host, with the model's, of three kinds of steps."""
+    for kind, every, first, last in (
+        ("not measured", 0, 8, _STEPS),
+        ("measured", 1, 8, _STEPS),
+        ("measured, ranks compared", 1, 2, 8),
+    ):
+        reducer = SimulatedRanks(0, ranks, of_equal_ranks(ranks))
+        data, policy = dataset(4 * _STEPS, 0), bb.Fixed(4 * ranks)
+        train = training(network(), reducer, data, policy=policy, every=every)
+        sent, milliseconds = list[list[int]](), list[float]()
+        for step in train:
+            reducer.sent.clear()
+            started = time.process_time()
+            for x, y in step:
+                step.backward(cross_entropy(train.model(x), y))
+            step.update()
+            milliseconds.append(1e3 * (time.process_time() - started))
+            sent.append(list(reducer.sent))
+        yield {
+            "ranks": f"{ranks:,}",
+            "step": kind,
+            "bytes": f"{sum(sent[first]):,}",
+            "messages": str(len(sent[first])),
+            "host, ms": f"{median(milliseconds[first:last]):.2f}",
+        }
 
 
 # decisions
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What happens to a rank in a step: it is late, its gradient is nan, or it dies."""
-
-    rank: int
-    step: int
-    kind: str
-
-    @classmethod
-    def drawn(cls, seed: int, ranks: int, steps: int) -> "Fault":
-        """One of all kinds, at random."""
-        draw = random.Random(seed)  # noqa: S311
-        kind = draw.choice(["late", "nan", "dies"])
-        return cls(draw.randrange(ranks), draw.randrange(steps), kind)
-
-
 class Exchange:
-    """Sums of tensors over threads; an error of one of them reaches all that wait."""
+    """Sums of tensors over threads."""
 
     def __init__(self, ranks: int) -> None:
-        self._barrier, self._values = threading.Barrier(ranks), list[Any]([None] * ranks)
+        self.barrier = threading.Barrier(ranks)
+        self._values: list[Any] = [None] * ranks
 
-    def total_of(self, rank: int) -> Callable[[Tensor], Tensor]:
-        """The function that sums a rank's tensors with those of the others."""
-
-        def total(values: Tensor) -> Tensor:
-            self._values[rank] = values.clone()
-            self._barrier.wait()
-            result = torch.stack(self._values).sum(0)
-            self._barrier.wait()  # before anybody sends again
-            return result
-
-        return total
-
-    def abort(self) -> None:
-        """Ends all waits by BrokenBarrierError."""
-        self._barrier.abort()
+    def total(self, rank: int, values: Tensor) -> Tensor:
+        """The sum of a rank's tensor with those of the others; BrokenBarrierError if one died."""
+        self._values[rank] = values.clone()
+        self.barrier.wait()
+        result = torch.stack(self._values).sum(0)
+        self.barrier.wait()  # before anybody sends again
+        return result
 
 
 Decided = tuple[int, int, float, bool]
 """Batch size of a step, the next one, the similarity, and whether the step was skipped."""
 
 
-def decisions(ranks: int, steps: int, seed: int, fault: Fault | None) -> list[list[Decided]]:
-    """What each rank has decided in its steps, until the last one or a rank's death."""
-    exchange, found = Exchange(ranks), list[list[Decided]]([[] for _ in range(ranks)])
-    models = [network() for _ in range(ranks)]  # before threads share torch's generator
+def decisions(seed: int, fault: str = "", rank: int = 0, at: int = 0) -> list[list[Decided]]:
+    """What each rank decides until the end, or a death; `rank` has the fault in step `at`."""
+    exchange, found = Exchange(_RANKS), list[list[Decided]]([[] for _ in range(_RANKS)])
+    models = [network() for _ in range(_RANKS)]  # before threads share torch's generator
 
-    def run(rank: int) -> None:
-        try:
-            reducer = SimulatedRanks(rank, ranks, exchange.total_of(rank))
-            data = dataset(64 * steps, 1000 * seed + rank)
-            policy = bb.SimiGrad(0.4, min_batch=4 * ranks)
-            train = training(models[rank], reducer, data, policy=policy, every=1)
-            for number, step in enumerate(islice(train, steps)):
-                here = fault is not None and (fault.rank, fault.step) == (rank, number)
+    def run(own: int) -> None:
+        with suppress(threading.BrokenBarrierError, ConnectionError):
+            reducer = SimulatedRanks(own, _RANKS, partial(exchange.total, own))
+            data = dataset(64 * _FAULTY_STEPS, 1000 * seed + own)
+            policy = bb.SimiGrad(0.4, min_batch=4 * _RANKS)
+            train = training(models[own], reducer, data, policy=policy, every=1)
+            for number, step in enumerate(islice(train, _FAULTY_STEPS)):
                 for x, y in step:
-                    if here and fault is not None:
-                        _suffer(fault.kind, x)
+                    if (own, number) == (rank, at):
+                        suffer(fault, x)
                     step.backward(cross_entropy(train.model(x), y))
                 record = step.update()
                 similarity = record.similarity if record.statistics else 0.0
                 sizes = record.batch_size, train.plan.batch_size
-                found[rank].append((*sizes, similarity, record.skipped))
-        except (threading.BrokenBarrierError, ConnectionError):
-            pass
-        finally:
-            if len(found[rank]) < steps:
-                exchange.abort()
+                found[own].append((*sizes, similarity, record.skipped))
+        if len(found[own]) < _FAULTY_STEPS:
+            exchange.barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    threads = [threading.Thread(target=run, args=(own,)) for own in range(_RANKS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -228,49 +200,50 @@ def decisions(ranks: int, steps: int, seed: int, fault: Fault | None) -> list[li
     return found
 
 
-def _suffer(kind: str, x: Tensor) -> None:
-    if kind == "late":
+def suffer(fault: str, x: Tensor) -> None:
+    """A rank is late, has a gradient of nan, or dies."""
+    if fault == "late":
         time.sleep(0.002)
-    elif kind == "nan":
+    elif fault == "nan":
         x.fill_(torch.nan)
-    else:
+    elif fault == "dies":
         raise ConnectionError("a rank has died")
 
 
-def fault_rows(ranks: int, steps: int, seeds: int) -> Iterator[Row]:
-    """Runs of each kind of fault, and how many were decided alike by all ranks."""
-    kinds = dict.fromkeys(("late", "nan", "dies"), (0, 0, 0))
-    for seed in range(seeds):
-        fault = Fault.drawn(seed, ranks, steps)
-        found = decisions(ranks, steps, seed, fault)
-        alike = all(a == b for one in found for a, b in zip(found[0], one, strict=False))
-        runs, equal, right = kinds[fault.kind]
-        kinds[fault.kind] = runs + 1, equal + alike, right + is_right(found, fault, steps, seed)
-    for kind, (runs, equal, right) in kinds.items():
-        yield {"a rank": kind, "runs": f"{runs}", "decided alike": f"{equal}", "right": f"{right}"}
+def fault_rows(seeds: int) -> Iterator[Row]:
+    """Runs of each kind of fault: in how many all ranks decide alike, and in how many rightly.
 
-
-def is_right(found: list[list[Decided]], fault: Fault, steps: int, seed: int) -> bool:
-    """Lateness changes nothing; a nan skips its step alone; without a dead rank no step ends."""
-    first = found[0]
-    if fault.kind == "dies":  # others may have waited for the sums of the step before
-        return all(fault.step - 1 <= len(one) <= fault.step for one in found)
-    if fault.kind == "nan":
-        return [skipped for *_, skipped in first] == [n == fault.step for n in range(steps)]
-    return found == decisions(len(found), steps, seed, None)
+    Lateness changes nothing, a nan skips its step alone, and without a dead rank no step ends; the
+    others may still have waited for the sums of the step before.
+    """
+    for fault in ("late", "nan", "dies"):
+        alike = right = runs = 0
+        for runs in range(1, 1 + seeds // 3):
+            draw = random.Random(runs)  # noqa: S311
+            rank, at = draw.randrange(_RANKS), draw.randrange(_FAULTY_STEPS)
+            found = decisions(runs, fault, rank, at)
+            alike += all(a == b for own in found for a, b in zip(found[0], own, strict=False))
+            if fault == "late":
+                right += found == decisions(runs)
+            elif fault == "nan":
+                skipped = [number == at for number in range(_FAULTY_STEPS)]
+                right += all([record[-1] for record in own] == skipped for own in found)
+            else:
+                right += all(at - 1 <= len(own) <= at for own in found)
+        yield {"a rank": fault, "runs": f"{runs}", "alike": f"{alike}", "right": f"{right}"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 512, 4096, 8192])
-    parser.add_argument("--seeds", type=int, default=1000, help="of runs with faults")
-    parser.add_argument("--tiny", action="store_true", help="8 and 512 ranks, 6 seeds")
+    parser.add_argument("--seeds", type=int, default=1000, help="runs with a fault, in all")
+    parser.add_argument("--tiny", action="store_true", help="8 and 512 ranks, 6 runs")
     given = parser.parse_args(arguments)
     counts, seeds = ([8, 512], 6) if given.tiny else (given.ranks, given.seeds)
-    warnings.simplefilter("ignore")  # equal ranks have equal gradients
-    show("a step of one of W ranks", map(cost_row, counts))
-    show("4 ranks, 6 steps, one fault", fault_rows(4, 6, seeds))
+    warnings.simplefilter("ignore")  # of equal gradients, of nan
+    show("a step of one of W ranks", chain.from_iterable(map(cost_rows, counts)))
+    show(f"{_RANKS} ranks, {_FAULTY_STEPS} steps, one fault", fault_rows(seeds))
 
 
 if __name__ == "__main__":
