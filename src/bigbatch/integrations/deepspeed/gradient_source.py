@@ -17,11 +17,6 @@ from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shar
 class ZeroSource(GradientSource):
     """Reads each rank's own gradient by leaf hooks, at every stage; the layout has the mean."""
 
-    float32_refusal = (
-        'DeepSpeed adds them up itself, in float32 by "data_types": {"grad_accum_dtype": "fp32"} '
-        "in its config"
-    )
-
     def __init__(self, engine: Any, layout: Layout) -> None:
         self._layout = layout
         self.zero_reducer = ZeroReducer(engine, layout)
