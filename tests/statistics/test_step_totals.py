@@ -1,5 +1,7 @@
 """What stands in `.grad` against what was seen: found for any number of ranks, or refused."""
 
+import math
+
 import numpy
 import pytest
 import torch
@@ -120,3 +122,44 @@ def test_gradients_that_cancel_are_no_edit():
     for rank_sum in gradients.sum(1).bfloat16():
         rounded += rank_sum / 8
     assert totals_of(gradients, rounded).reduction(EPS[torch.float32], True) in (1 / 8, 1)
+
+
+def totals_of_ranks(samples, grad_sqnorms):
+    """Of many ranks with one micro-batch each; counts how often their rows are gathered."""
+    ranks, gathered = len(samples), []
+    ones = [1.0] * ranks
+    rows = numpy.array([ones, samples, [0.0] * ranks, ones, ones, grad_sqnorms, ones])
+
+    def gather():
+        gathered.append(1)
+        return RankTotals(*rows)
+
+    sums = {
+        "counted": [ranks, math.fsum(samples), math.fsum(n * n for n in samples), 0.0],
+        "grad_fourth_powers": [math.fsum(g * g for g in grad_sqnorms)],
+        "grad_sqnorms": [math.fsum(grad_sqnorms) / ranks],
+        "projection_sqnorm": [float(ranks)],
+        "micro_batch_projections": [float(ranks)],
+        "grad_projections": [1.0],
+    }
+    one = {name: [1.0] for name in ("sqnorms_over_sizes", "sqnorms", "inverse_sizes", "scale")}
+    return StepTotals(one | sums, ranks, gather), gathered
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4096, 8192])
+def test_one_rank_among_many_that_differs_is_found_by_sums_alone(ranks):
+    totals, gathered = totals_of_ranks([1000.0] * ranks, [0.3] * ranks)
+    assert [] == totals.unequal_samples()
+    assert 1 / ranks == totals.reduction(1.2e-7, replicated=True)
+    assert [] == gathered
+    other = [1000.0] * (ranks - 1) + [1001.0]
+    assert other == totals_of_ranks(other, [0.3] * ranks)[0].unequal_samples()
+    off, gathered = totals_of_ranks([8.0] * ranks, [0.3] * (ranks - 1) + [0.3 * (1 + 1.1e-3)])
+    with pytest.raises(GradientError, match="differs between ranks"):
+        off.reduction(1.2e-7, replicated=True)
+    assert [1] == gathered
+
+
+def test_weights_that_are_no_integers_are_compared_by_value():
+    totals, _ = totals_of_ranks([0.1] * 8192, [0.3] * 8192)
+    assert [] == totals.unequal_samples()

@@ -170,7 +170,7 @@ class GradientMeter:
         gradients_exist = torch.full((1,), has_gradient, dtype=dtype, device=device)
         values = self.measure(sizes, gradients_exist).tolist()
         if failure is not None:
-            self._sums.gather_ranks()  # as the other ranks do, whose error names this one
+            self._sums.gather_ranks()  # as the others do: [Note: Totals of many ranks]
             raise failure
         totals = self.totals(values)
         tap = self.source.group_tap

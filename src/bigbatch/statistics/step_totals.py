@@ -263,6 +263,7 @@ class StepTotals:
 
     def may_differ(self, total: float, squares: float, tolerance: float) -> bool:
         """Whether numbers of the ranks with this sum may differ by so much of their mean."""
+        # `*` overflows to inf; [Note: Totals of many ranks]
         squared_range = 2 * abs(self.ranks * squares - total * total) / self.ranks
         return self.ranks > 1 and not math.sqrt(squared_range) <= tolerance * total / self.ranks
 
