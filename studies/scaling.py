@@ -15,7 +15,8 @@ from studies.markdown_tables import Row, show
 
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2
-_SUMS = 22  # doubles of a measured step, in addition to three a layer and those of `RankTotals`
+_SUMS = 27  # doubles of a measured step, in addition to three a layer
+_LOOP_SUMS = 11  # that `AdaptiveBatch` adds
 _SKETCH = 1021  # doubles that an interval adds
 
 InputBytes = dict[str, float]
@@ -57,19 +58,24 @@ def plain_fsdp2(model: Model, ranks: int, micro_batches: int = 1) -> InputBytes:
     }
 
 
-def similarity(ranks: int, layers: int = 1) -> InputBytes:
-    """`GradientMeter` adds three sums a layer, 22 others, and 7 a rank."""
-    return {"all-reduce": _DOUBLE * (3 * layers + _SUMS + len(RankTotals._fields) * ranks)}
+def similarity(layers: int = 1) -> InputBytes:
+    """`GradientMeter` adds three sums a layer, and 27 others."""
+    return {"all-reduce": _DOUBLE * (3 * layers + _SUMS)}
 
 
-def interval(ranks: int) -> InputBytes:
+def interval() -> InputBytes:
     """`GradientMeter(confidence=)` also adds a sketch and a sum, and two sums after that."""
-    return {"all-reduce": similarity(ranks)["all-reduce"] + _DOUBLE * (_SKETCH + 3)}
+    return {"all-reduce": similarity()["all-reduce"] + _DOUBLE * (_SKETCH + 3)}
 
 
-def loop(ranks: int) -> InputBytes:
-    """`AdaptiveBatch` adds the sums of `GradientMeter`, six more, and two a rank."""
-    return {"all-reduce": similarity(ranks)["all-reduce"] + _DOUBLE * (6 + 2 * ranks)}
+def loop() -> InputBytes:
+    """`AdaptiveBatch` adds the sums of `GradientMeter`, and eleven more."""
+    return {"all-reduce": similarity()["all-reduce"] + _DOUBLE * _LOOP_SUMS}
+
+
+def compared_ranks(ranks: int) -> InputBytes:
+    """The totals of each rank, in the first 8 measured steps and in each 64th."""
+    return {"all-reduce": _DOUBLE * len(RankTotals._fields) * ranks}
 
 
 def vr_ddp(model: Model, ranks: int, *, accumulated: bool) -> InputBytes:
@@ -139,7 +145,7 @@ def rows() -> Iterator[Row]:
             else:
                 continue
             scalars = {"similarity": similarity, "AdaptiveBatch": loop, "interval": interval}
-            added = {name: bytes_sent(of(ranks), ranks) for name, of in scalars.items()} | added
+            added = {name: bytes_sent(of(), ranks) for name, of in scalars.items()} | added
             yield {
                 "model": model.name,
                 "ranks": f"{ranks:,}",

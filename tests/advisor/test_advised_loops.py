@@ -22,6 +22,7 @@ import bigbatch as bb
 from advised_loops import advised, batches, loss_of, network, plain_step, sgd
 from bigbatch.advisor.lines_to_add import lines_to_add
 from bigbatch.data.rng_state import random_state
+from studies.simulated_device import NAME, simulated_device
 from tensors import same
 
 
@@ -727,3 +728,25 @@ def test_a_step_that_fails_does_not_end_the_observation():
     advice = advised(model, optimizer, step, batches(70))
     assert "" == advice.refusal
     assert 60 == advice.observations.steps
+
+
+def advised_on_device(rank, ranks):
+    """What is found of a training on the device, and its waits by `synchronize`."""
+    device = simulated_device()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 1)).to(NAME)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    device.reset()
+    with bb.advise(model, optimizer, steps=20) as advice:
+        for _ in range(30):
+            model(torch.randn(16, 6).to(NAME)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return advice.refusal, advice.found.device, device.waits()["synchronize"]
+
+
+def test_an_advisor_waits_for_a_device_of_any_kind_and_names_it(on_simulated_device):
+    refusal, name, waits = on_simulated_device(advised_on_device)
+    assert "" == refusal
+    assert NAME == name
+    assert waits > 10  # before and after each timed backward

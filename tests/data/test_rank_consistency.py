@@ -2,12 +2,21 @@
 
 import numpy as np
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adam
 
-from bigbatch.data.rank_consistency import differences, facts_of, optimizer_facts
+from bigbatch.data.rank_consistency import (
+    are_equal,
+    checksum_sums,
+    differences,
+    facts_of,
+    optimizer_facts,
+)
 from bigbatch.optim import VRAdam
 from bigbatch.optim.variance_reduced import micro_batch_optimizer
+from property_tests import property_test
 
 
 def facts(optimizer, *, waits=True):
@@ -63,3 +72,13 @@ def test_a_rate_on_a_device_stands_by_how_often_it_was_written_until_it_is_waite
 def test_a_setting_that_one_rank_lacks_is_named():
     texts = list(differences(facts_of({"a": 1, "b": {"c": 2.0}}), facts_of({"a": 1})))
     assert ["b.c is missing there and 2.0 on rank 0"] == texts
+
+
+@property_test(60)
+@given(st.integers(2, 8192), st.integers(0, 0xFFFFFF), st.integers(0, 0xFFFFFF))
+def test_checksums_of_many_ranks_are_compared_exactly_by_sums(ranks, first, other):
+    of_first, of_other = (torch.tensor(checksum_sums(float(x))) for x in (first, other))
+    alike = of_first.double() * ranks
+    assert are_equal(alike.tolist(), ranks)
+    one_differs = alike - of_first + of_other
+    assert are_equal(one_differs.tolist(), ranks) == (first == other)

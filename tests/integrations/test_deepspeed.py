@@ -422,6 +422,13 @@ def test_a_wrong_interval_is_named_before_anything_is_built():
         deepspeed.initialize(adaptive_batch_params=PARAMS, every=-1)
 
 
+def test_it_adds_up_gradients_itself_and_that_is_said():
+    from bigbatch.integrations import deepspeed
+
+    with pytest.raises(SettingError, match=r"^accumulate_float32_above=4: DeepSpeed .*grad_accum"):
+        deepspeed.initialize(model=nn.Linear(1, 1), accumulate_float32_above=4)
+
+
 def test_another_policy_than_the_papers_is_refused():
     from bigbatch.integrations import deepspeed
 

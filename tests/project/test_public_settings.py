@@ -198,7 +198,8 @@ PUBLIC = {
         | {"lr_scaling": either(is_none, one_of("sqrt", "linear", "adascale"), is_function)}
         | {name: (lambda value: False) for name in ("optimizer", "loader", "policy")}
         | {"transport": lambda value: value is False}  # SGD has no betas
-        | {"meter": is_none, "every": either(is_none, is_whole)},
+        | {"meter": is_none, "every": either(is_none, is_whole)}
+        | {"accumulate_float32_above": either(is_none, is_whole)},
     ),
     "VarianceReduced": (
         lambda **settings: VarianceReduced(torch.optim.SGD(weights(), lr=0.1), **settings),

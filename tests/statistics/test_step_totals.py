@@ -1,12 +1,13 @@
 """What stands in `.grad` against what was seen: found for any number of ranks, or refused."""
 
-import itertools
+import math
 
+import numpy
 import pytest
 import torch
 
 from bigbatch.errors import GradientError
-from bigbatch.statistics.step_totals import StepTotals
+from bigbatch.statistics.step_totals import RankTotals, StepTotals
 
 PROBES, ELEMENTS = 8, 4096
 CASES = [(1, 2), (1, 64), (2, 1), (2, 8), (8, 8), (32, 4), (64, 8), (256, 2), (256, 8)]
@@ -25,25 +26,28 @@ def totals_of(gradients, grad, counts=None, grad_sqnorms=None):
     signs = torch.randint(2, (PROBES, ELEMENTS), generator=draw).double() * 2 - 1
     projected = gradients.double() @ signs.t()
     squares = gradients.double().square().sum((1, 2))
-    slots = [
-        [count, count, 0, float(q), float(q), grad_sqnorm, 0]
-        for count, q, grad_sqnorm in zip(counts, squares, grad_sqnorms, strict=True)
-    ]
-    columns = list(itertools.chain.from_iterable(zip(*slots, strict=True)))
+    rows = RankTotals(
+        *numpy.array(
+            [
+                [count, count, 0, float(q), float(q), grad_sqnorm, 0]
+                for count, q, grad_sqnorm in zip(counts, squares, grad_sqnorms, strict=True)
+            ]
+        ).T
+    )
     return StepTotals(
         {
-            **{
-                name: [1.0]
-                for name in ("sqnorms_over_sizes", "sqnorms", "grad_sqnorms", "inverse_sizes")
-            },
+            **{name: [1.0] for name in ("sqnorms_over_sizes", "sqnorms", "inverse_sizes")},
+            "grad_sqnorms": [sum(grad_sqnorms) / ranks],
             "slope": [0.0, 0.0],
             "scale": [1.0],
             "micro_batch_projections": projected.sum((0, 1)).tolist(),
             "grad_projections": (signs @ grad.double()).tolist(),
             "projection_sqnorm": [float(projected.square().sum())],
-            "counted": columns[: 3 * ranks],
-            "measured": columns[3 * ranks :],
-        }
+            "counted": [sum(counts), sum(counts), sum(n * n for n in counts), 0.0],
+            "grad_fourth_powers": [sum(grad_sqnorm**2 for grad_sqnorm in grad_sqnorms)],
+        },
+        ranks,
+        lambda: rows,
     )
 
 
@@ -118,3 +122,44 @@ def test_gradients_that_cancel_are_no_edit():
     for rank_sum in gradients.sum(1).bfloat16():
         rounded += rank_sum / 8
     assert totals_of(gradients, rounded).reduction(EPS[torch.float32], True) in (1 / 8, 1)
+
+
+def totals_of_ranks(samples, grad_sqnorms):
+    """Of many ranks with one micro-batch each; counts how often their rows are gathered."""
+    ranks, gathered = len(samples), []
+    ones = [1.0] * ranks
+    rows = numpy.array([ones, samples, [0.0] * ranks, ones, ones, grad_sqnorms, ones])
+
+    def gather():
+        gathered.append(1)
+        return RankTotals(*rows)
+
+    sums = {
+        "counted": [ranks, math.fsum(samples), math.fsum(n * n for n in samples), 0.0],
+        "grad_fourth_powers": [math.fsum(g * g for g in grad_sqnorms)],
+        "grad_sqnorms": [math.fsum(grad_sqnorms) / ranks],
+        "projection_sqnorm": [float(ranks)],
+        "micro_batch_projections": [float(ranks)],
+        "grad_projections": [1.0],
+    }
+    one = {name: [1.0] for name in ("sqnorms_over_sizes", "sqnorms", "inverse_sizes", "scale")}
+    return StepTotals(one | sums, ranks, gather), gathered
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4096, 8192])
+def test_one_rank_among_many_that_differs_is_found_by_sums_alone(ranks):
+    totals, gathered = totals_of_ranks([1000.0] * ranks, [0.3] * ranks)
+    assert [] == totals.unequal_samples()
+    assert 1 / ranks == totals.reduction(1.2e-7, replicated=True)
+    assert [] == gathered
+    other = [1000.0] * (ranks - 1) + [1001.0]
+    assert other == totals_of_ranks(other, [0.3] * ranks)[0].unequal_samples()
+    off, gathered = totals_of_ranks([8.0] * ranks, [0.3] * (ranks - 1) + [0.3 * (1 + 1.1e-3)])
+    with pytest.raises(GradientError, match="differs between ranks"):
+        off.reduction(1.2e-7, replicated=True)
+    assert [1] == gathered
+
+
+def test_weights_that_are_no_integers_are_compared_by_value():
+    totals, _ = totals_of_ranks([0.1] * 8192, [0.3] * 8192)
+    assert [] == totals.unequal_samples()

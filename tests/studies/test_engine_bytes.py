@@ -52,11 +52,12 @@ def test_plain_steps_send_what_the_formulas_say(ranks):
 @every_count
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
 def test_measuring_adds_scalars(ranks, engine):
-    plain = handed(ranks, engine, "plain")
-    assert plain + Counter(scaling.similarity(ranks)) == handed(ranks, engine, "similarity")
+    # of one of the first measured steps
+    compared = handed(ranks, engine, "plain") + Counter(scaling.compared_ranks(ranks))
+    assert compared + Counter(scaling.similarity()) == handed(ranks, engine, "similarity")
     with_interval = handed(ranks, engine, "similarity and interval")
-    assert plain + Counter(scaling.interval(ranks)) == with_interval
-    assert 8 * (25 + 7 * ranks) == scaling.similarity(ranks)["all-reduce"]
+    assert compared + Counter(scaling.interval()) == with_interval
+    assert 8 * 30 == scaling.similarity()["all-reduce"]
 
 
 @every_count
@@ -84,8 +85,9 @@ def test_variance_reduction_under_fsdp2_adds_two_doubles_a_layer(ranks):
 def test_measuring_under_deepspeed_adds_scalars(engine):
     more = handed(2, engine, "similarity, a = 4") - handed(2, engine, "plain, a = 4")
     assert {"all-reduce"} == set(more)
-    scalars = scaling.similarity(2)["all-reduce"]  # and what AdaptiveBatch adds
-    assert scalars <= more["all-reduce"] <= scaling.loop(2)["all-reduce"] + 64
+    compared = scaling.compared_ranks(2)["all-reduce"]
+    scalars = scaling.similarity()["all-reduce"]  # and what AdaptiveBatch adds
+    assert scalars <= more["all-reduce"] - compared <= scaling.loop()["all-reduce"] + 64
 
 
 @pytest.mark.thorough
@@ -109,7 +111,7 @@ def loop_steps(rank):
     """What `AdaptiveBatch` hands over at each step, one micro-batch a rank."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(4, 3))
-    data = TensorDataset(torch.randn(96, 4), torch.randint(3, (96,)))
+    data = TensorDataset(torch.randn(144, 4), torch.randint(3, (144,)))
     loader = DataLoader(data, batch_size=4, sampler=bb.ElasticDistributedSampler(data))
     train = bb.AdaptiveBatch(
         model, torch.optim.SGD(model.parameters(), 0.1), loader, policy=bb.Fixed(12), every=1
@@ -124,10 +126,12 @@ def loop_steps(rank):
             group.sent.clear()
 
 
-def test_the_loop_adds_six_sums_and_two_a_rank():
+def test_the_loop_sends_as_many_sums_on_any_number_of_ranks_and_compares_ranks_now_and_then():
     ranks, gradient = 3, 4 * 15
-    expected = Counter({"all-reduce": gradient}) + Counter(scaling.loop(ranks))
-    assert expected == by_collective(list(on_ranks(ranks, loop_steps))[2])
+    steps = [by_collective(sent) for sent in on_ranks(ranks, loop_steps)]
+    expected = Counter({"all-reduce": gradient}) + Counter(scaling.loop())
+    assert expected + Counter(scaling.compared_ranks(ranks)) == steps[2]
+    assert [expected] * 2 == steps[8:10]
 
 
 def by_collective(handed):
@@ -143,5 +147,5 @@ def test_the_formulas_table_has_the_shares_that_the_formulas_give():
     assert 11 == len(rows)  # the largest does not fit on 8
     assert 1 == len({tuple(row) for row in rows})  # the same columns
     resnet = next(row for row in rows if (row["model"], row["ranks"]) == ("ResNet-50", "8,192"))
-    share = 8 * (25 + 7 * 8192) / (4 * 25_600_000)
+    share = 8 * 30 / (4 * 25_600_000)
     assert f"{share:.2g}" == resnet["similarity"]

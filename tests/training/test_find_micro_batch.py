@@ -24,6 +24,7 @@ from bigbatch.errors import BatchError, RankError, SettingError
 from bigbatch.optim import VRSGD, VarianceReduced, VRAdam
 from bigbatch.training.oom_hints import OomHints, is_out_of_memory
 from dropout_network import Network
+from studies.simulated_device import NAME, simulated_device
 from training_on_ranks import ENGINES
 
 TOO_MUCH = 1 << 46  # elements, which no machine has
@@ -652,7 +653,25 @@ def test_a_model_with_advice_can_be_saved_and_copied():
         assert torch.equal(model(torch.ones(2, 4)), replica(torch.ones(2, 4)))
 
 
-# on a GPU
+# on a device
+
+
+def largest_on_device(rank, ranks):
+    """The largest micro-batch where 24 samples fit and the device has no memory for more."""
+    simulated_device()
+    model = nn.Linear(4, 1).to(NAME)
+
+    def loss_of(x):
+        torch.empty(1 << (46 if len(x) > 24 else 4), device=NAME)
+        return model(x.to(NAME)).square().mean()
+
+    optimizer = torch.optim.Adam(model.parameters())
+    loader = DataLoader(torch.randn(64, 4), batch_size=16)
+    return largest_micro_batch(model, optimizer, loader, loss_of, margin=0)
+
+
+def test_memory_that_ends_on_a_device_bounds_the_micro_batch(on_simulated_device):
+    assert 24 == on_simulated_device(largest_on_device)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to run out of its memory")

@@ -325,7 +325,7 @@ class ObservedTraining:
             dim=call.dim,
             is_loaders=self._count is None or not self._count.doubt,
             batch_size=round(samples),
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            device=_name_of(device),
             autocast="" if call.autocast_dtype is None else str(call.autocast_dtype)[6:],
             scaler=training.caller.scaler is not None,
             has_loader=self._loaders.has_read,
@@ -403,3 +403,9 @@ def _irregular(numbers: Sequence[int]) -> str:
         f"the optimizer steps had {', '.join(map(str, numbers))} backwards: a step needs the same "
         "number each time to be read at the end of its last one"
     )
+
+
+def _name_of(device: torch.device) -> str:
+    """The device as its maker names it, where torch says that; else its kind."""
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name_of is None else str(name_of(device))

@@ -132,8 +132,8 @@ def _timed(run: Callable[[], None], device: torch.device) -> float:
 
 def _time_on(device: torch.device) -> float:
     """The time at which the device has done what it was given, which is waited for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
@@ -156,10 +156,14 @@ def _bytes_kept(one: _Backward) -> float:
 
 def _free_bytes(device: torch.device) -> int | None:
     """Bytes that are free on the device, without what torch has in reserve."""
-    if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + reserved
-    return _free_host_bytes() if device.type == "cpu" else None
+    if device.type == "cpu":
+        return _free_host_bytes()
+    memory = torch.accelerator
+    try:
+        free = memory.get_memory_info(device)[0]
+        return free + memory.memory_reserved(device) - memory.memory_allocated(device)
+    except RuntimeError:  # torch cannot say for this kind of device
+        return None
 
 
 def _free_host_bytes() -> int | None:

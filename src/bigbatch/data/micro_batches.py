@@ -53,12 +53,11 @@ class SamplePass:
         """Unread samples by rank, if the first to end has ended the pass for all. Collective."""
         ranks = self.collectives.ranks
         self.buffer.read_until(-(-ahead // ranks))
-        rows = self.collectives.all_gather(
-            self.buffer.waiting, self.buffer.ended, subject="their numbers of samples"
-        )
-        ends = [round(waiting) for waiting, ended in rows if ended]
-        if not ends:
+        (ended,) = self.collectives.sum(self.buffer.ended, subject="their numbers of samples")
+        if not ended:
             return []
+        rows = self.collectives.all_gather(self.buffer.waiting, self.buffer.ended)
+        ends = [round(waiting) for waiting, has_ended in rows if has_ended]
         self.end = self.consumed + min(ends) * ranks
         return [round(waiting) - min(ends) for waiting, _ in rows]
 

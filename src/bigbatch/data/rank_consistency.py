@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import widest_float
 
 _MAX_DIFFERENCES = 3  # named in an error
+_HALF = 1 << 12  # numbers of half a checksum
 
 # keys of a parameter group that are no setting, or choose how torch computes the same step
 _IGNORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
@@ -25,8 +26,8 @@ _IGNORED = {"params", "param_names", "foreach", "fused", "capturable", "differen
 # - Statistics, loss and samples are sums over the ranks before a policy sees them, and a policy is
 #   a function of (statistics, now). No rank decides for the others, and no decision is sent.
 # - What a step depends on (settings, target, learning rates, order of the data) is written as text.
-#   Its checksum travels with the sums that every step reduces anyway, so a step that agrees sends
-#   nothing for it. The texts themselves are gathered where checksums differ, for the error.
+#   The sums of its checksum (`checksum_sums`) travel with those that every step reduces anyway, so
+#   their number does not grow with the ranks. The texts are gathered where checksums differ.
 # - A fault of one rank is raised by all, by numbers that all have. If one alone raised, the others
 #   would wait in the next collective until its time-out, and show that error.
 # - Each row of an all-reduce over slots is one rank's, as zeros are added to it. Any engine whose
@@ -45,14 +46,28 @@ class HostCollectives:
         device = self._source.parameters[0].device
         slots = torch.zeros(self.ranks, len(values), dtype=widest_float(device), device=device)
         slots[self.rank] = torch.tensor(values, dtype=slots.dtype)
+        self._all_reduce(slots, subject)
+        rows: list[list[float]] = slots.tolist()
+        return rows
+
+    def sum(self, *values: float, subject: str = "") -> list[float]:
+        """The values, summed over the ranks. Collective."""
+        if self._source is None or self.ranks == 1:
+            return list(values)
+        device = self._source.parameters[0].device
+        sums = torch.tensor(values, dtype=widest_float(device), device=device)
+        self._all_reduce(sums, subject)
+        totals: list[float] = sums.tolist()
+        return totals
+
+    def _all_reduce(self, values: Tensor, subject: str) -> None:
+        assert self._source is not None
         try:
-            self._source.reducer.all_reduce(slots)
+            self._source.reducer.all_reduce(values)
         except RuntimeError as error:
             if subject:
                 error.add_note(f"bigbatch: the ranks were to compare {subject}")
             raise
-        rows: list[list[float]] = slots.tolist()
-        return rows
 
     def all_gather_bytes(self, data: Tensor) -> list[Tensor]:
         """Bytes (uint8) of every rank, in any number, in the order of the ranks. Collective."""
@@ -65,18 +80,13 @@ class HostCollectives:
         self._source.reducer.all_reduce(slots)
         return [row[:length].clone() for row, length in zip(slots.cpu(), lengths, strict=True)]
 
-    def require_equal(
-        self, checksums: list[float], subject: str, facts: Callable[[], dict[str, str]]
-    ) -> None:
-        """Raises RankError, on every rank alike, if the ranks differ; collective if they may.
+    def require_equal(self, subject: str, facts: Callable[[], dict[str, str]]) -> None:
+        """Raises RankError, on every rank alike, if the ranks differ. Collective.
 
         Args:
-            checksums: checksums of all ranks, known to each; if they are equal nothing is sent.
             subject: name of what is compared.
             facts: the compared values of this rank, by name.
         """
-        if len(set(checksums)) <= 1:
-            return
         data = torch.frombuffer(bytearray(json.dumps(facts()).encode()), dtype=torch.uint8)
         first, *rest = [json.loads(bytes(row.tolist())) for row in self.all_gather_bytes(data)]
         differing = {
@@ -99,6 +109,34 @@ class HostCollectives:
 def checksum(text: str) -> float:
     """A number for a text, exact in every float type that is reduced."""
     return float(zlib.crc32(text.encode()) & 0xFFFFFF)
+
+
+CHECKSUM_SUMS = 4
+"""How many numbers `checksum_sums` returns."""
+
+
+def checksum_sums(checksum: float) -> list[float]:
+    """[x, x^2, y, y^2] of both halves of a checksum; `are_equal` reads their sums over the ranks.
+
+    They are below 2^24, so sums over up to 2^29 ranks are exact in float64.
+    """
+    high, low = divmod(checksum, _HALF)
+    return [high, high * high, low, low * low]
+
+
+def are_equal(sums: Sequence[float], ranks: int) -> bool:
+    """Whether the checksums of all ranks are equal, from the sums of their `checksum_sums`.
+
+    Exact: sum x^2 W = (sum x)^2 only where all x are equal. True without sums, of one process.
+
+    Example:
+        >>> are_equal([a + b for a, b in zip(checksum_sums(5.0), checksum_sums(5.0))], ranks=2)
+        True
+        >>> are_equal([a + b for a, b in zip(checksum_sums(5.0), checksum_sums(6.0))], ranks=2)
+        False
+    """
+    exact = list(map(int, sums))
+    return all(q * ranks == x * x for x, q in zip(exact[::2], exact[1::2], strict=True))
 
 
 def samples_of_rank(samples: int, rank: int, ranks: int) -> int:

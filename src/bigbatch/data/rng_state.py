@@ -9,6 +9,7 @@ import numpy
 import torch
 from torch.utils._pytree import tree_leaves
 
+from bigbatch.data.accelerator import Accelerator
 from bigbatch.errors import SettingError
 
 RandomState = dict[str, Any]
@@ -39,15 +40,15 @@ class RandomReader:
         self._numpy: Any = None
         self._numpy_memory, self._numpy_seen = memoryview(b""), b""
         self._numpy_state: Any = None
+        self._accelerator = Accelerator()
 
     def read(self) -> RandomState:
         """The present states."""
-        initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return {
             "python": self._read_python(),
             "numpy": self._read_numpy(),
             "torch": torch.default_generator.get_state(),
-            "cuda": torch.cuda.get_rng_state_all() if initialized else [],
+            **self._accelerator.random_states(),
         }
 
     def _read_python(self) -> Any:
@@ -123,15 +124,13 @@ def restore_random_state(state: RandomState) -> None:
     keys, *rest = state["numpy"]
     numpy.random.set_state(("MT19937", keys.cpu().numpy().astype("uint32"), *rest))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
-    for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-        torch.cuda.set_rng_state(cuda.cpu(), device)
+    Accelerator().restore_random_states(state)
 
 
 def seed_torch(seed: int) -> None:
-    """Seeds torch's generators of the CPU, and of CUDA if that is in use.
+    """Seeds torch's generators of the CPU, and of an accelerator if that is in use.
 
     `torch.manual_seed` would also leave a seed for devices that are used later.
     """
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
+    Accelerator().seed(seed)

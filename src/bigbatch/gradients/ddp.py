@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
+from bigbatch.gradients.float32_sums import is_half
 from bigbatch.gradients.grad_guard import GradGuard
 from bigbatch.gradients.rank_reducer import GradientShards, GroupReducer, note_waiting
 from bigbatch.gradients.source import GradientSource
@@ -80,6 +81,7 @@ class DDPSource(GradientSource):
     """DDP's group; `.grad` is this rank's sum until the last backward."""
 
     keeps_sums = True
+    float32_refusal = ""
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
@@ -87,6 +89,8 @@ class DDPSource(GradientSource):
         super().__init__(parameters, GradGuard(), DDPReducer(ddp))
 
     def _sum_of(self, parameter: Tensor) -> Tensor | None:
+        if self.float32_sums is not None and is_half(parameter):
+            return self.float32_sums.of(parameter)
         grad = parameter.grad
         return None if grad is None else grad.detach()
 

@@ -38,6 +38,10 @@ class FSDP2Source(GradientSource):
     """Sees whole local gradients; the last backward of a step reduces. [Note: FSDP2's shards]."""
 
     on_leaves = False
+    float32_refusal = (
+        "fully_shard adds them up itself, in float32 under "
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+    )
 
     def __init__(self, model: nn.Module) -> None:
         reshard(model.modules())

@@ -44,6 +44,7 @@ class SingleProcessSource(GradientSource):
 
     guard: GradSums
     gathers = True
+    float32_refusal = ""
 
     def __init__(
         self, parameters: Iterable[Tensor], *, explicit: bool = False, unshared: str = ""

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError, SettingError
+from bigbatch.gradients.float32_sums import Float32Sums
 from bigbatch.gradients.grad_guard import GradGuard, is_tensor, require_dense
 from bigbatch.gradients.gradient_hooks import (
     current_backward,
@@ -125,6 +126,8 @@ class GradientSource:
     """Whether gradients that hooks see are added up, and reported at the end of a micro-batch."""
     hides = False
     """Whether it reads gradients from `.grad`, which is empty when a backward starts."""
+    float32_refusal = "its engine adds them up itself"
+    """Why gradients of half types cannot be added up in float32; empty if they can."""
 
     def __init__(
         self, parameters: Iterable[Tensor], guard: GradGuard, reducer: RankReducer
@@ -146,6 +149,7 @@ class GradientSource:
         self._backward: weakref.ref[Any] | None = None  # to an object that lives as long as it
         self._backward_number = -1  # torch's
         self.foreign_backward = False  # an uncounted backward wrote to .grad since the last one
+        self.float32_sums: Float32Sums | None = None  # if gradients of half types have them
         self.group_tap: GroupTap | None = None  # if a backward is cut into groups
         # of the groups of each micro-batch of the step; None if it has none
         self.group_norms: list[GroupNorms | None] = []
@@ -209,6 +213,20 @@ class GradientSource:
         self.group_tap = GroupTap(groups, watched, layers, model, checks_samples=self.on_leaves)
         self._attach_hooks()
 
+    def add_in_float32(self, enabled: bool) -> None:
+        """Whether gradients of half types are added up in float32 from the next step on."""
+        if not enabled:
+            if self.float32_sums is not None:
+                self.float32_sums.detach()
+            self.float32_sums = None
+            return
+        if self.float32_sums is None:
+            self.float32_sums = Float32Sums(weak_method(self._is_in_micro_batch))
+        self.float32_sums.attach(self.parameters)
+
+    def _is_in_micro_batch(self) -> bool:
+        return self._current is not None
+
     def prepare_groups(
         self,
         roots: Iterable[Tensor],
@@ -257,6 +275,8 @@ class GradientSource:
         self._current = self._backward = None
         self._step_begun = self.foreign_backward = self.failed = False
         self.guard.restart()
+        if self.float32_sums is not None:
+            self.float32_sums.restart()
         if self._subscribers:
             self._attach_hooks()
 

@@ -235,9 +235,9 @@ class DDPCommHook(ReducedShards, Subscriber):
         counted = (0, 0.0) if state is None else (state.moments.micro_batches, state.moments.weight)
         message = [*counted, state is None, joins, is_repeated]
         row = torch.tensor(message, dtype=torch.float64, device="cpu")
-        rows = [torch.empty_like(row) for _ in range(self.ranks)]
-        dist.all_gather(rows, row, group=self._host_group)
-        counts, weights, *faults = torch.stack(rows).T.tolist()
+        rows = row.new_empty(self.ranks * len(row))
+        dist.all_gather_into_tensor(rows, row, group=self._host_group)
+        counts, weights, *faults = rows.view(self.ranks, -1).T.tolist()
         k = round(sum(counts))
         reasons = [text for text, on_ranks in zip(_FAULTS, faults, strict=True) if any(on_ranks)]
         if k < 2:

@@ -170,6 +170,7 @@ class GradientMeter:
         gradients_exist = torch.full((1,), has_gradient, dtype=dtype, device=device)
         values = self.measure(sizes, gradients_exist).tolist()
         if failure is not None:
+            self._sums.gather_ranks()  # as the others do: [Note: Totals of many ranks]
             raise failure
         totals = self.totals(values)
         tap = self.source.group_tap
@@ -255,7 +256,8 @@ class GradientMeter:
 
     def totals(self, values: list[float]) -> StepTotals:
         """Totals from the values of `measure`; raises GradientError if a rank took no part."""
-        totals = StepTotals(unpack(values, self._sums.lengths))
+        parts = unpack(values, self._sums.lengths)
+        totals = StepTotals(parts, self.source.ranks, self._sums.gather_ranks)
         self.source.refuse_groups(refusal_of_sums(totals.group_error))
         self._sanity_checks.check_totals(totals, may_overflow=self.scaler is not None)
         return totals
@@ -281,14 +283,13 @@ class GradientMeter:
                 "(set_gradient_divide_factor, a hook?), so the step would be as many times too "
                 "long; leave the division to the engine"
             )
-        if self.loss == "weighted" and c != 1 and not of_all_ranks:
-            samples = totals.ranks.samples.tolist()
-            if max(samples) - min(samples) > 1e-6 * max(samples):
-                raise GradientError(
-                    f"the ranks have {samples} samples, so the mean over ranks is not the mean "
-                    'over samples; give each rank as many, or state loss="mean" where each '
-                    "backward is of its micro-batch's plain mean loss"
-                )
+        is_plain_mean = self.loss == "weighted" and c != 1 and not of_all_ranks
+        if is_plain_mean and (samples := totals.unequal_samples()):
+            raise GradientError(
+                f"the ranks have {samples} samples, so the mean over ranks is not the mean "
+                'over samples; give each rank as many, or state loss="mean" where each '
+                "backward is of its micro-batch's plain mean loss"
+            )
         unit /= totals.scale**2
         by_layer = (totals.sqnorms_over_sizes, totals.sqnorms, totals.grad_sqnorms)
         rows = zip(self._layer_names, *by_layer, strict=False)

@@ -7,6 +7,7 @@ from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.statistics.step_totals import RankTotals, StepTotals
 
 _NORM_TOLERANCE = 1e-7  # relative difference of squared norms; the order of sums may differ
+_FIRST_STEPS, _INTERVAL = 8, 64  # measured steps in which ranks are compared: first, then each n-th
 _SURE_STEPS = 3  # steps with nearly equal norms before a warning; exact equality counts as 3
 _AGREEMENT = 1e-5  # noise / (N signal) of equal gradients, from rounding
 _LEVERAGE = 20.0  # sum of squared deviations of ln n_d; the error of the slope is near 0.15
@@ -22,14 +23,18 @@ class SanityChecks:
         self._reported: set[str] = set()  # kinds of faults
         self._equal_norm_steps: dict[tuple[int, ...], int] = {}  # ranks -> steps with equal norms
         self._slope = (0.0, 0.0)  # covariance and variance sums
+        self._steps = 0  # measured and finite, the same on all ranks
 
     def check_totals(self, totals: StepTotals, *, may_overflow: bool) -> None:
         """Checks the totals of a step."""
         if not totals.is_finite:
-            if not may_overflow:
-                self._warn("finite", _nonfinite_message(totals.ranks))
+            if not may_overflow and "finite" not in self._reported:
+                self._warn("finite", _nonfinite_message(totals.of_ranks))
             return
-        self._warn("alike", self._equal_data_message(totals.ranks))
+        is_due = self._steps < _FIRST_STEPS or self._steps % _INTERVAL == 0
+        self._steps += 1
+        if totals.ranks > 1 and is_due and "alike" not in self._reported:
+            self._warn("alike", self._equal_data_message(totals.of_ranks))
         covariance, variance = self._slope
         if variance < _LEVERAGE:  # checked once, early in training
             self._slope = covariance + totals.slope[0], variance + totals.slope[1]
@@ -48,8 +53,6 @@ class SanityChecks:
 
     def _equal_data_message(self, ranks: RankTotals) -> str:
         """The warning about ranks with equal gradients, which are neighbours in order of norm."""
-        if len(ranks.samples) == 1:
-            return ""
         order = ranks.sqnorm_sum.argsort(kind="stable")
         sums = numpy.stack([ranks.sqnorm_sum, ranks.numbered_sqnorm_sum])[:, order]
         alike = numpy.isclose(sums[:, 1:], sums[:, :-1], rtol=_NORM_TOLERANCE, atol=0)

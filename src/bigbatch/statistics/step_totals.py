@@ -2,14 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.nn import functional
 
 from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
@@ -21,10 +20,9 @@ from bigbatch.statistics.random_projection import ProjectionProbe, RandomProject
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 Vector = TypeVar("Vector", Tensor, list[float])
 
-_COUNTED = 3  # totals of a rank that the host knows: micro-batches, samples, failed
-
 _ONE_PROCESS_TOLERANCE = 1e-4  # relative difference of .grad and the micro-batches' sum
 _BFLOAT16_ROUNDING = 2**-8  # once per rank, since engines may reduce in bfloat16
+_SAMPLES_TOLERANCE = 1e-6  # relative difference of samples
 _REPLICA_TOLERANCE = 1e-3  # squared norms of one tensor on several ranks, whose kernels may differ
 
 
@@ -41,6 +39,8 @@ class StepAccumulators:
     ) -> None:
         self.norms, self.probe = MicroBatchNorms(layers), ProjectionProbe(source)
         self.lengths: dict[str, int] = {}  # length of each part of the last packed vector
+        # of this rank in the last step: counts, |h_d|^2 (k), sums of squared norms by layer (3, L)
+        self._of_rank: tuple[list[float], Tensor, Tensor]
         self._source, self._layers = source, layers
         self._sketches = RandomProjections(source.parameters) if sketches else None
         self._half_batch = HalfBatchCosine(source) if half_batch_cosine else None
@@ -73,7 +73,7 @@ class StepAccumulators:
             parts["spread"] = (n @ means.square().sum(1)).view(1)
             packed = self._all_reduce(parts)
             totals = unpack(packed, self.lengths)
-            count, samples = totals["counted"].view(-1, source.ranks)[:2].sum(1)
+            count, samples = totals["counted"][:2]
             x = leave_one_out(means, n, totals["weighted_sum"], totals["spread"][0], count, samples)
             sums = torch.stack([x.sum(), x.square().sum()])
             source.reducer.all_reduce(sums)
@@ -119,22 +119,18 @@ class StepAccumulators:
     ) -> dict[str, Tensor]:
         """This rank's share of every sum; k = 0 if it has no micro-batch."""
         source, k, device = self._source, len(sizes), self._device
-        rank, ranks, layers = source.rank, source.ranks, count_layers(self._layers)
+        ranks, layers = source.ranks, count_layers(self._layers)
         inverse_sizes, groups = [1 / n for n in sizes], self._group_sizes(sizes)
-        of_ranks = [0.0] * (_COUNTED * ranks)
-        of_ranks[rank::ranks] = [sum(map(bool, groups)), math.fsum(sizes), failed]
+        samples = math.fsum(sizes)
+        counts = [sum(map(bool, groups)), samples, samples**2, failed]
         numbers = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
-        known = self._vector([*numbers, 1 / ranks, math.fsum(inverse_sizes), *of_ranks])
+        known = self._vector([*numbers, 1 / ranks, math.fsum(inverse_sizes), *counts])
         factors, scale, inverse_sum, counted = known.tensor_split((3 * k, 3 * k + 1, 3 * k + 2))
         sqnorms = self.norms.squares(device)[:k]  # (k, L)
         by_micro_batch = sqnorms[:, 0] if layers == 1 else sqnorms.sum(1)
         sums = torch.cat([factors.view(3, k) @ sqnorms, self._grad_sqnorms()])
         over_sizes, totals, _, grad_sqnorms = sums.unbind()
-        # x - x is nan for the first one that is not finite, and nan is the largest
-        first = 1 + (by_micro_batch - by_micro_batch).argmax()[None] if k > 1 else scale.new_ones(1)
-        measured = torch.cat([sums[1:].sum(1), first])
-        if ranks > 1:  # by value, among zeros for the other ranks
-            measured = functional.pad(measured[:, None], (rank, ranks - 1 - rank)).flatten()
+        self._of_rank = counts, by_micro_batch, sums[1:]
         for norms in source.group_norms:
             if norms is not None:
                 over_sizes = over_sizes + norms.scatter(layers, device)
@@ -145,12 +141,13 @@ class StepAccumulators:
             "grad_sqnorms": grad_sqnorms,
             "inverse_sizes": inverse_sum,
             "counted": counted,
-            "measured": measured,
             "micro_batch_projections": projections.sum(0),
             "grad_projections": of_grad[0],
             "projection_sqnorm": projections.square().sum()[None],
             "scale": scale if scaler is None else scaler.scale(scale),
         }
+        if ranks > 1:
+            parts["grad_fourth_powers"] = grad_sqnorms.sum(0, keepdim=True).square()
         if ranks > 1 or len(set(sizes)) > 1:
             parts["slope"] = self._slope(sizes, by_micro_batch)
         if source.group_tap is not None:
@@ -162,6 +159,17 @@ class StepAccumulators:
             of_replicas = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
             parts |= {name: parts[name] / replicas for name in of_replicas}
         return parts
+
+    def gather_ranks(self) -> "RankTotals":
+        """The totals of each rank in the step that was measured last. Collective; waits."""
+        (micro_batches, samples, _, failed), sqnorms, sums = self._of_rank
+        # x - x is nan for the first one that is not finite, and nan is the largest
+        first = 1 + (sqnorms - sqnorms).argmax().item() if len(sqnorms) else 1
+        of_rank = micro_batches, samples, failed, *sums.sum(1).tolist(), first
+        slots = sums.new_zeros(self._source.ranks, len(of_rank))
+        slots[self._source.rank] = self._vector(of_rank)
+        self._source.reducer.all_reduce(slots)
+        return RankTotals(*numpy.array(slots.tolist()).T)
 
     def _group_error(self, like: Tensor) -> Tensor:
         """The largest relative error of a sum of groups in the step, (1,)."""
@@ -204,10 +212,27 @@ class RankTotals(NamedTuple):
     first_nonfinite: Array  # number of the first micro-batch that is not finite, from 1
 
 
+# [Note: Totals of many ranks]
+# What ranks send in a step does not grow with their number: sums, and sums of squares, which say
+# how much the numbers of ranks can differ:  (max - min)^2 <= 2 (sum x^2 - (sum x)^2 / W).
+# Where that is too much, a rank has failed, or a fault has to be named, the totals of each rank are
+# gathered (`StepTotals.of_ranks`). All ranks have the same sums, so all of them gather, or none.
 class StepTotals:
-    """The totals of a step on the host; GradientError if a rank could not read its step."""
+    """The totals of a step over all ranks, on the host.
 
-    def __init__(self, parts: Mapping[str, list[float]]) -> None:
+    Args:
+        parts: the sums, by name.
+        ranks: W.
+        gather: returns the totals of each rank; collective.
+    Raises:
+        GradientError: a rank could not read its step.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, list[float]], ranks: int, gather: Callable[[], RankTotals]
+    ) -> None:
+        self.ranks, self._gather = ranks, gather
+        self._of_ranks: RankTotals | None = None
         self.sqnorms_over_sizes = parts["sqnorms_over_sizes"]  # sum |h_d|^2 / n_d, by layer
         self.sqnorms = parts["sqnorms"]  # sum |h_d|^2, by layer
         self.grad_sqnorms = parts["grad_sqnorms"]  # |.grad|^2, by layer
@@ -222,13 +247,33 @@ class StepTotals:
         self._micro_batch_projections = parts["micro_batch_projections"]
         self._grad_projections = parts["grad_projections"]
         (self._projection_sqnorm,) = parts["projection_sqnorm"]
-        rows = [*parts["counted"], *parts["measured"]]
-        self.ranks = RankTotals(*numpy.array(rows).reshape(len(RankTotals._fields), -1))
-        if failed_ranks := self.ranks.failed.nonzero()[0].tolist():
-            names = ", ".join(map(str, failed_ranks))
+        (self._grad_fourth_powers,) = parts.get("grad_fourth_powers", [0.0])  # of the ranks
+        micro_batches, self.samples, self._squared_samples, failed = parts["counted"]
+        self.micro_batches = round(micro_batches)
+        if failed:
+            names = ", ".join(map(str, self.of_ranks.failed.nonzero()[0].tolist()))
             raise GradientError(f"rank {names} could not read its step: see its error")
-        self.micro_batches = round(self.ranks.micro_batches.sum())
-        self.samples = math.fsum(self.ranks.samples.tolist())
+
+    @property
+    def of_ranks(self) -> RankTotals:
+        """The totals of each rank. Collective where it is first read; waits for the device."""
+        if self._of_ranks is None:
+            self._of_ranks = self._gather()
+        return self._of_ranks
+
+    def may_differ(self, total: float, squares: float, tolerance: float) -> bool:
+        """Whether numbers of the ranks with this sum may differ by so much of their mean."""
+        # `*` overflows to inf; [Note: Totals of many ranks]
+        squared_range = 2 * abs(self.ranks * squares - total * total) / self.ranks
+        return self.ranks > 1 and not math.sqrt(squared_range) <= tolerance * total / self.ranks
+
+    def unequal_samples(self) -> list[float]:
+        """N of each rank, if the ranks have unequal numbers; else nothing."""
+        if not self.may_differ(self.samples, self._squared_samples, _SAMPLES_TOLERANCE):
+            return []
+        samples = self.of_ranks.samples.tolist()
+        is_equal = max(samples) - min(samples) <= _SAMPLES_TOLERANCE * max(samples)
+        return [] if is_equal else samples
 
     def half_batch_cosine(self, c: float) -> float | None:
         """SimiGrad's own cosine if it was measured; c is `reduction`."""
@@ -243,23 +288,28 @@ class StepTotals:
         Raises:
             GradientError: `.grad` is neither, or differs between ranks that should hold the same.
         """
-        ranks, grad_sqnorms = len(self.ranks.samples), self.ranks.grad_sqnorm
-        largest = float(grad_sqnorms.max())
-        if replicated and largest - float(grad_sqnorms.min()) > _REPLICA_TOLERANCE * largest:
-            found = ", ".join(f"{sqnorm:.6g}" for sqnorm in grad_sqnorms)
-            raise GradientError(
-                f".grad differs between ranks (squared norms {found}): the last backward of the "
-                "step ran under no_sync, or not on the DDP model's own output"
-            )
+        ranks = self.ranks
+        if replicated and self.may_differ(
+            ranks * math.fsum(self.grad_sqnorms), self._grad_fourth_powers, _REPLICA_TOLERANCE
+        ):
+            grad_sqnorms = self.of_ranks.grad_sqnorm
+            largest = float(grad_sqnorms.max())
+            if largest - float(grad_sqnorms.min()) > _REPLICA_TOLERANCE * largest:
+                found = ", ".join(f"{sqnorm:.6g}" for sqnorm in grad_sqnorms)
+                raise GradientError(
+                    f".grad differs between ranks (squared norms {found}): the last backward of "
+                    "the step ran under no_sync, or not on the DDP model's own output"
+                )
         expected, actual = self._micro_batch_projections, self._grad_projections
         errors = {c: math.dist(actual, [c * x for x in expected]) for c in (1 / ranks, 1)}
         c = min(errors, key=lambda c: errors[c])
-        roundings = 1 + math.sqrt(self.ranks.micro_batches.max())
-        tolerance = max(_ONE_PROCESS_TOLERANCE, eps * roundings)
-        if ranks > 1:
-            tolerance = max(tolerance, _BFLOAT16_ROUNDING * (1 + math.sqrt(ranks)))
         length = math.hypot(*expected) + math.sqrt(self._projection_sqnorm)
-        if errors[c] > tolerance * c * length:
+
+        def is_off(micro_batches: float) -> bool:  # more than a rank of so many may round
+            return errors[c] > self._tolerance(eps, micro_batches) * c * length
+
+        # the mean allows less than the largest does
+        if is_off(self.micro_batches / ranks) and is_off(self.of_ranks.micro_batches.max()):
             raise GradientError(
                 f".grad is not the sum of the {self.micro_batches} micro-batch gradients that were "
                 f"seen, nor their mean over {ranks} ranks: projected on one direction, it is "
@@ -268,6 +318,13 @@ class StepTotals:
                 "optimizer inside a backward"
             )
         return c
+
+    def _tolerance(self, eps: float, micro_batches: float) -> float:
+        """Relative error of `.grad` by rounding, of a rank with so many micro-batches."""
+        tolerance = max(_ONE_PROCESS_TOLERANCE, eps * (1 + math.sqrt(micro_batches)))
+        if self.ranks > 1:
+            tolerance = max(tolerance, _BFLOAT16_ROUNDING * (1 + math.sqrt(self.ranks)))
+        return tolerance
 
 
 def unpack(values: Vector, lengths: Mapping[str, int]) -> dict[str, Vector]:

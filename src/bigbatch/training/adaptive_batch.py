@@ -17,6 +17,7 @@ from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import LoopError, RunError, SettingError, StateError
 from bigbatch.gradients import parameters_of
+from bigbatch.gradients.float32_sums import is_half
 from bigbatch.gradients.replaced_parameters import ReplacementCheck
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
@@ -93,6 +94,9 @@ class AdaptiveBatch:
         groups: k, to measure that many groups of samples in every backward, so that a step need
             not be cut into micro-batches; None to cut it. No sample may influence another, so
             BatchNorm is refused. See docs/groups.md.
+        accumulate_float32_above: k, to add up gradients of bfloat16 and float16 parameters in
+            float32 in steps of more than k backwards on a rank: 4 bytes a parameter more memory,
+            and `.grad` is rounded once instead of in each backward. See docs/loops.md.
         every: n, to measure every n-th step; only measured steps are cut into `min_micro_batches`.
             0 measures none. By default n is 1 in the first 64 steps, then 2, 4, 8, and 16 from step
             512 on.
@@ -133,6 +137,9 @@ class AdaptiveBatch:
         self._selected: list[Tensor] = []  # the parameters that are measured
         self.batches = loader if isinstance(loader, Batches | ExternalBatches) else Batches(loader)
         self._bind_source()
+        self._accumulate_float32_above = options.get("accumulate_float32_above")
+        if self._accumulate_float32_above is not None:
+            self._require_float32_sums()
         self._parts = parts = TrainingParts(self.meter, self.optimizer)
         self.batches.share(parts.collectives, lockstep=self.meter.source.reducer.lockstep)
         batch_size = options.get("batch_size")
@@ -340,7 +347,10 @@ class AdaptiveBatch:
             min_rows=min_rows,
             max_micro=self._update.planner.max_micro_batch,
         ):
-            self._step = Step(micro_batches, self._select_trained(), self._update)
+            trained, above = self._select_trained(), self._accumulate_float32_above
+            if above is not None:
+                self.meter.source.add_in_float32(self.plan.accumulation > above)
+            self._step = Step(micro_batches, trained, self._update)
             try:
                 yield self._step
             except GeneratorExit:  # the loop is left, and its last step may wait to be read
@@ -445,6 +455,21 @@ class AdaptiveBatch:
                 f"groups={self.meter.groups}: under fully_shard a variance-reduced optimizer "
                 "compares gradients that every backward has reduced over the ranks, and these have "
                 "no groups; leave groups out"
+            )
+
+    def _require_float32_sums(self) -> None:
+        """Checks that `accumulate_float32_above` can take effect."""
+        source = self.meter.source
+        if source.float32_refusal:
+            raise SettingError(
+                "accumulate_float32_above= cannot change how gradients are added up here: "
+                f"{source.float32_refusal}; leave it out"
+            )
+        if source.rank == 0 and not any(map(is_half, source.parameters)):
+            warnings.warn(
+                "accumulate_float32_above= changes nothing: no parameter that is trained is "
+                "bfloat16 or float16, so gradients are added up in float32 already",
+                stacklevel=5,
             )
 
     def _build_constraints(self, options: LoopOptions, *, has_size: bool) -> PlanConstraints:

@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Annotated, Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from bigbatch.data.accelerator import Accelerator
 from bigbatch.data.collate import Batch, concatenate_samples, count_samples, slice_samples
 from bigbatch.data.loader_state import ResumableLoader
 from bigbatch.data.rank_consistency import HostCollectives
@@ -84,7 +84,7 @@ def largest_micro_batch(
         raise SettingError("the loader does not say how many samples it has; pass most=")
     snapshot, collectives = TrainingSnapshot(model, optimizer), HostCollectives(source)
     loader_state = resumable.state_dict()
-    torch.cuda.empty_cache()
+    Accelerator().empty_cache()
     try:
         batch = _first_batch(resumable)
         train = partial(_train, model, optimizer, loss_of, batch)
@@ -135,7 +135,7 @@ def _fits(
     snapshot.restore()  # the error is gone by now, and with it the tensors of its frames
     if too_large:
         gc.collect()
-    torch.cuda.empty_cache()  # does nothing if no GPU is used
+    Accelerator().empty_cache()
     rows = collectives.all_gather(too_large, failure is not None)
     if failure is not None:
         raise failure

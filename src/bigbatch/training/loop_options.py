@@ -21,6 +21,7 @@ class LoopOptions(TypedDict, total=False):
     lr_scaling: LRScaling
     transport: bool
     groups: Groups | None
+    accumulate_float32_above: Whole | None
     every: Whole | None
     log: str | Path | RunLog | None
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
 from bigbatch.data.micro_batches import StepBatches
+from bigbatch.data.rank_consistency import are_equal, checksum_sums
 from bigbatch.data.token_steps import TokenStep
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients.dtypes import widest_float
@@ -349,7 +350,7 @@ class Step:
         """Ends a step that the optimizer skips on the device if its gradient is not finite."""
         self._require_untouched(vanishes=False)
         stepping: list[Any] = self._parts.stepping
-        *_, previous_seconds, elapsed_seconds, _ = sums.counts
+        *_, previous_seconds, elapsed_seconds = sums.counts
         known = StepStatistics(self._samples, self._backwards, elapsed_seconds, previous_seconds)
         with self._update.end_step(known, lambda: self._statistics(sums)):
             for part in stepping:
@@ -397,8 +398,8 @@ class Step:
         self._update.settle()  # for the weights of the last step
         per_sample = 1.0 if self._weighting == "samples" else self._update.past.weight_per_sample
         if not per_sample:  # the first step: ranks may begin with different weights
-            rows = self._parts.collectives.all_gather(weight / samples)
-            per_sample = math.fsum(value for (value,) in rows) / len(rows) or 1.0
+            (total,) = self._parts.collectives.sum(weight / samples)
+            per_sample = total / self._source.ranks or 1.0
         self._expected_weight = per_sample * self._micro_batches.samples
 
     def _micro_batch(self, weight: float) -> AbstractContextManager[None]:
@@ -415,7 +416,7 @@ class Step:
         self._update.require_same_weighting(self._weighting_code)
         total = float(self._pending[1])
         if not (self._weighting == "samples" and self._micro_batches.samples_known):
-            total = math.fsum(row[0] for row in self._parts.collectives.all_gather(weight))
+            (total,) = self._parts.collectives.sum(weight)
         with reduced.micro_batch(total) if total else reduced.idle(), own:
             yield
 
@@ -464,7 +465,7 @@ class Step:
             is_shared and bool(self._source.local_grads()),  # one process looks if it must
             past.step_seconds,
             self._elapsed_seconds or past.elapsed_seconds,
-            is_shared and self._update.checksum(),
+            *(checksum_sums(self._update.checksum()) if is_shared else ()),
         ]
 
     def _correct_weight(self, sums: StepSums) -> None:
@@ -497,7 +498,7 @@ class Step:
         """The step's statistics, the same on all ranks."""
         ranks, meter = self._source.ranks, self._parts.meter
         loss, weight, micro_batches, weighting, total, has_grad, *rest = sums.read()
-        seconds, *messages = rest
+        previous_seconds, elapsed_seconds, *of_checksums = rest
         if weighting not in (0, ranks, ranks * (1 + ranks)):  # equal on all ranks
             raise LoopError(_MIXED)
         statistics = None
@@ -527,8 +528,8 @@ class Step:
         if self._weighting == "labels" and (not weight or math.isnan(loss)):  # no label counts
             finite, vanishes = False, True
         elif not finite and sums.found_inf is None:  # a square or a norm may overflow by itself
-            rows = self._parts.collectives.all_gather(self._source.guard.is_finite())
-            finite = all(all(row) for row in rows)
+            (failed,) = self._parts.collectives.sum(not self._source.guard.is_finite())
+            finite = not failed
         return StepStatistics(
             samples=round(total),
             micro_batches=round(micro_batches),
@@ -537,9 +538,9 @@ class Step:
             finite=finite,
             vanishes=vanishes,
             weight_per_sample=weight / total if self._counts_labels else None,
-            elapsed_seconds=math.fsum(messages[::2]) / ranks,
-            previous_seconds=seconds / ranks,
-            checksums=messages[1::2],
+            elapsed_seconds=elapsed_seconds / ranks,
+            previous_seconds=previous_seconds / ranks,
+            ranks_agree=are_equal(of_checksums, ranks),
         )
 
     def _require_complete(self, call: str) -> StepSums:

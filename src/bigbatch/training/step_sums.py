@@ -3,11 +3,12 @@
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bigbatch.data.rank_consistency import CHECKSUM_SUMS
 from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import stacked, to_device, widest_float, without_autocast
 from bigbatch.statistics.meter import GradientMeter
@@ -36,7 +37,7 @@ class StepStatistics:
     micro_batches: int  # backwards of the step, over all ranks
     elapsed_seconds: float  # time spent training so far, mean over the ranks
     previous_seconds: float  # time of the step before, mean over the ranks; 0 if unknown
-    checksums: list[float] = field(default_factory=list)  # of each rank's state; must be equal
+    ranks_agree: bool = True  # whether their checksums of what decides a step are equal
     # what the host may read later
     statistics: GradientStatistics | None = None  # None if it could not be measured
     loss: float = math.nan  # mean loss over the batch
@@ -49,7 +50,7 @@ class StepSums:
     """Sums of one step over all ranks, on the device until the host reads them in one wait.
 
     `counts` is what this rank knows: [weight, micro-batches, weighting, samples, has gradient,
-    seconds of the step before, seconds spent training, checksum]. `summed` waits for the
+    seconds of the step before, seconds spent training, *checksum sums]. `summed` waits for the
     `local_totals` of all ranks, if they were sent before. `found_inf` is 1 where the optimizer
     skips the step; None if the host decides that.
     """
@@ -69,7 +70,7 @@ class StepSums:
         self.counts, self.found_inf = counts, found_inf
         self._weights, self._ranks = weights, meter.source.ranks
         # how many of `values` are the losses of this process, or the totals of several
-        self.head = len(weights) if self._ranks == 1 else 7 + 2 * self._ranks
+        self.head = len(weights) if self._ranks == 1 else 8 + CHECKSUM_SUMS
         self.values: list[float] = []  # then the meter's, or the checks of a light step; once read
         source, device = meter.source, meter.source.parameters[0].device
         self._copied: torch.Event | None = None
@@ -99,7 +100,7 @@ class StepSums:
             self._copied.record()
 
     def read(self) -> list[float]:
-        """[weight * loss, *counts] over all ranks; the seconds and the checksum are of each."""
+        """[weight * loss, *counts], summed over all ranks."""
         if not self.values:
             if self._copied is not None:
                 self._copied.synchronize()
@@ -143,19 +144,13 @@ def weighted_sum(weights: Iterable[float], losses: Iterable[float]) -> float:
 def local_totals(
     source: GradientSource, losses: list[Tensor], weights: list[float], counts: list[float]
 ) -> Tensor:
-    """[weight * loss, *counts] of this rank, to be summed over the ranks.
-
-    The last two are messages: zeros stand where those of other ranks are added.
-    """
+    """[weight * loss, *counts] of this rank, to be summed over the ranks."""
     device = source.parameters[0].device
     k, dtype = len(weights), widest_float(device)
-    *counts, seconds, checksum = counts
-    messages = [0.0] * (2 * source.ranks)
-    messages[2 * source.rank : 2 * source.rank + 2] = seconds, checksum
     if device.type == "cpu":
         total = weighted_sum(weights, map(float, losses))
-        return torch.tensor([total, *counts, *messages], dtype=dtype)
-    numbers = torch.tensor([*weights, *counts, *messages], dtype=dtype, device="cpu")
+        return torch.tensor([total, *counts], dtype=dtype)
+    numbers = torch.tensor([*weights, *counts], dtype=dtype, device="cpu")
     numbers = to_device(numbers, device)
     if not losses:
         return torch.cat([numbers.new_zeros(1), numbers])

@@ -10,7 +10,13 @@ from typing import Any
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.external_batches import ExternalBatches
-from bigbatch.data.rank_consistency import checksum, facts_of, optimizer_facts
+from bigbatch.data.rank_consistency import (
+    are_equal,
+    checksum,
+    checksum_sums,
+    facts_of,
+    optimizer_facts,
+)
 from bigbatch.errors import LoopError, SettingError
 from bigbatch.log.run_log import RunLog
 from bigbatch.log.step_record import StepRecord
@@ -114,7 +120,8 @@ class Update:
         """
         self.settle()
         parts, planner, rates, past = self.parts, self.planner, self.rates, self.past
-        parts.collectives.require_equal(step.checksums, "what decides a step", self._texts)
+        if not step.ranks_agree:
+            parts.collectives.require_equal("what decides a step", self._texts)
         self._require_ready()
         target_batch_size = planner.controller.decision.batch_size
         complete = planner.is_complete(step.samples)
@@ -206,8 +213,9 @@ class Update:
     def require_equal_ranks(self, subject: str) -> None:
         """Raises RankError if the ranks differ in what decides a step. Collective."""
         if (collectives := self.parts.collectives).ranks > 1:
-            rows = collectives.all_gather(self.checksum(waits=True), subject=subject)
-            collectives.require_equal([value for (value,) in rows], subject, self._texts)
+            sums = collectives.sum(*checksum_sums(self.checksum(waits=True)), subject=subject)
+            if not are_equal(sums, collectives.ranks):
+                collectives.require_equal(subject, self._texts)
 
     def require_same_weighting(self, weighting: int) -> None:
         """Raises LoopError unless losses are weighted alike everywhere; collective at first."""

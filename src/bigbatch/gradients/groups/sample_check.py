@@ -177,9 +177,10 @@ class _Attempts:
             for tensor in saved_by_python(node)
         ]
         devices = [node._input_metadata[output].device for node, output in self.starts]
-        gpus = {device.index for device in devices if device.type == "cuda"}
+        others = {device.index: device.type for device in devices if device.type != "cpu"}
         versions = _unsafe_preserve_version_counter(tuple(tensor for _, tensor, _ in kept))
-        with torch.random.fork_rng(gpus), versions:
+        kind = next(iter(others.values()), "cpu")  # a process has one kind of accelerator
+        with torch.random.fork_rng(others, device_type=kind), versions:
             yield
             for name, tensor, before in kept:
                 if not torch.allclose(tensor, before, rtol=0, atol=0, equal_nan=True):

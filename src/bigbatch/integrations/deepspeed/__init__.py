@@ -111,6 +111,12 @@ def initialize(
         raise SettingError(
             "transport=True was not tried with DeepSpeed's optimizers; leave transport out"
         )
+    if "accumulate_float32_above" in options:
+        raise SettingError(
+            f"accumulate_float32_above={options['accumulate_float32_above']}: DeepSpeed adds up "
+            'gradients itself; leave it out, and set "data_types": {"grad_accum_dtype": "fp32"} '
+            "in its config"
+        )
     params = AdaptiveBatchParams.of(adaptive_batch_params)
     vr_optimizer = micro_batch_optimizer(optimizer)
     base = optimizer if vr_optimizer is None else vr_optimizer.base
