@@ -53,9 +53,9 @@ class SamplePass:
         """Unread samples by rank, if the first to end has ended the pass for all. Collective."""
         ranks = self.collectives.ranks
         self.buffer.read_until(-(-ahead // ranks))
-        rows = self.collectives.all_gather(
-            self.buffer.waiting, self.buffer.ended, subject="their numbers of samples"
-        )
+        subject = "their numbers of samples"
+        rows = self.collectives.all_gather(self.buffer.waiting, self.buffer.ended, subject=subject)
+        rows = self.collectives.of_ranks(rows, subject)
         ends = [round(waiting) for waiting, ended in rows if ended]
         if not ends:
             return []

@@ -96,7 +96,7 @@ class StepAccumulators:
     def _grad_sqnorms(self) -> Tensor:
         """|.grad|^2 of this rank's shards, by layer (1, L)."""
         source, parameters = self._source, list[Tensor]()
-        if not self._layers:
+        if not self._layers and source.processes == source.ranks:
             grads = source.local_grads()
         else:
             found = ((p, source.local_grad(p)) for p in source.parameters)
@@ -122,9 +122,11 @@ class StepAccumulators:
         rank, ranks, layers = source.rank, source.ranks, count_layers(self._layers)
         inverse_sizes, groups = [1 / n for n in sizes], self._group_sizes(sizes)
         of_ranks = [0.0] * (_COUNTED * ranks)
-        of_ranks[rank::ranks] = [sum(map(bool, groups)), math.fsum(sizes), failed]
+        counts = (sum(map(bool, groups)), math.fsum(sizes)) if source.is_first else (0.0, 0.0)
+        of_ranks[rank::ranks] = [*counts, failed]
         numbers = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
-        known = self._vector([*numbers, 1 / ranks, math.fsum(inverse_sizes), *of_ranks])
+        inverse_sum_of_rank = math.fsum(inverse_sizes) if source.is_first else 0.0
+        known = self._vector([*numbers, 1 / source.processes, inverse_sum_of_rank, *of_ranks])
         factors, scale, inverse_sum, counted = known.tensor_split((3 * k, 3 * k + 1, 3 * k + 2))
         sqnorms = self.norms.squares(device)[:k]  # (k, L)
         by_micro_batch = sqnorms[:, 0] if layers == 1 else sqnorms.sum(1)
@@ -132,6 +134,9 @@ class StepAccumulators:
         over_sizes, totals, _, grad_sqnorms = sums.unbind()
         # x - x is nan for the first one that is not finite, and nan is the largest
         first = 1 + (by_micro_batch - by_micro_batch).argmax()[None] if k > 1 else scale.new_ones(1)
+        is_group = source.processes > ranks
+        if is_group:  # whose processes may not have the same number
+            first = first * 0
         measured = torch.cat([sums[1:].sum(1), first])
         if ranks > 1:  # by value, among zeros for the other ranks
             measured = functional.pad(measured[:, None], (rank, ranks - 1 - rank)).flatten()
@@ -153,6 +158,8 @@ class StepAccumulators:
         }
         if ranks > 1 or len(set(sizes)) > 1:
             parts["slope"] = self._slope(sizes, by_micro_batch)
+        if is_group:
+            parts["copies"] = self._copies(scale)
         if source.group_tap is not None:
             parts["group_error"] = self._group_error(scale)
         if self._half_batch is not None:
@@ -162,6 +169,14 @@ class StepAccumulators:
             of_replicas = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
             parts |= {name: parts[name] / replicas for name in of_replicas}
         return parts
+
+    def _copies(self, like: Tensor) -> Tensor:
+        """[sum of s_0 - s_i, sum of s_i], s_i = |copies of .grad|^2 on process i of a group; (2,)."""
+        copies, group = self._source.copied_grads(), self._source.processes // self._source.ranks
+        if not copies:
+            return like.new_zeros(2)
+        total = to_device(squared_norms(copies).sum(0, keepdim=True), self._device)
+        return torch.cat([total * (group - 1 if self._source.is_first else -1), total])
 
     def _group_error(self, like: Tensor) -> Tensor:
         """The largest relative error of a sum of groups in the step, (1,)."""
@@ -211,7 +226,9 @@ class StepTotals:
         self.sqnorms_over_sizes = parts["sqnorms_over_sizes"]  # sum |h_d|^2 / n_d, by layer
         self.sqnorms = parts["sqnorms"]  # sum |h_d|^2, by layer
         self.grad_sqnorms = parts["grad_sqnorms"]  # |.grad|^2, by layer
-        self.is_finite = all(map(math.isfinite, [*self.sqnorms, *self.grad_sqnorms]))
+        self._copies = parts.get("copies", [0.0, 0.0])  # difference and sum of their |.grad|^2
+        sqnorms = [*self.sqnorms, *self.grad_sqnorms, *self._copies]
+        self.is_finite = all(map(math.isfinite, sqnorms))
         # of ln |h_d|^2 over ln n_d: covariance, variance
         self.slope = parts.get("slope", [0.0, 0.0])
         (self.inverse_sizes,) = parts["inverse_sizes"]  # sum 1 / n_d
@@ -250,6 +267,14 @@ class StepTotals:
             raise GradientError(
                 f".grad differs between ranks (squared norms {found}): the last backward of the "
                 "step ran under no_sync, or not on the DDP model's own output"
+            )
+        difference, copies = self._copies
+        if abs(difference) > _REPLICA_TOLERANCE * copies:
+            raise GradientError(
+                "the processes of a tensor-parallel group have different gradients of parameters "
+                f"that each has a copy of (squared norms differ by {difference:.3g} in "
+                f"{copies:.3g}): a module outside the plan of parallelize_module that sees a part "
+                "of the sequence, or other samples; put it into the plan (SequenceParallel)"
             )
         expected, actual = self._micro_batch_projections, self._grad_projections
         errors = {c: math.dist(actual, [c * x for x in expected]) for c in (1 / ranks, 1)}

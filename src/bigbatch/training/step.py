@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
@@ -63,7 +63,7 @@ class Step:
         # [Note: A step that measures nothing]
         parts = self._parts
         is_read = parts.reader is not None or parts.meter.due or parts.compares
-        self._is_light = not is_read and self._source.reducer.replicas == self._source.ranks
+        self._is_light = not is_read and self._source.reducer.replicas == self._source.processes
         self._counts_labels = True  # unless its only backward is a mean over them
         self._summed: Callable[[], Tensor] | None = None  # what the ranks have sent, if light
         self._optimizer_steps = 0  # of the training, once complete
@@ -204,7 +204,7 @@ class Step:
         if number:
             self._weights.append(number)
             self._losses.append(loss.detach() if loss.ndim == 0 else loss.detach().reshape(()))
-        if self._source.ranks > 1 and self._micro_batches.last:
+        if self._source.processes > 1 and self._micro_batches.last:
             self._elapsed_seconds = self._update.past.elapsed_seconds
             if self._is_light:  # what the ranks sum is known
                 own = local_totals(self._source, self._losses, self._weights, self._counts())
@@ -298,7 +298,7 @@ class Step:
         reader = self._parts.reader
         attached = None if reader is None else reader.attached
         if attached is None:
-            norm = nn.utils.clip_grad_norm_(trained_parameters(optimizer), max_norm)
+            norm = self._source.clip_grad_norm_(trained_parameters(optimizer), max_norm)
         else:
             norm = attached.clip_grad_norm_(max_norm, scaler)
         self._source.guard.accept_edit()
@@ -443,7 +443,7 @@ class Step:
 
     def _counts(self) -> list[float]:
         """What this rank knows of the step; see `StepSums`."""
-        is_shared, past = self._source.ranks > 1, self._update.past
+        is_shared, past = self._source.processes > 1, self._update.past
         return [
             math.fsum(self._weights),
             self._backwards,
@@ -483,11 +483,13 @@ class Step:
 
     def _statistics(self, sums: StepSums) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
-        ranks, meter = self._source.ranks, self._parts.meter
+        ranks, processes, meter = self._source.ranks, self._source.processes, self._parts.meter
         loss, weight, micro_batches, weighting, total, has_grad, *rest = sums.read()
-        seconds, *messages = rest
+        seconds, messages, losses = rest[0], rest[1 : 1 + 2 * processes], rest[1 + 2 * processes :]
         if weighting not in (0, ranks, ranks * (1 + ranks)):  # equal on all ranks
             raise LoopError(_MIXED)
+        if losses:
+            self._parts.collectives.require_same_losses(losses)
         statistics = None
         if self._is_light:
             checks = sums.values[sums.head :]
@@ -525,7 +527,7 @@ class Step:
             finite=finite,
             vanishes=vanishes,
             weight_per_sample=weight / total if self._counts_labels else None,
-            elapsed_seconds=math.fsum(messages[::2]) / ranks,
+            elapsed_seconds=math.fsum(messages[::2]) / processes,
             previous_seconds=seconds / ranks,
             checksums=messages[1::2],
         )

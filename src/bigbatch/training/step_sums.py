@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from bigbatch.gradients import GradientSource
+from bigbatch.gradients.auto import is_sharded
 from bigbatch.gradients.dtypes import stacked, to_device, widest_float, without_autocast
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -67,14 +69,15 @@ class StepSums:
         pair_sums: Tensor | None,
     ) -> None:
         self.counts, self.found_inf = counts, found_inf
-        self._weights, self._ranks = weights, meter.source.ranks
+        self._weights, self._processes = weights, meter.source.processes
         # how many of `values` are the losses of this process, or the totals of several
-        self.head = len(weights) if self._ranks == 1 else 7 + 2 * self._ranks
+        of_process = 2 + (self._processes > meter.source.ranks)
+        self.head = len(weights) if self._processes == 1 else 7 + of_process * self._processes
         self.values: list[float] = []  # then the meter's, or the checks of a light step; once read
         source, device = meter.source, meter.source.parameters[0].device
         self._copied: torch.Event | None = None
         if not is_light:
-            if self._ranks > 1:
+            if self._processes > 1:
                 first = local_totals(source, losses, weights, counts)
             else:  # which knows its counts, and weighs the losses once it has read them
                 first = to_device(torch.stack(losses), device)
@@ -104,7 +107,7 @@ class StepSums:
             if self._copied is not None:
                 self._copied.synchronize()
             self.values = self._device_values.tolist()
-        if self._ranks > 1:
+        if self._processes > 1:
             return self.values[: self.head]
         return [weighted_sum(self._weights, self.values), *self.counts]
 
@@ -145,13 +148,29 @@ def local_totals(
 ) -> Tensor:
     """[weight * loss, *counts] of this rank, to be summed over the ranks.
 
-    The last two are messages: zeros stand where those of other ranks are added.
+    The last two are messages: zeros stand where those of other ranks are added. The processes of a
+    tensor-parallel group have one total, and each a message more: weight * loss, see
+    [Note: Tensor parallelism].
     """
+    is_group = source.processes > source.ranks
+    if is_group:
+        losses = [loss.full_tensor() if is_sharded(loss) else loss for loss in losses]
+    totals = _totals(source, losses, weights, counts)
+    if is_group:
+        place, others = source.process, source.processes - 1 - source.process
+        loss_of_process = functional.pad(totals[:1], (place, others))
+        totals = torch.cat([totals[:7] * source.is_first, totals[7:], loss_of_process])
+    return totals
+
+
+def _totals(
+    source: GradientSource, losses: list[Tensor], weights: list[float], counts: list[float]
+) -> Tensor:
     device = source.parameters[0].device
     k, dtype = len(weights), widest_float(device)
     *counts, seconds, checksum = counts
-    messages = [0.0] * (2 * source.ranks)
-    messages[2 * source.rank : 2 * source.rank + 2] = seconds, checksum
+    messages = [0.0] * (2 * source.processes)
+    messages[2 * source.process : 2 * source.process + 2] = seconds, checksum
     if device.type == "cpu":
         total = weighted_sum(weights, map(float, losses))
         return torch.tensor([total, *counts, *messages], dtype=dtype)
