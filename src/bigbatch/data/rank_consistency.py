@@ -14,7 +14,7 @@ from bigbatch.gradients import GradientSource
 from bigbatch.gradients.dtypes import widest_float
 
 _MAX_DIFFERENCES = 3  # named in an error
-_LOSS_TOLERANCE = 1e-3  # relative difference of losses of the same samples, whose kernels may differ
+_LOSS_TOLERANCE = 1e-3  # relative difference of losses of the same samples; kernels may differ
 
 # keys of a parameter group that are no setting, or choose how torch computes the same step
 _IGNORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}

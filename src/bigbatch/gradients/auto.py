@@ -17,9 +17,9 @@ _UNSHARED = (
     "DistributedDataParallel or fully_shard, and hand over the wrapped model"
 )
 NO_TENSOR_PARALLELISM = (
-    "a variance-reduced optimizer compares whole gradients of micro-batches, and tensor parallelism "
-    "(parallelize_module) leaves slices, copies and partial sums of them; use the base optimizer, "
-    "or leave parallelize_module out"
+    "a variance-reduced optimizer compares whole gradients of micro-batches, and tensor "
+    "parallelism (parallelize_module) leaves slices, copies and partial sums of them; use the base "
+    "optimizer, or leave parallelize_module out"
 )
 
 

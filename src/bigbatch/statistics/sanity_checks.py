@@ -82,7 +82,11 @@ class SanityChecks:
 def _nonfinite_message(ranks: RankTotals) -> str:
     bad = numpy.flatnonzero(~numpy.isfinite(ranks.sqnorm_sum)).tolist()
     names = [
-        (f"micro-batch {place:.0f}" if (place := ranks.first_nonfinite[number]) else "a micro-batch")
+        (
+            f"micro-batch {place:.0f}"
+            if (place := ranks.first_nonfinite[number])
+            else "a micro-batch"
+        )
         + (f" on rank {number}" if len(ranks.samples) > 1 else "")
         for number in bad
     ]
