@@ -200,8 +200,8 @@ def data_dims(parameter: DTensor) -> int:
 
 def _is_shard_of(leaf: Tensor, parameter: Tensor) -> bool:
     """Whether a module has the shard still, and not what a forward gathers."""
-    sharded = isinstance(leaf, DTensor) and isinstance(parameter, DTensor)
-    return sharded and leaf.device_mesh == parameter.device_mesh
+    assert isinstance(parameter, DTensor)
+    return isinstance(leaf, DTensor) and leaf.device_mesh == parameter.device_mesh
 
 
 def local_shard(parameter: Tensor) -> Tensor | None:

@@ -57,9 +57,7 @@ class ReplacementCheck:
             for slots in (module._parameters, module._modules):
                 for key, value in slots.items() if isinstance(slots, dict) else ():
                     shard = before.get((id(slots), key))
-                    gathered = (
-                        value is not None and is_sharded(shard) and _is_gathered(value, shard)
-                    )
+                    gathered = is_sharded(shard) and _is_gathered(value, shard)
                     dicts.append(slots)
                     keys.append(key)
                     values.append(shard if gathered else value)
@@ -70,4 +68,6 @@ class ReplacementCheck:
 
 def _is_gathered(value: Any, shard: Any) -> bool:
     """Whether a value is what a forward gathers of a shard: a slice, under tensor parallelism."""
-    return not is_sharded(value) or value.device_mesh != shard.device_mesh
+    if not is_sharded(value):
+        return value is not None
+    return bool(value.device_mesh != shard.device_mesh)

@@ -279,7 +279,7 @@ class GradientSource:
         return self.reducer.shards.local_grad(parameter, self.guard.local_grad(parameter))
 
     def local_grads(self) -> list[Tensor]:
-        """Every reduced gradient of this process; of tensor parallelism, copies and partial sums too."""
+        """Every reduced gradient of this process, also copies of what its group has."""
         grads: Any = map(self.guard.local_grad, self.parameters)
         if (shards := self.reducer.shards) is not self.reducer:
             grads = map(shards.local_grad, self.parameters, grads)

@@ -176,8 +176,9 @@ class TensorParallelSource(_SlicesSource):
 
     def _close(self, current: MicroBatch) -> None:
         """Ends a micro-batch; autograd has left partial sums, and copies of what is cut."""
+        parameter: Any
         for parameter in self.parameters:
-            grad: Any = parameter.grad
+            grad = parameter.grad
             if isinstance(grad, DTensor) and grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
         super()._close(current)

@@ -171,7 +171,7 @@ class StepAccumulators:
         return parts
 
     def _copies(self, like: Tensor) -> Tensor:
-        """[sum of s_0 - s_i, sum of s_i], s_i = |copies of .grad|^2 on process i of a group; (2,)."""
+        """[sum of s_0 - s_i, sum of s_i], s_i = |copies of .grad|^2 of process i of a group."""
         copies, group = self._source.copied_grads(), self._source.processes // self._source.ranks
         if not copies:
             return like.new_zeros(2)

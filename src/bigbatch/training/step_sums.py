@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,13 +155,19 @@ def local_totals(
     """
     is_group = source.processes > source.ranks
     if is_group:
-        losses = [loss.full_tensor() if is_sharded(loss) else loss for loss in losses]
+        losses = list(map(_whole, losses))
     totals = _totals(source, losses, weights, counts)
     if is_group:
         place, others = source.process, source.processes - 1 - source.process
         loss_of_process = functional.pad(totals[:1], (place, others))
         totals = torch.cat([totals[:7] * source.is_first, totals[7:], loss_of_process])
     return totals
+
+
+def _whole(loss: Any) -> Tensor:
+    """A loss as a plain tensor; of `loss_parallel` it is a DTensor."""
+    tensor: Tensor = loss.full_tensor() if is_sharded(loss) else loss
+    return tensor
 
 
 def _totals(
