@@ -88,6 +88,9 @@ class RankReducer(GradientShards):
         """Sums a tensor shaped like a gradient over the ranks, in place."""
         self.all_reduce(values)
 
+    def sum_slices(self, values: Tensor) -> None:
+        """Sums `values` over the processes of this rank, in place."""
+
     def start_all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         """Begins to sum `values` over the ranks, in place; the call that it returns waits."""
         self.all_reduce(values)
@@ -146,6 +149,11 @@ class GroupReducer(RankReducer):
         """Sums a tensor shaped like a gradient over the ranks, in place."""
         if self._groups:
             self.all_reduce(values, self._groups)
+
+    def sum_slices(self, values: Tensor) -> None:
+        """Sums `values` over the processes of this rank, in place."""
+        if self.processes > self.ranks:
+            self.all_reduce(values, self._all_groups[-1:])
 
 
 def indices_in_runs(places: Tensor, runs: Iterable[tuple[int, int]]) -> ShardIndices:

@@ -81,12 +81,9 @@ class SanityChecks:
 
 def _nonfinite_message(ranks: RankTotals) -> str:
     bad = numpy.flatnonzero(~numpy.isfinite(ranks.sqnorm_sum)).tolist()
+    first = ranks.first_nonfinite.tolist()  # 0 if unknown
     names = [
-        (
-            f"micro-batch {place:.0f}"
-            if (place := ranks.first_nonfinite[number])
-            else "a micro-batch"
-        )
+        ("micro-batch {:.0f}" if first[number] else "a micro-batch").format(first[number])
         + (f" on rank {number}" if len(ranks.samples) > 1 else "")
         for number in bad
     ]

@@ -42,7 +42,7 @@ class StepAccumulators:
         self.norms, self.probe = MicroBatchNorms(layers), ProjectionProbe(source)
         self.lengths: dict[str, int] = {}  # length of each part of the last packed vector
         self._source, self._layers = source, layers
-        self._sketches = RandomProjections(source.parameters) if sketches else None
+        self._sketches = RandomProjections(source) if sketches else None
         self._half_batch = HalfBatchCosine(source) if half_batch_cosine else None
         readers = (self.norms, self.probe, self._sketches, self._half_batch)
         self.subscribers: list[Subscriber] = [s for s in readers if s is not None]
@@ -71,11 +71,15 @@ class StepAccumulators:
             means = means.to(n) if are_means else means / n[:, None]
             parts["weighted_sum"] = n @ means
             parts["spread"] = (n @ means.square().sum(1)).view(1)
+            if not source.is_first:  # the first one of a rank adds what all of them have
+                parts |= {name: 0 * parts[name] for name in ("weighted_sum", "spread")}
             packed = self._all_reduce(parts)
             totals = unpack(packed, self.lengths)
             count, samples = totals["counted"].view(-1, source.ranks)[:2].sum(1)
             x = leave_one_out(means, n, totals["weighted_sum"], totals["spread"][0], count, samples)
             sums = torch.stack([x.sum(), x.square().sum()])
+            if not source.is_first:
+                sums.zero_()
             source.reducer.all_reduce(sums)
             self.lengths["leave_one_out"] = 2
             return torch.cat([packed, sums])
