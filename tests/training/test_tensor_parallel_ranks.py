@@ -1,4 +1,4 @@
-"""AdaptiveBatch over meshes of data and tensor parallelism, against one process on the same data."""
+"""AdaptiveBatch over meshes of data and tensor parallelism, against one process."""
 
 import io
 
@@ -165,7 +165,7 @@ def test_a_gradient_that_is_not_finite_on_one_process_skips_the_step_on_all(rank
 def metered(rank, ranks):
     """A step of four micro-batches; and the dimension along which each parameter is cut."""
     model = parallel("alone", mesh_of("alone"), sequence=True)
-    parameters = [p for p in model.parameters()]
+    parameters = list(model.parameters())
     with bb.GradientMeter(model, confidence=0.9) as meter:
         for words in samples(16).split(4):
             (loss_of(model, words) / 4).backward()
@@ -175,9 +175,8 @@ def metered(rank, ranks):
 
 
 def of_slices(dims, ranks):
-    """One process that has the slices of all as parameters of their own, so the same projections."""
+    """One process with the slices of all as parameters, so that projections are the same."""
     model = network()
-    slices = [[p.clone() for p in model.parameters()] for _ in range(ranks)]
     gradients = []
     for words in samples(16).split(4):
         whole_gradients = torch.autograd.grad(loss_of(model, words) / 4, list(model.parameters()))
@@ -293,8 +292,9 @@ def with_a_sampler_of_the_other_dimension(rank, ranks):
 
 
 def with_other_samples(rank, ranks):
+    train = training(alone(), DataLoader(samples(), 4, shuffle=True))
     torch.manual_seed(SEED + rank)
-    steps_of(training(alone(), DataLoader(samples(), 4, shuffle=True)), 1)
+    steps_of(train, 1)
 
 
 def with_another_rate(rank, ranks):
@@ -319,8 +319,9 @@ def over_some_processes(rank, ranks):
 
 
 def in_ddp_over_the_same(rank, ranks):
-    model = parallelize_module(network(), mesh_of("alone")["tp"], plan(sequence=False))
-    bb.GradientMeter(DistributedDataParallel(model))
+    mesh = mesh_of("alone")["tp"]
+    model = parallelize_module(network(), mesh, plan(sequence=False))
+    bb.GradientMeter(DistributedDataParallel(model, device_mesh=mesh))
 
 
 def over_two_meshes(rank, ranks):
@@ -355,7 +356,7 @@ REFUSED = {  # processes, function, error, words
         2,
         with_a_part_of_the_sequence,
         "GradientError",
-        "different gradients of parameters that each has a copy of",
+        "the gradients of 2 parameters differ between the processes",
     ),
     "some processes": (4, over_some_processes, "SettingError", "over 2 of 4 ranks"),
     "ddp over the same": (2, in_ddp_over_the_same, "SettingError", "the other dimension"),

@@ -289,7 +289,7 @@ class GradientSource:
         """Clips the gradients by their norm over all processes; returns that."""
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def copied_grads(self) -> list[Tensor]:
+    def copied_grads(self) -> list[Tensor | None]:
         """The gradients of which each process of a tensor-parallel group has a copy."""
         return []
 

@@ -150,11 +150,10 @@ class _SlicesSource(GradientSource):
             "that the gradients of groups are computed from; measure by micro-batches, groups=None"
         )
 
-    def copied_grads(self) -> list[Tensor]:
-        """The copies in `.grad`, of parameters that are not cut; equal on all of the group."""
+    def copied_grads(self) -> list[Tensor | None]:
+        """`.grad` of each parameter that is not cut, which all processes of a group must share."""
         slices = self.reducer.slices
-        copied = [p for p in self.parameters if not slices.is_cut(p)]
-        return [grad for grad in map(self.guard.local_grad, copied) if grad is not None]
+        return [self.guard.local_grad(p) for p in self.parameters if not slices.is_cut(p)]
 
     def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clips the gradients by their norm over all slices and shards; returns that."""

@@ -25,6 +25,7 @@ _COUNTED = 3  # totals of a rank that the host knows: micro-batches, samples, fa
 
 _ONE_PROCESS_TOLERANCE = 1e-4  # relative difference of .grad and the micro-batches' sum
 _BFLOAT16_ROUNDING = 2**-8  # once per rank, since engines may reduce in bfloat16
+_ROUNDING = 1e-6  # of all copied squared norms, below which a gradient may be rounding alone
 _REPLICA_TOLERANCE = 1e-3  # squared norms of one tensor on several ranks, whose kernels may differ
 
 
@@ -175,12 +176,17 @@ class StepAccumulators:
         return parts
 
     def _copies(self, like: Tensor) -> Tensor:
-        """[sum of s_0 - s_i, sum of s_i], s_i = |copies of .grad|^2 of process i of a group."""
-        copies, group = self._source.copied_grads(), self._source.processes // self._source.ranks
-        if not copies:
-            return like.new_zeros(2)
-        total = to_device(squared_norms(copies).sum(0, keepdim=True), self._device)
-        return torch.cat([total * (group - 1 if self._source.is_first else -1), total])
+        """s_0 - s_i summed over i, and the sum of s_i, of each copied gradient, (2, C) flattened.
+
+        s_i is its |.grad|^2 on process i of a tensor-parallel group.
+        """
+        source, copies = self._source, self._source.copied_grads()
+        norms = [like.new_zeros(()) if g is None else squared_norms([g])[0] for g in copies]
+        if not norms:
+            return like.new_zeros(0)
+        others = source.processes // source.ranks - 1
+        squares = to_device(stacked(norms), self._device, like.dtype)
+        return torch.cat([squares * (others if source.is_first else -1), squares])
 
     def _group_error(self, like: Tensor) -> Tensor:
         """The largest relative error of a sum of groups in the step, (1,)."""
@@ -230,8 +236,8 @@ class StepTotals:
         self.sqnorms_over_sizes = parts["sqnorms_over_sizes"]  # sum |h_d|^2 / n_d, by layer
         self.sqnorms = parts["sqnorms"]  # sum |h_d|^2, by layer
         self.grad_sqnorms = parts["grad_sqnorms"]  # |.grad|^2, by layer
-        self._copies = parts.get("copies", [0.0, 0.0])  # difference and sum of their |.grad|^2
-        sqnorms = [*self.sqnorms, *self.grad_sqnorms, *self._copies]
+        self._copies = numpy.array(parts.get("copies", [])).reshape(2, -1)  # see `_copies`
+        sqnorms = [*self.sqnorms, *self.grad_sqnorms, *self._copies.flat]
         self.is_finite = all(map(math.isfinite, sqnorms))
         # of ln |h_d|^2 over ln n_d: covariance, variance
         self.slope = parts.get("slope", [0.0, 0.0])
@@ -272,13 +278,14 @@ class StepTotals:
                 f".grad differs between ranks (squared norms {found}): the last backward of the "
                 "step ran under no_sync, or not on the DDP model's own output"
             )
-        difference, copies = self._copies
-        if abs(difference) > _REPLICA_TOLERANCE * copies:
+        differences, copies = self._copies
+        allowed = _REPLICA_TOLERANCE * copies + _ROUNDING * copies.sum()
+        if number := (abs(differences) > allowed).sum():
             raise GradientError(
-                "the processes of a tensor-parallel group have different gradients of parameters "
-                f"that each has a copy of (squared norms differ by {difference:.3g} in "
-                f"{copies:.3g}): a module outside the plan of parallelize_module that sees a part "
-                "of the sequence, or other samples; put it into the plan (SequenceParallel)"
+                f"the gradients of {number} parameters differ between the processes of a "
+                "tensor-parallel group, which each have a copy of them: their module sees a part "
+                "of the sequence, outside the plan of parallelize_module; put it into the plan "
+                "(SequenceParallel)"
             )
         expected, actual = self._micro_batch_projections, self._grad_projections
         errors = {c: math.dist(actual, [c * x for x in expected]) for c in (1 / ranks, 1)}
