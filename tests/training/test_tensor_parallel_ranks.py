@@ -1,6 +1,7 @@
 """AdaptiveBatch over meshes of data and tensor parallelism, against one process."""
 
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -239,6 +240,31 @@ def test_a_training_continues_bit_for_bit(ranks, engine):
 
 def summary(norm, record):
     return norm, record.batch_size, record.loss, record.similarity, record.lr, record.samples
+
+
+def tested(model, loader):
+    """A branch test and the largest micro-batch, in the middle of a training."""
+    train = training(model, loader, min_micro_batches=2)
+    steps_of(train, 1)
+    options = {"samples": 40, "repeats": 2, "held_aside": 8}
+    result = train.branch_test(partial(loss_of, model), [2, 4], **options)
+    largest = bb.largest_micro_batch(
+        model, train.optimizer, DataLoader(samples(8), 4), partial(loss_of, model), most=8
+    )
+    ((_, record),) = steps_of(train, 1)
+    return [*result.losses[0], *result.losses[1], largest, record.loss]
+
+
+def tested_on_mesh(rank, ranks, engine):
+    mesh = mesh_of(engine)
+    loader = loader_of(mesh.get_local_rank("dp"), mesh["dp"].size(), 160)
+    return tested(parallel(engine, mesh), loader)
+
+
+def test_branches_train_as_in_one_process(ranks):
+    expected = tested(network(), bb.Batches(loader_of(0, 1, 160), virtual_ranks=2))
+    for found in ranks(4)(tested_on_mesh, "fsdp2"):
+        assert expected == pytest.approx(found, rel=REL)
 
 
 # what cannot be right
