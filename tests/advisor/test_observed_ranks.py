@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,3 +107,16 @@ def test_a_process_may_be_observed_twice_and_trains_as_alone(ranks):
 
 def test_ranks_that_may_end_at_different_steps_are_refused(ranks):
     assert all("join()" in refusal for refusal in ranks(2)(joined))
+
+
+def cut(model):
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+
+
+def in_slices(rank, ranks):
+    return train(0, wrap=cut)[1].refusal
+
+
+def test_tensor_parallelism_is_refused_by_name(ranks):
+    assert all("cannot read tensor parallelism" in refusal for refusal in ranks(2)(in_slices))

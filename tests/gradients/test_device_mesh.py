@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -29,56 +28,9 @@ from numbered_samples import (
 )
 from oracles import noise as oracle
 
-# tensor parallelism
-
-
-def in_shards(mesh):
-    return parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
 
 def two_axes(other):
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", other))
-
-
-def shards_in_fully_shard():
-    mesh = two_axes("tensor")
-    model = in_shards(mesh["tensor"])
-    fully_shard(model[0], mesh=mesh["data"])
-    return fully_shard(model, mesh=mesh["data"])
-
-
-def shards_in_ddp():
-    mesh = two_axes("tensor")
-    return DistributedDataParallel(in_shards(mesh["tensor"]), device_mesh=mesh["data"])
-
-
-def shards_alone():
-    return in_shards(init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",)))
-
-
-SHARDS = {"fsdp2": shards_in_fully_shard, "ddp": shards_in_ddp, "alone": shards_alone}
-
-
-def with_shards(rank, ranks, wrap):
-    model, messages = SHARDS[wrap](), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    policy = bb.SimiGrad()
-    for construct in (
-        partial(bb.GradientMeter, model),
-        partial(bb.AdaptiveBatch, model, optimizer, ledger_loader(rank // 2, 2), policy=policy),
-    ):
-        with pytest.raises(SettingError) as caught:
-            construct()
-        messages.append(str(caught.value))
-    return messages
-
-
-@pytest.mark.parametrize("wrap", SHARDS)
-def test_tensor_parallelism_is_refused_at_construction_with_the_remedy(ranks, wrap):
-    for messages in ranks(4)(with_shards, wrap):
-        for message in messages:
-            assert "tensor parallelism cannot be measured in this release" in message
-            assert "shard by fully_shard alone over all ranks" in message
 
 
 # some of the ranks

@@ -9,10 +9,12 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import bigbatch as bb
+from bigbatch.errors import SettingError
 from bigbatch.optim import VRAdam
 from lightning_training import (
     MICRO,
@@ -363,3 +365,22 @@ def test_validation_changes_nothing_on_ranks(ranks, engine, optimizer):
         for one, other in zip(records, others, strict=True):
             assert one == pytest.approx(other, rel=1e-9, nan_ok=True)
         torch.testing.assert_close(weights, after, rtol=1e-9, atol=1e-12)
+
+
+class Cut(Training):
+    def configure_model(self):
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+
+
+def cut(rank, ranks):
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=ranks)
+    with pytest.raises(SettingError) as refused:
+        fit(adaptive(GROWING), loader(48), Cut(), strategy=strategy, devices=ranks)
+    return str(refused.value)
+
+
+def test_tensor_parallelism_is_refused_by_name(ranks):
+    for message in ranks(2)(cut):
+        assert "cuts the model by tensor parallelism" in message
+        assert "tensor_parallel_size=1" in message

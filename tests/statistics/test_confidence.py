@@ -12,7 +12,7 @@ from torch import nn
 
 from bigbatch import GradientMeter, GradientStatistics, NoiseAverage
 from bigbatch.errors import SettingError
-from bigbatch.gradients import MicroBatchGradients
+from bigbatch.gradients import MicroBatchGradients, SingleProcessSource
 from bigbatch.statistics.confidence import Interval, jackknife, jackknife_excess, student_t
 from bigbatch.statistics.random_projection import RandomProjections, leave_one_out
 from oracles import interval as oracle
@@ -319,7 +319,7 @@ def sketch(gradients, first=0):
     """The sketch of some tensors; `first` is the place of the first among the parameters."""
     nothing = [torch.zeros(0) for _ in range(first)]  # each place has signs of its own
     parameters = [torch.zeros(g.shape, dtype=g.dtype) for g in gradients]
-    sketches = RandomProjections([*nothing, *parameters])
+    sketches = RandomProjections(SingleProcessSource([*nothing, *parameters]))
     sketches.begin()
     sketches.micro_batch(1.0)
     sketches.gradients(MicroBatchGradients(parameters, gradients))

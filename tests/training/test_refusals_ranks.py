@@ -8,8 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -29,7 +27,6 @@ from training_on_ranks import (
     fsdp2,
     network,
     one_step,
-    sharded,
 )
 
 # steps that are spoilt, each a function (model, rank) -> the sizes stated; and the words of the
@@ -308,19 +305,6 @@ def fsdp1(rank, ranks):
     GradientMeter(FullyShardedDataParallel(network(), device_id=torch.device("cpu")))
 
 
-def tensor_parallel(plan):
-    def run(rank, ranks):
-        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
-        model = parallelize_module(network(), mesh["tensor"], plan())
-        with GradientMeter(sharded(model, mesh=mesh["data"])) as meter:
-            for number in range(2):
-                x, y = batch(rank // 2, 0, number, 4)
-                (cross_entropy(model(x), y) / 2).backward()
-            meter.read([4, 4])
-
-    return run
-
-
 def last_unreduced(rank, ranks):
     """FSDP2 keeps what it did not reduce for the next step, so this is the last thing done."""
     model = fsdp2()(network(), ranks)
@@ -353,14 +337,6 @@ def single_micro_batch(rank, ranks):
     read_step(model, 0, [[4]])
 
 
-def columns():
-    return {place: ColwiseParallel(output_layouts=Replicate()) for place in ("0", "2", "4")}
-
-
-def columns_and_rows():
-    return {"0": ColwiseParallel(), "2": RowwiseParallel()}
-
-
 REFUSED = {
     "unlike samples ddp": unlike_samples("ddp"),
     "unlike samples fsdp2": unlike_samples("fsdp2"),
@@ -376,8 +352,6 @@ REFUSED = {
     "part in fsdp2": part_in_fsdp2,
     "two meshes": two_meshes,
     "fsdp1": fsdp1,
-    "tensor parallel columns": tensor_parallel(columns),
-    "tensor parallel columns and rows": tensor_parallel(columns_and_rows),
     "last unreduced": last_unreduced,
     "step after unreduced": step_after_unreduced,
     "single micro-batch": single_micro_batch,
@@ -397,8 +371,6 @@ WORDS = {  # case: ranks, error, words
     "part in fsdp2": (2, "SettingError", "not sharded by fully_shard"),
     "two meshes": (4, "SettingError", "two meshes"),
     "fsdp1": (2, "SettingError", "FSDP1"),
-    "tensor parallel columns": (4, "SettingError", "tensor parallelism"),
-    "tensor parallel columns and rows": (4, "SettingError", "tensor parallelism"),
     "last unreduced": (3, "GradientError", "not the sum"),
     "step after unreduced": (3, "GradientError", "not the sum"),
     "single micro-batch": (2, "GradientError", "1 micro-batch seen"),

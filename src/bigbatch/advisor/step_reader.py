@@ -13,7 +13,7 @@ from bigbatch.advisor.forward_watch import ForwardWatch
 from bigbatch.advisor.found_training import LATER, FoundTraining
 from bigbatch.advisor.observations import Limits, Measurement, Way
 from bigbatch.advisor.sample_count import require_one_size
-from bigbatch.errors import BigbatchError, GradientError
+from bigbatch.errors import BigbatchError, GradientError, SettingError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.forward_hook import PrepareAfterForward
@@ -64,6 +64,8 @@ class StepReader(Subscriber):
         self._meter = meter = GradientMeter(
             training.model, per_layer=True, scaler=training.caller.scaler
         )
+        if meter.source.processes > meter.source.ranks:
+            raise SettingError("advise cannot read tensor parallelism; train by AdaptiveBatch")
         meter.select(training.parameters)
         self.source: GradientSource = meter.source
         self.ranks = self.source.ranks  # that share the step

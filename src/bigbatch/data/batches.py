@@ -166,7 +166,7 @@ class Batches:
         self._token_pass = TokenPass(self._buffer, collectives, self.remainder)
         self._agree_on_total()
         padding = self._loader.padding
-        if padding and ranks > 1 and collectives.rank == 0:
+        if padding and ranks > 1 and collectives.process == 0:
             warnings.warn(
                 f"the sampler repeats {padding} samples in every epoch to give all ranks as many; "
                 "ElasticDistributedSampler does not",
@@ -335,19 +335,22 @@ class Batches:
     def _agree_on_total(self) -> None:
         """Raises SettingError, on every rank alike, if samples would come twice or never."""
         length, ranks = self._loader.length, self._collectives.ranks
+        subject, sampler_rank = "their samplers and numbers of samples", self._loader.rank
         rows = self._collectives.all_gather(
             self._loader.num_replicas or ranks,
             -1 if length is None else length,
-            subject="their samplers and numbers of samples",
+            -1 if sampler_rank is None else sampler_rank,
+            subject=subject,
         )
-        for rank, (num_replicas, _) in enumerate(rows):
+        for rank, (num_replicas, *_) in enumerate(rows):
             if num_replicas != ranks:
                 raise SettingError(
                     f"the sampler of rank {rank} deals samples to num_replicas={num_replicas:.0f} "
                     f"ranks, and {ranks} share the model; give it num_replicas={ranks} and the "
                     "rank among them"
                 )
-        lengths = [round(length) for _, length in rows]
+        rows = self._collectives.of_ranks(rows, subject)
+        lengths = [round(length) for _, length, _ in rows]
         total, shortest = sum(lengths), min(lengths)
         if shortest < 0:
             self._total = None
@@ -359,7 +362,7 @@ class Batches:
 
     def _warn_uneven(self, unread: list[int]) -> None:
         """Warns once on rank 0, counting the samples of each rank that no step takes."""
-        if self._collectives.rank == 0 and not self._has_warned:
+        if self._collectives.process == 0 and not self._has_warned:
             warnings.warn(
                 f"the ranks have unequally many samples, and the steps end together, so {unread} "
                 "of them (at least) stay unread in an epoch; shard them evenly, or use an "

@@ -73,6 +73,11 @@ class ResumableLoader:
         return self._ordering.num_replicas if self.ordered else None
 
     @property
+    def rank(self) -> int | None:
+        """The rank whose samples the sampler gives; None if unknown."""
+        return self._ordering.rank if self.ordered else None
+
+    @property
     def elastic_sampler(self) -> ElasticDistributedSampler | None:
         """The sampler, if it can begin at any position."""
         is_plain = type(self._batch_sampler) is BatchSampler or self._batch_sampler is None

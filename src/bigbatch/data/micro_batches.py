@@ -53,10 +53,12 @@ class SamplePass:
         """Unread samples by rank, if the first to end has ended the pass for all. Collective."""
         ranks = self.collectives.ranks
         self.buffer.read_until(-(-ahead // ranks))
-        (ended,) = self.collectives.sum(self.buffer.ended, subject="their numbers of samples")
+        subject = "their numbers of samples"
+        (ended,) = self.collectives.sum(self.buffer.ended, subject=subject)
         if not ended:
             return []
         rows = self.collectives.all_gather(self.buffer.waiting, self.buffer.ended)
+        rows = self.collectives.of_ranks(rows, subject)
         ends = [round(waiting) for waiting, has_ended in rows if has_ended]
         self.end = self.consumed + min(ends) * ranks
         return [round(waiting) - min(ends) for waiting, _ in rows]

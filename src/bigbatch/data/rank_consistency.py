@@ -15,6 +15,7 @@ from bigbatch.gradients.dtypes import widest_float
 
 _MAX_DIFFERENCES = 3  # named in an error
 _HALF = 1 << 12  # numbers of half a checksum
+LOSS_TOLERANCE = 1e-3  # relative difference of losses of the same samples; kernels may differ
 
 # keys of a parameter group that are no setting, or choose how torch computes the same step
 _IGNORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
@@ -37,22 +38,23 @@ class HostCollectives:
 
     def __init__(self, source: GradientSource | None = None) -> None:
         self.rank, self.ranks = (source.rank, source.ranks) if source else (0, 1)
+        self.process, self.processes = (source.process, source.processes) if source else (0, 1)
         self._source = source
 
     def all_gather(self, *values: float, subject: str = "") -> list[list[float]]:
-        """The values of every rank, in the order of the ranks. Collective."""
-        if self._source is None or self.ranks == 1:
+        """The values of every process, in the order of the ranks. Collective."""
+        if self._source is None or self.processes == 1:
             return [list(values)]
         device = self._source.parameters[0].device
-        slots = torch.zeros(self.ranks, len(values), dtype=widest_float(device), device=device)
-        slots[self.rank] = torch.tensor(values, dtype=slots.dtype)
+        slots = torch.zeros(self.processes, len(values), dtype=widest_float(device), device=device)
+        slots[self.process] = torch.tensor(values, dtype=slots.dtype)
         self._all_reduce(slots, subject)
         rows: list[list[float]] = slots.tolist()
         return rows
 
     def sum(self, *values: float, subject: str = "") -> list[float]:
-        """The values, summed over the ranks. Collective."""
-        if self._source is None or self.ranks == 1:
+        """The values, summed over the processes. Collective."""
+        if self._source is None or self.processes == 1:
             return list(values)
         device = self._source.parameters[0].device
         sums = torch.tensor(values, dtype=widest_float(device), device=device)
@@ -69,14 +71,33 @@ class HostCollectives:
                 error.add_note(f"bigbatch: the ranks were to compare {subject}")
             raise
 
+    def of_ranks(self, rows: list[list[float]], subject: str) -> list[list[float]]:
+        """The values of every rank, from those of every process.
+
+        Raises:
+            RankError: the processes of a rank, a tensor-parallel group, have different ones.
+        """
+        size = self.processes // self.ranks
+        for place in range(0, self.processes, size):
+            require_same_samples(rows[place : place + size], place, subject)
+        return rows[::size]
+
+    def require_same_losses(self, loss: float) -> None:
+        """Raises RankError if the processes of a rank had different losses. Collective."""
+        size, losses = self.processes // self.ranks, [loss for (loss,) in self.all_gather(loss)]
+        for place in range(0, self.processes, size):
+            values = losses[place : place + size]
+            if max(values) - min(values) > LOSS_TOLERANCE * max(map(abs, values)):
+                require_same_samples(values, place, "the loss of a step")
+
     def all_gather_bytes(self, data: Tensor) -> list[Tensor]:
-        """Bytes (uint8) of every rank, in any number, in the order of the ranks. Collective."""
-        if self._source is None or self.ranks == 1:
+        """Bytes (uint8) of every process, in any number, in the order of the ranks. Collective."""
+        if self._source is None or self.processes == 1:
             return [data]
         lengths = [round(length) for (length,) in self.all_gather(len(data))]
         device = self._source.parameters[0].device
-        slots = torch.zeros(self.ranks, max(lengths), dtype=torch.uint8, device=device)
-        slots[self.rank, : len(data)] = data
+        slots = torch.zeros(self.processes, max(lengths), dtype=torch.uint8, device=device)
+        slots[self.process, : len(data)] = data
         self._source.reducer.all_reduce(slots)
         return [row[:length].clone() for row, length in zip(slots.cpu(), lengths, strict=True)]
 
@@ -103,6 +124,18 @@ class HostCollectives:
             f"{'; '.join(texts[:_MAX_DIFFERENCES])}{f', and {more} more' if more > 0 else ''}; "
             "give every rank the same settings, and a policy that is a function of "
             "(statistics, now) alone"
+        )
+
+
+def require_same_samples(values: Sequence[Any], first: int, subject: str) -> None:
+    """Raises RankError unless the processes of a tensor-parallel group, from `first` on, agree."""
+    if any(value != values[0] for value in values):
+        found = ", ".join(str(value) for value in values)
+        raise RankError(
+            f"processes {first} to {first + len(values) - 1} are one tensor-parallel group, and "
+            f"differ in {subject} ({found}), so they have different samples; give all of a group "
+            'the same: a sampler with num_replicas=mesh["dp"].size() and '
+            'rank=mesh.get_local_rank("dp"), and generators with the same seed'
         )
 
 

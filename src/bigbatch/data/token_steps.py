@@ -50,9 +50,11 @@ class TokenPass:
         ahead = planned + min_rows
         lengths = self._buffer.token_lengths(plan.micro * ahead, ahead)
         own = _micro_batches(lengths, plan.micro, max_micro, ahead)
+        subject = "their numbers of tokens"
         rows = self._collectives.all_gather(
-            own, self._buffer.waiting, self._buffer.ended, subject="their numbers of tokens"
+            own, self._buffer.waiting, self._buffer.ended, subject=subject
         )
+        rows = self._collectives.of_ranks(rows, subject)
         if not any(ended for *_, ended in rows):
             return planned
         waiting = [round(number) for _, number, _ in rows]

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,8 +17,9 @@ _UNSHARED = (
     "DistributedDataParallel or fully_shard, and hand over the wrapped model"
 )
 NO_TENSOR_PARALLELISM = (
-    "tensor parallelism cannot be measured in this release; leave parallelize_module out, and "
-    "shard by fully_shard alone over all ranks"
+    "a variance-reduced optimizer compares whole gradients of micro-batches, and tensor "
+    "parallelism (parallelize_module) leaves slices, copies and partial sums of them; use the base "
+    "optimizer, or leave parallelize_module out"
 )
 
 
@@ -35,20 +37,30 @@ def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
             "private; wrap the model in DistributedDataParallel, or by fully_shard"
         )
     if _is_fully_sharded(modules):
-        from bigbatch.gradients.fsdp2 import FSDP2Source
+        from bigbatch.gradients.fsdp2 import FSDP2Source, data_dims, reshard
 
+        reshard(modules)
+        sharded: list[Any] = list(filter(is_sharded, model.parameters()))
+        if any(parameter.device_mesh.ndim > data_dims(parameter) for parameter in sharded):
+            from bigbatch.gradients.tensor_parallel import TensorParallelFSDP2Source
+
+            return TensorParallelFSDP2Source(model)
         return FSDP2Source(model)
-    for parameter in model.parameters():
-        if is_sharded(parameter) or hasattr(parameter, "_st_info"):
-            raise SettingError(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded over a mesh that "
-                f"fully_shard has not made: {NO_TENSOR_PARALLELISM}"
-            )
     wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if len(wrappers) > 1:
         raise SettingError(f"{len(wrappers)} DDP wrappers found; measure each by its own meter")
-    if wrappers:
-        return DDPSource(wrappers[0], model.parameters())
+    ddp = wrappers[0] if wrappers else None
+    if ddp is not None and any(is_sharded(value) for m in modules for value in vars(m).values()):
+        raise SettingError(
+            "the first forward of a model that parallelize_module cut takes the parameters out of "
+            "it, under DDP; make the optimizer, and AdaptiveBatch or the GradientMeter, before it"
+        )
+    if any(is_sharded(p) or hasattr(p, "_st_info") for p in model.parameters()):
+        from bigbatch.gradients.tensor_parallel import tensor_parallel_source
+
+        return tensor_parallel_source(model, ddp)
+    if ddp is not None:
+        return DDPSource(ddp, model.parameters())
     return SingleProcessSource(model.parameters(), unshared=_UNSHARED)
 
 

@@ -29,9 +29,11 @@ class ReducedShards(GradientShards, ABC):
 class DDPReducer(GroupReducer):
     """Reads the mean gradient under DDP; the last backward of a step has to reduce."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, tensor_group: dist.ProcessGroup | None = None
+    ) -> None:
         group = ddp.process_group
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), [group])
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), [group], tensor_group)
         self.ddp = ddp
 
     @property
@@ -83,10 +85,15 @@ class DDPSource(GradientSource):
     keeps_sums = True
     float32_refusal = ""
 
-    def __init__(self, ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        parameters: Iterable[Tensor],
+        reducer: DDPReducer | None = None,
+    ) -> None:
         parameters = list(parameters)
         require_wrapped(ddp, parameters)
-        super().__init__(parameters, GradGuard(), DDPReducer(ddp))
+        super().__init__(parameters, GradGuard(), reducer or DDPReducer(ddp))
 
     def _sum_of(self, parameter: Tensor) -> Tensor | None:
         if self.float32_sums is not None and is_half(parameter):

@@ -1,13 +1,16 @@
 """Gradients under fully_shard (FSDP2, HSDP): of whole parameters, or reduced, of shards."""
 
+import itertools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from bigbatch.errors import GradientError, SettingError
@@ -49,7 +52,10 @@ class FSDP2Source(GradientSource):
         self._whole: dict[Tensor, weakref.ref[Tensor]] = {}  # the leaf of each hooked parameter
         parameters = [parameter for owned in units.values() for _, _, parameter in owned]
         guard = GradGuard(grad_may_wait=True, local_grad=local_shard)
-        super().__init__(parameters, guard, FSDP2Reducer(require_one_mesh(parameters)))
+        super().__init__(parameters, guard, self._find_reducer(parameters))
+
+    def _find_reducer(self, parameters: Sequence[Tensor]) -> "FSDP2Reducer":
+        return FSDP2Reducer(require_one_mesh(parameters))
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Watches more parameters, all of them shards, between steps."""
@@ -78,7 +84,7 @@ class FSDP2Source(GradientSource):
         """Hooks each watched parameter of the unit that has no hook yet and is gathered."""
         for module, name, parameter in self._units[unit]:
             leaf = module._parameters[name]
-            if leaf is None or isinstance(leaf, DTensor) or not leaf.requires_grad:
+            if leaf is None or _is_shard_of(leaf, parameter) or not leaf.requires_grad:
                 continue
             is_hooked = parameter in self._handles and self._whole[parameter]() is leaf
             if parameter not in self._unwatched and not is_hooked:
@@ -162,31 +168,44 @@ class FSDP2Reducer(GroupReducer):
 
     lockstep = True  # every forward and backward gathers parameters
 
-    def __init__(self, parameter: DTensor) -> None:
-        mesh = parameter.device_mesh
-        rank = int((mesh.mesh.flatten() == dist.get_rank()).nonzero())
-        super().__init__(rank, mesh.size(), [mesh.get_group(dim) for dim in range(mesh.ndim)])
-        self.replicas = math.prod(
-            size
-            for size, placement in zip(mesh.shape, parameter.placements, strict=True)
-            if isinstance(placement, Replicate)
-        )
+    def __init__(self, parameter: DTensor, tensor_group: dist.ProcessGroup | None = None) -> None:
+        mesh, self._dims = parameter.device_mesh, data_dims(parameter)
+        size = math.prod(mesh.shape[self._dims :])  # of tensor parallelism
+        place = int((mesh.mesh.flatten() == dist.get_rank()).nonzero())
+        groups = [mesh.get_group(dim) for dim in range(self._dims)]
+        super().__init__(place // size, mesh.size() // size, groups, tensor_group)
+        self.replicas = math.prod(mesh.shape[: self._dims - 1])
 
     def shard(self, parameter: Tensor, full: Tensor) -> Tensor:
         """This rank's shard of a tensor shaped like the full gradient; nothing is sent."""
-        assert isinstance(parameter, DTensor)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+        return full.narrow(*self._rows(parameter, full.shape))
 
     def shard_indices(self, parameter: Tensor, count: int) -> ShardIndices:
         """Which of the first `count` elements of a gradient this rank has."""
+        shape = self.shape(parameter)
+        return indices_in_rows(count, shape, *self._rows(parameter, shape))
+
+    def _rows(self, parameter: Tensor, shape: Sequence[int]) -> tuple[int, int, int]:
+        """The dimension of a gradient that is sharded, this rank's first row of it, how many."""
         assert isinstance(parameter, DTensor)
-        mesh, shard = parameter.device_mesh, parameter.placements[-1]
-        assert isinstance(shard, Shard)
-        size = parameter.shape[shard.dim]
-        rows = -(-size // mesh.size(mesh.ndim - 1))
-        first = min(size, rows * mesh.get_local_rank(mesh.ndim - 1))
-        return indices_in_rows(count, parameter.shape, shard.dim, first, min(rows, size - first))
+        mesh, last = parameter.device_mesh, self._dims - 1
+        shard: Any = parameter.placements[last]
+        size = shape[shard.dim]
+        rows = -(-size // mesh.size(last))
+        first = min(size, rows * mesh.get_local_rank(last))
+        return shard.dim, first, min(rows, size - first)
+
+
+def data_dims(parameter: DTensor) -> int:
+    """How many dimensions of its mesh fully_shard has added, (Replicate,) Shard; the first ones."""
+    copies = itertools.takewhile(Placement.is_replicate, parameter.placements)
+    return len(list(copies)) + 1
+
+
+def _is_shard_of(leaf: Tensor, parameter: Tensor) -> bool:
+    """Whether a module has the shard still, and not what a forward gathers."""
+    assert isinstance(parameter, DTensor)
+    return isinstance(leaf, DTensor) and leaf.device_mesh == parameter.device_mesh
 
 
 def local_shard(parameter: Tensor) -> Tensor | None:
@@ -206,19 +225,24 @@ def require_one_mesh(parameters: Sequence[Tensor]) -> DTensor:
                 f"parameters are sharded over two meshes, {first.device_mesh} and "
                 f"{parameter.device_mesh} (experts?); in this release they share one"
             )
-        if parameter.device.type == "cpu" != parameter.device_mesh.device_type:
-            raise SettingError(
-                "parameters are offloaded to the CPU (CPUOffloadPolicy), away from the ranks' "
-                f"{first.device_mesh.device_type}; that cannot be measured in this release"
-            )
+        require_not_offloaded(parameter)
         *copies, shard = [isinstance(p, Replicate) for p in parameter.placements]
         if shard or not all(copies) or len(copies) > 1:
             raise SettingError(
                 f"a parameter has the placements {parameter.placements}, where fully_shard alone "
-                f"gives (Shard,) or (Replicate, Shard): {NO_TENSOR_PARALLELISM}; for replicate(), "
-                "wrap the model in DistributedDataParallel"
+                "gives (Shard,) or (Replicate, Shard); for replicate(), wrap the model in "
+                f"DistributedDataParallel; {NO_TENSOR_PARALLELISM}"
             )
     return first
+
+
+def require_not_offloaded(parameter: DTensor) -> None:
+    """Raises SettingError for a parameter that is away from the devices of its mesh."""
+    if parameter.device.type == "cpu" != parameter.device_mesh.device_type:
+        raise SettingError(
+            "parameters are offloaded to the CPU (CPUOffloadPolicy), away from the ranks' "
+            f"{parameter.device_mesh.device_type}; that cannot be measured in this release"
+        )
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

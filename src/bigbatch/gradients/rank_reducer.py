@@ -50,6 +50,8 @@ class RankReducer(GradientShards):
     """
 
     rank, ranks = 0, 1
+    process, processes = 0, 1
+    """Of all that share the step: ranks x the processes that compute a rank's gradient together."""
     lockstep = False
     """Whether the ranks must do equally many backwards in a step."""
     replicas = 1
@@ -80,7 +82,14 @@ class RankReducer(GradientShards):
         return parameter.shape
 
     def all_reduce(self, values: Tensor) -> None:
-        """Sums `values` over the ranks, in place."""
+        """Sums `values` over the processes, in place."""
+
+    def sum_gradient(self, values: Tensor) -> None:
+        """Sums a tensor shaped like a gradient over the ranks, in place."""
+        self.all_reduce(values)
+
+    def sum_slices(self, values: Tensor) -> None:
+        """Sums `values` over the processes of this rank, in place."""
 
     def start_all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         """Begins to sum `values` over the ranks, in place; the call that it returns waits."""
@@ -92,31 +101,59 @@ class RankReducer(GradientShards):
 
 
 class GroupReducer(RankReducer):
-    """Ranks whose gradients an engine reduces over process groups."""
+    """Ranks whose gradients an engine reduces over process groups.
 
-    def __init__(self, rank: int, ranks: int, groups: list[dist.ProcessGroup]) -> None:
+    Args:
+        rank: this rank.
+        ranks: number of ranks, which have samples of their own.
+        groups: the groups over which the engine reduces; this rank is in each.
+        tensor_group: the processes that compute this rank's gradient together, if it is not one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        groups: list[dist.ProcessGroup],
+        tensor_group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
-        self.rank, self.ranks = rank, ranks
-        self._groups = groups
+        self.rank, self.ranks = self.process, self.processes = rank, ranks
+        self._groups = self._all_groups = groups
+        if tensor_group is not None:
+            size = dist.get_world_size(tensor_group)
+            self.process = rank * size + dist.get_rank(tensor_group)
+            self.processes = ranks * size
+            self._all_groups = [*groups, tensor_group]
         world = dist.get_world_size()
-        if rank == 0 and ranks < world:
+        if self.process == 0 and self.processes < world:
             warnings.warn(
-                f"the model is shared by {ranks} of {world} ranks, and the statistics are theirs: "
-                "right where the others train something else. Where they hold other layers of the "
-                "model (pipeline parallelism) the statistics cover these layers alone, so stages "
-                "would decide differently: give each stage a meter, and add up grad_sqnorm and "
-                "grad_variance",
+                f"the model is shared by {self.processes} of {world} ranks, and the statistics are "
+                "theirs: right where the others train something else. Where they hold other layers "
+                "of the model (pipeline parallelism) the statistics cover these layers alone, so "
+                "stages would decide differently: give each stage a meter, and add up grad_sqnorm "
+                "and grad_variance",
                 stacklevel=5,
             )
 
-    def all_reduce(self, values: Tensor) -> None:
-        """Sums `values` over the ranks, in place; one all-reduce per group."""
+    def all_reduce(self, values: Tensor, groups: list[dist.ProcessGroup] | None = None) -> None:
+        """Sums `values` over the processes, in place; one all-reduce per group."""
         try:
-            for group in self._groups:
+            for group in groups or self._all_groups:
                 dist.all_reduce(values, group=group)
         except RuntimeError as error:
-            note_waiting(error, self.rank, self.ranks)
+            note_waiting(error, self.process, self.processes)
             raise
+
+    def sum_gradient(self, values: Tensor) -> None:
+        """Sums a tensor shaped like a gradient over the ranks, in place."""
+        if self._groups:
+            self.all_reduce(values, self._groups)
+
+    def sum_slices(self, values: Tensor) -> None:
+        """Sums `values` over the processes of this rank, in place."""
+        if self.processes > self.ranks:
+            self.all_reduce(values, self._all_groups[-1:])
 
 
 def indices_in_runs(places: Tensor, runs: Iterable[tuple[int, int]]) -> ShardIndices:

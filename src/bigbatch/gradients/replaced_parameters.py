@@ -57,10 +57,17 @@ class ReplacementCheck:
             for slots in (module._parameters, module._modules):
                 for key, value in slots.items() if isinstance(slots, dict) else ():
                     shard = before.get((id(slots), key))
-                    gathered = value is not None and is_sharded(shard) and not is_sharded(value)
+                    gathered = is_sharded(shard) and _is_gathered(value, shard)
                     dicts.append(slots)
                     keys.append(key)
                     values.append(shard if gathered else value)
                     if isinstance(values[-1], Tensor):
                         names[values[-1]] = f"{prefix}.{key}" if prefix else key
         return found, names
+
+
+def _is_gathered(value: Any, shard: Any) -> bool:
+    """Whether a value is what a forward gathers of a shard: a slice, under tensor parallelism."""
+    if not is_sharded(value):
+        return value is not None
+    return bool(value.device_mesh != shard.device_mesh)

@@ -134,6 +134,9 @@ class GradientSource:
     ) -> None:
         self.guard, self.reducer = guard, reducer
         self.rank, self.ranks = reducer.rank, reducer.ranks
+        self.process, self.processes = reducer.process, reducer.processes
+        # whether this process adds what all processes of its rank know, to a sum over them
+        self.is_first = self.process % (self.processes // self.ranks) == 0
         self.parameters: list[Tensor] = guard.parameters
         self._unwatched: dict[Tensor, None] = {}  # parameters that are only zeroed
         self._subscribers: list[Subscriber] = []
@@ -296,11 +299,19 @@ class GradientSource:
         return self.reducer.shards.local_grad(parameter, self.guard.local_grad(parameter))
 
     def local_grads(self) -> list[Tensor]:
-        """`local_grad` of every parameter that has one."""
+        """Every reduced gradient of this process, also copies of what its group has."""
         grads: Any = map(self.guard.local_grad, self.parameters)
         if (shards := self.reducer.shards) is not self.reducer:
             grads = map(shards.local_grad, self.parameters, grads)
         return list(filter(is_tensor, grads))
+
+    def clip_grad_norm_(self, parameters: list[Tensor], max_norm: float) -> Tensor:
+        """Clips the gradients by their norm over all processes; returns that."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def copied_grads(self) -> list[Tensor | None]:
+        """The gradients of which each process of a tensor-parallel group has a copy."""
+        return []
 
     def sums_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """S of each parameter; None where no micro-batch reached it, or S is not kept."""

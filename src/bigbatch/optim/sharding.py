@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients import MADE_LATE, GradientSource, SingleProcessSource
-from bigbatch.gradients.auto import is_sharded
+from bigbatch.gradients.auto import NO_TENSOR_PARALLELISM, is_sharded
 
 AllReduce = Callable[[Tensor], None]
 
@@ -27,6 +27,8 @@ def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
     """The gradient source of an optimizer, for whole parameters or for shards of fully_shard."""
     parameters = list(parameters)
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
+    if any(hasattr(parameter, "_st_info") for parameter in parameters):  # DTensors, in DDP
+        raise SettingError(NO_TENSOR_PARALLELISM)
     if not sharded:
         return SingleProcessSource(parameters, unshared=f"{optimizer} {_UNSHARED}")
     from bigbatch.gradients.fsdp2 import ShardedSource, require_one_mesh
@@ -34,7 +36,8 @@ def source_of(parameters: Iterable[Tensor], optimizer: str) -> GradientSource:
     if len(sharded) < len(parameters):
         raise SettingError(
             f"{len(sharded)} of {len(parameters)} parameters are sharded; wrap the root module by "
-            f"fully_shard too. Where it is wrapped: {MADE_LATE}"
+            f"fully_shard too. Where it is wrapped: {MADE_LATE}. Where parallelize_module has cut "
+            f"them: {NO_TENSOR_PARALLELISM}"
         )
     require_one_mesh(sharded)
     return ShardedSource(parameters)

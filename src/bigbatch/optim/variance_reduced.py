@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients import GradientSource, Subscriber
+from bigbatch.gradients.auto import NO_TENSOR_PARALLELISM
 from bigbatch.gradients.ddp import DDPReducer, DDPSource
 from bigbatch.gradients.grad_sums import GradSums
 from bigbatch.optim.apply_gsnr import LayerGsnr
@@ -208,6 +209,9 @@ class VarianceReduced(Optimizer):
 
     def bind_to_loop(self, source: GradientSource) -> None:
         """Reads gradients from the source of a training loop, and attaches to its DDP model."""
+        if source.processes > source.ranks:
+            raise SettingError(NO_TENSOR_PARALLELISM)
+        self._follow_groups()
         if self.reduced_source() is not None:
             self._source.explicit = True
             return
@@ -220,6 +224,18 @@ class VarianceReduced(Optimizer):
                 "trained; attach it to that, or let AdaptiveBatch do so"
             )
         self.bind(source)
+
+    def _follow_groups(self) -> None:
+        """Reads the parameters that are in the groups now; accelerate puts shards there."""
+        groups, state = [group for group in self.param_groups if group["vr"]], self.gsnr_state
+        parameters = dict.fromkeys(p for group in groups for p in group["params"])
+        if parameters.keys() != state.vr_parameters.keys() and self.attached is None:
+            state.vr_parameters.clear()
+            state.vr_parameters.update(parameters)
+            for group in groups:
+                if self._chooses_fused and group["fused"]:
+                    group["fused"] = all(can_fuse(self.base, p) for p in group["params"])
+            self.bind(source_of(parameters, type(self).__name__))
 
     def bind(self, source: GradientSource, scaling: GradientScaling | None = None) -> None:
         """Reads gradients from a source, which keeps its next sums apart from `.grad`."""

@@ -67,7 +67,7 @@ class HalfBatchCosine(Subscriber):
         reducer = self._source.reducer
         for parameter in (p for p in self._source.parameters if p.requires_grad):
             grad, signed_sum = self._source.local_grad(parameter), self._signed_sum(parameter)
-            reducer.all_reduce(signed_sum)
+            reducer.sum_gradient(signed_sum)
             shard = reducer.shards.shard(parameter, signed_sum).reshape(-1)
             flat = shard.new_zeros(len(shard)) if grad is None else grad.reshape(-1).to(shard)
             products += [squared_norm(shard), shard.dot(flat)]

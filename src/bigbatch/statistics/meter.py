@@ -113,7 +113,7 @@ class GradientMeter:
         self._sums = StepAccumulators(
             self.source, layers, sketches=sketches, half_batch_cosine=half_batch_cosine
         )
-        self._sanity_checks = SanityChecks(loss, warns=self.source.rank == 0)
+        self._sanity_checks = SanityChecks(loss, warns=self.source.process == 0)
         self.at_step(0)
 
     def __enter__(self) -> "GradientMeter":
@@ -162,7 +162,7 @@ class GradientMeter:
         try:
             sizes = self._sizes(samples)
         except GradientError as error:
-            if self.source.ranks == 1:
+            if self.source.processes == 1:
                 raise
             failure = error  # after the other ranks got their part of the sums
         device = self.source.parameters[0].device

@@ -33,8 +33,10 @@ class RandomProjections(Subscriber):
 
     needs_exact_groups = True
 
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self, source: GradientSource) -> None:
+        self._parameters, self._reducer = source.parameters, source.reducer
+        # other signs on each process of a rank, which has other elements
+        self._place = source.process % (source.processes // source.ranks)
         self._sketches: list[Tensor] = []
         self._signs: dict[Tensor, Tensor] = {}  # parameter -> one sign per row
 
@@ -62,7 +64,8 @@ class RandomProjections(Subscriber):
         rows, rest = divmod(flat.numel(), _SIZE)
         signs = self._signs.get(parameter)
         if signs is None or signs.device != flat.device or signs.dtype != flat.dtype:
-            seed = list(map(id, self._parameters)).index(id(parameter))
+            index = list(map(id, self._parameters)).index(id(parameter))
+            seed = self._place * len(self._parameters) + index
             signs = self._signs[parameter] = random_signs((rows + 1,), seed).to(flat)
         if rows:
             with without_autocast(flat.device):
@@ -73,8 +76,10 @@ class RandomProjections(Subscriber):
             sketch[:rest].add_(to_device(last, sketch.device))
 
     def stack(self) -> Tensor:
-        """The sketches of the step, (k, 1021)."""
-        return torch.cat(self._sketches) if self._sketches else self._zeros(0)
+        """The sketches of the step, (k, 1021). Collective over the processes of a rank."""
+        sketches = torch.cat(self._sketches) if self._sketches else self._zeros(0)
+        self._reducer.sum_slices(sketches)
+        return sketches
 
     def _zeros(self, count: int) -> Tensor:
         device = self._parameters[0].device

@@ -84,8 +84,9 @@ class SanityChecks:
 
 def _nonfinite_message(ranks: RankTotals) -> str:
     bad = numpy.flatnonzero(~numpy.isfinite(ranks.sqnorm_sum)).tolist()
+    first = ranks.first_nonfinite.tolist()  # 0 if unknown
     names = [
-        f"micro-batch {ranks.first_nonfinite[number]:.0f}"
+        ("micro-batch {:.0f}" if first[number] else "a micro-batch").format(first[number])
         + (f" on rank {number}" if len(ranks.samples) > 1 else "")
         for number in bad
     ]

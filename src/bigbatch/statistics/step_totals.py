@@ -23,6 +23,7 @@ Vector = TypeVar("Vector", Tensor, list[float])
 _ONE_PROCESS_TOLERANCE = 1e-4  # relative difference of .grad and the micro-batches' sum
 _BFLOAT16_ROUNDING = 2**-8  # once per rank, since engines may reduce in bfloat16
 _SAMPLES_TOLERANCE = 1e-6  # relative difference of samples
+_ROUNDING = 1e-6  # of all copied squared norms, below which a gradient may be rounding alone
 _REPLICA_TOLERANCE = 1e-3  # squared norms of one tensor on several ranks, whose kernels may differ
 
 
@@ -42,7 +43,7 @@ class StepAccumulators:
         # of this rank in the last step: counts, |h_d|^2 (k), sums of squared norms by layer (3, L)
         self._of_rank: tuple[list[float], Tensor, Tensor]
         self._source, self._layers = source, layers
-        self._sketches = RandomProjections(source.parameters) if sketches else None
+        self._sketches = RandomProjections(source) if sketches else None
         self._half_batch = HalfBatchCosine(source) if half_batch_cosine else None
         readers = (self.norms, self.probe, self._sketches, self._half_batch)
         self.subscribers: list[Subscriber] = [s for s in readers if s is not None]
@@ -71,11 +72,15 @@ class StepAccumulators:
             means = means.to(n) if are_means else means / n[:, None]
             parts["weighted_sum"] = n @ means
             parts["spread"] = (n @ means.square().sum(1)).view(1)
+            if not source.is_first:  # the first one of a rank adds what all of them have
+                parts |= {name: 0 * parts[name] for name in ("weighted_sum", "spread")}
             packed = self._all_reduce(parts)
             totals = unpack(packed, self.lengths)
             count, samples = totals["counted"][:2]
             x = leave_one_out(means, n, totals["weighted_sum"], totals["spread"][0], count, samples)
             sums = torch.stack([x.sum(), x.square().sum()])
+            if not source.is_first:
+                sums.zero_()
             source.reducer.all_reduce(sums)
             self.lengths["leave_one_out"] = 2
             return torch.cat([packed, sums])
@@ -96,7 +101,7 @@ class StepAccumulators:
     def _grad_sqnorms(self) -> Tensor:
         """|.grad|^2 of this rank's shards, by layer (1, L)."""
         source, parameters = self._source, list[Tensor]()
-        if not self._layers:
+        if not self._layers and source.processes == source.ranks:
             grads = source.local_grads()
         else:
             found = ((p, source.local_grad(p)) for p in source.parameters)
@@ -121,10 +126,13 @@ class StepAccumulators:
         source, k, device = self._source, len(sizes), self._device
         ranks, layers = source.ranks, count_layers(self._layers)
         inverse_sizes, groups = [1 / n for n in sizes], self._group_sizes(sizes)
-        samples = math.fsum(sizes)
+        is_group, is_first = source.processes > ranks, source.is_first
+        samples, inverse_sum_of_rank = math.fsum(sizes), math.fsum(inverse_sizes)
         counts = [sum(map(bool, groups)), samples, samples**2, failed]
         numbers = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
-        known = self._vector([*numbers, 1 / ranks, math.fsum(inverse_sizes), *counts])
+        if not is_first:  # the first one of a rank adds what all of them know
+            inverse_sum_of_rank, counts = 0.0, [0.0, 0.0, 0.0, failed]
+        known = self._vector([*numbers, 1 / source.processes, inverse_sum_of_rank, *counts])
         factors, scale, inverse_sum, counted = known.tensor_split((3 * k, 3 * k + 1, 3 * k + 2))
         sqnorms = self.norms.squares(device)[:k]  # (k, L)
         by_micro_batch = sqnorms[:, 0] if layers == 1 else sqnorms.sum(1)
@@ -147,9 +155,14 @@ class StepAccumulators:
             "scale": scale if scaler is None else scaler.scale(scale),
         }
         if ranks > 1:
-            parts["grad_fourth_powers"] = grad_sqnorms.sum(0, keepdim=True).square()
+            of_rank = grad_sqnorms.sum(0, keepdim=True)
+            if is_group:
+                source.reducer.sum_slices(of_rank)
+            parts["grad_fourth_powers"] = of_rank.square() * is_first
         if ranks > 1 or len(set(sizes)) > 1:
             parts["slope"] = self._slope(sizes, by_micro_batch)
+        if is_group:
+            parts["copies"] = self._copies(scale)
         if source.group_tap is not None:
             parts["group_error"] = self._group_error(scale)
         if self._half_batch is not None:
@@ -163,13 +176,29 @@ class StepAccumulators:
     def gather_ranks(self) -> "RankTotals":
         """The totals of each rank in the step that was measured last. Collective; waits."""
         (micro_batches, samples, _, failed), sqnorms, sums = self._of_rank
+        source = self._source
         # x - x is nan for the first one that is not finite, and nan is the largest
         first = 1 + (sqnorms - sqnorms).argmax().item() if len(sqnorms) else 1
+        if source.processes > source.ranks:  # a rank's processes may not have the same number
+            first = 0
         of_rank = micro_batches, samples, failed, *sums.sum(1).tolist(), first
-        slots = sums.new_zeros(self._source.ranks, len(of_rank))
-        slots[self._source.rank] = self._vector(of_rank)
-        self._source.reducer.all_reduce(slots)
+        slots = sums.new_zeros(source.ranks, len(of_rank))
+        slots[source.rank] = self._vector(of_rank)
+        source.reducer.all_reduce(slots)
         return RankTotals(*numpy.array(slots.tolist()).T)
+
+    def _copies(self, like: Tensor) -> Tensor:
+        """s_0 - s_i summed over i, and the sum of s_i, of each copied gradient, (2, C) flattened.
+
+        s_i is its |.grad|^2 on process i of a tensor-parallel group.
+        """
+        source, copies = self._source, self._source.copied_grads()
+        norms = [like.new_zeros(()) if g is None else squared_norms([g])[0] for g in copies]
+        if not norms:
+            return like.new_zeros(0)
+        others = source.processes // source.ranks - 1
+        squares = to_device(stacked(norms), self._device, like.dtype)
+        return torch.cat([squares * (others if source.is_first else -1), squares])
 
     def _group_error(self, like: Tensor) -> Tensor:
         """The largest relative error of a sum of groups in the step, (1,)."""
@@ -236,7 +265,9 @@ class StepTotals:
         self.sqnorms_over_sizes = parts["sqnorms_over_sizes"]  # sum |h_d|^2 / n_d, by layer
         self.sqnorms = parts["sqnorms"]  # sum |h_d|^2, by layer
         self.grad_sqnorms = parts["grad_sqnorms"]  # |.grad|^2, by layer
-        self.is_finite = all(map(math.isfinite, [*self.sqnorms, *self.grad_sqnorms]))
+        self._copies = numpy.array(parts.get("copies", [])).reshape(2, -1)  # see `_copies`
+        sqnorms = [*self.sqnorms, *self.grad_sqnorms, *self._copies.flat]
+        self.is_finite = all(map(math.isfinite, sqnorms))
         # of ln |h_d|^2 over ln n_d: covariance, variance
         self.slope = parts.get("slope", [0.0, 0.0])
         (self.inverse_sizes,) = parts["inverse_sizes"]  # sum 1 / n_d
@@ -300,6 +331,15 @@ class StepTotals:
                     f".grad differs between ranks (squared norms {found}): the last backward of "
                     "the step ran under no_sync, or not on the DDP model's own output"
                 )
+        differences, copies = self._copies
+        allowed = _REPLICA_TOLERANCE * copies + _ROUNDING * copies.sum()
+        if number := (abs(differences) > allowed).sum():
+            raise GradientError(
+                f"the gradients of {number} parameters differ between the processes of a "
+                "tensor-parallel group, which each have a copy of them: their module sees a part "
+                "of the sequence, outside the plan of parallelize_module; put it into the plan "
+                "(SequenceParallel)"
+            )
         expected, actual = self._micro_batch_projections, self._grad_projections
         errors = {c: math.dist(actual, [c * x for x in expected]) for c in (1 / ranks, 1)}
         c = min(errors, key=lambda c: errors[c])

@@ -387,8 +387,8 @@ class AdaptiveBatch:
             "own": {
                 "elapsed_seconds": self._update.past.elapsed_seconds,
                 "step_seconds": self._update.past.step_seconds,
-                "rank": self._parts.collectives.rank,
-                "ranks": self._parts.collectives.ranks,
+                "rank": self._parts.collectives.process,
+                "ranks": self._parts.collectives.processes,
                 "stream": position["stream"],
                 "random": random_state(),
                 "first_of_pair": None if pairs is None else pairs.state_dict(),
@@ -417,7 +417,7 @@ class AdaptiveBatch:
         warn_of_changes(shared["settings"], self._update.settings)
         self._is_whole, self._step = False, None
         self._update.load_state_dict(shared, own)
-        rank, ranks = self._parts.collectives.rank, self._parts.collectives.ranks
+        rank, ranks = self._parts.collectives.process, self._parts.collectives.processes
         same_rank = (int(own["rank"]), int(own["ranks"])) == (rank, ranks)
         position = {"pass": shared["pass"], "stream": own["stream"]}
         self.batches.load_state_dict(position, self.epoch, same_rank=same_rank)
@@ -516,7 +516,7 @@ class AdaptiveBatch:
             return None
         log = log if isinstance(log, RunLog) else RunLog(log)
         policy, rule = self.controller.policy, options.get("lr_scaling", "sqrt")
-        log.rank = self._parts.collectives.rank
+        log.rank = self._parts.collectives.process
         log.loop_settings = {
             "policy": self.controller.settings["policy"],
             **({"target": policy.target} if isinstance(policy, SimiGrad) else {}),

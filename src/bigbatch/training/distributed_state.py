@@ -50,7 +50,7 @@ class DistributedState:
             StateError: they are damaged, not from this class, of another version, or of other data.
         """
         states, own = _unpack(memoryview(state["ranks"])), self._collectives
-        data = states[own.rank if len(states) == own.ranks else 0]
+        data = states[own.process if len(states) == own.processes else 0]
         self._train.load_state_dict(_unpack(data.numpy()))
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalStep
 from bigbatch.data.micro_batches import StepBatches
-from bigbatch.data.rank_consistency import are_equal, checksum_sums
+from bigbatch.data.rank_consistency import CHECKSUM_SUMS, are_equal, checksum_sums
 from bigbatch.data.token_steps import TokenStep
 from bigbatch.errors import GradientError, LoopError, SettingError
 from bigbatch.gradients.dtypes import widest_float
@@ -22,7 +22,13 @@ from bigbatch.log.step_record import StepRecord
 from bigbatch.setting_types import Kind, NotNegative
 from bigbatch.statistics.noise_scale import GradientStatistics
 from bigbatch.training.loss_weights import label_weights, mean_over_labels, weighted_loss
-from bigbatch.training.step_sums import StepStatistics, StepSums, found_inf_of, local_totals
+from bigbatch.training.step_sums import (
+    StepStatistics,
+    StepSums,
+    found_inf_of,
+    local_totals,
+    loss_sum,
+)
 from bigbatch.training.training_parts import trained_parameters
 from bigbatch.training.update import Update
 
@@ -68,7 +74,7 @@ class Step:
         # [Note: A step that measures nothing]
         parts = self._parts
         is_read = parts.reader is not None or parts.meter.due or parts.compares
-        self._is_light = not is_read and self._source.reducer.replicas == self._source.ranks
+        self._is_light = not is_read and self._source.reducer.replicas == self._source.processes
         self._counts_labels = True  # unless its only backward is a mean over them
         self._summed: Callable[[], Tensor] | None = None  # what the ranks have sent, if light
         self._optimizer_steps = 0  # of the training, before the first backward
@@ -211,7 +217,7 @@ class Step:
         if number:
             self._weights.append(number)
             self._losses.append(loss.detach() if loss.ndim == 0 else loss.detach().reshape(()))
-        if self._source.ranks > 1 and self._micro_batches.last:
+        if self._source.processes > 1 and self._micro_batches.last:
             self._elapsed_seconds = self._update.past.elapsed_seconds
             if self._is_light:  # what the ranks sum is known
                 own = local_totals(self._source, self._losses, self._weights, self._counts())
@@ -305,7 +311,7 @@ class Step:
         reader = self._parts.reader
         attached = None if reader is None else reader.attached
         if attached is None:
-            norm = nn.utils.clip_grad_norm_(trained_parameters(optimizer), max_norm)
+            norm = self._source.clip_grad_norm_(trained_parameters(optimizer), max_norm)
         else:
             norm = attached.clip_grad_norm_(max_norm, scaler)
         self._source.guard.accept_edit()
@@ -456,7 +462,7 @@ class Step:
 
     def _counts(self) -> list[float]:
         """What this rank knows of the step; see `StepSums`."""
-        is_shared, past = self._source.ranks > 1, self._update.past
+        is_shared, past = self._source.processes > 1, self._update.past
         return [
             math.fsum(self._weights),
             self._backwards,
@@ -496,11 +502,14 @@ class Step:
 
     def _statistics(self, sums: StepSums) -> StepStatistics:
         """The step's statistics, the same on all ranks."""
-        ranks, meter = self._source.ranks, self._parts.meter
+        ranks, processes, meter = self._source.ranks, self._source.processes, self._parts.meter
         loss, weight, micro_batches, weighting, total, has_grad, *rest = sums.read()
-        previous_seconds, elapsed_seconds, *of_checksums = rest
+        previous_seconds, elapsed_seconds, *more = rest
+        of_checksums, losses_differ = more[:CHECKSUM_SUMS], more[CHECKSUM_SUMS:]
         if weighting not in (0, ranks, ranks * (1 + ranks)):  # equal on all ranks
             raise LoopError(_MIXED)
+        if any(losses_differ):
+            self._parts.collectives.require_same_losses(loss_sum(self._weights, self._losses))
         statistics = None
         if self._is_light:
             checks = sums.values[sums.head :]
@@ -540,7 +549,7 @@ class Step:
             weight_per_sample=weight / total if self._counts_labels else None,
             elapsed_seconds=elapsed_seconds / ranks,
             previous_seconds=previous_seconds / ranks,
-            ranks_agree=are_equal(of_checksums, ranks),
+            ranks_agree=are_equal(of_checksums, processes),
         )
 
     def _require_complete(self, call: str) -> StepSums:

@@ -4,12 +4,14 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bigbatch.data.rank_consistency import CHECKSUM_SUMS
+from bigbatch.data.rank_consistency import CHECKSUM_SUMS, LOSS_TOLERANCE
 from bigbatch.gradients import GradientSource
+from bigbatch.gradients.auto import is_sharded
 from bigbatch.gradients.dtypes import stacked, to_device, widest_float, without_autocast
 from bigbatch.statistics.meter import GradientMeter
 from bigbatch.statistics.noise_scale import GradientStatistics
@@ -68,14 +70,15 @@ class StepSums:
         pair_sums: Tensor | None,
     ) -> None:
         self.counts, self.found_inf = counts, found_inf
-        self._weights, self._ranks = weights, meter.source.ranks
+        self._weights, self._processes = weights, meter.source.processes
         # how many of `values` are the losses of this process, or the totals of several
-        self.head = len(weights) if self._ranks == 1 else 8 + CHECKSUM_SUMS
+        is_group = self._processes > meter.source.ranks
+        self.head = len(weights) if self._processes == 1 else 8 + CHECKSUM_SUMS + is_group
         self.values: list[float] = []  # then the meter's, or the checks of a light step; once read
         source, device = meter.source, meter.source.parameters[0].device
         self._copied: torch.Event | None = None
         if not is_light:
-            if self._ranks > 1:
+            if self._processes > 1:
                 first = local_totals(source, losses, weights, counts)
             else:  # which knows its counts, and weighs the losses once it has read them
                 first = to_device(torch.stack(losses), device)
@@ -105,7 +108,7 @@ class StepSums:
             if self._copied is not None:
                 self._copied.synchronize()
             self.values = self._device_values.tolist()
-        if self._ranks > 1:
+        if self._processes > 1:
             return self.values[: self.head]
         return [weighted_sum(self._weights, self.values), *self.counts]
 
@@ -144,7 +147,37 @@ def weighted_sum(weights: Iterable[float], losses: Iterable[float]) -> float:
 def local_totals(
     source: GradientSource, losses: list[Tensor], weights: list[float], counts: list[float]
 ) -> Tensor:
-    """[weight * loss, *counts] of this rank, to be summed over the ranks."""
+    """[weight * loss, *counts] of this rank, to be summed over the ranks.
+
+    The first process of a tensor-parallel group adds what all of them know, and one number more:
+    whether their losses differ. See [Note: Tensor parallelism].
+    """
+    if source.processes == source.ranks:
+        return _totals(source, losses, weights, counts)
+    totals = _totals(source, list(map(_whole, losses)), weights, counts)
+    size, loss = source.processes // source.ranks, totals[:1]
+    moments = torch.cat([loss, loss.square()])
+    source.reducer.sum_slices(moments)
+    mean, square = moments / size
+    differ = square - mean.square() > (LOSS_TOLERANCE * mean).square()
+    shared = torch.cat([totals[:8], differ[None].to(totals)]) * source.is_first
+    return torch.cat([shared[:8], totals[8:], shared[8:]])
+
+
+def loss_sum(weights: Iterable[float], losses: Iterable[Tensor]) -> float:
+    """The sum of weight * loss of this process."""
+    return weighted_sum(weights, [float(_whole(loss)) for loss in losses])
+
+
+def _whole(loss: Any) -> Tensor:
+    """A loss as a plain tensor; of `loss_parallel` it is a DTensor."""
+    tensor: Tensor = loss.full_tensor() if is_sharded(loss) else loss
+    return tensor
+
+
+def _totals(
+    source: GradientSource, losses: list[Tensor], weights: list[float], counts: list[float]
+) -> Tensor:
     device = source.parameters[0].device
     k, dtype = len(weights), widest_float(device)
     if device.type == "cpu":

@@ -31,8 +31,8 @@ class TrainingParts:
         # its own source, if each backward is reduced over the ranks
         self.reduced = None if self.reader is None else self.reader.reduced_source()
         self.collectives = collectives = HostCollectives(meter.source)
-        self.oom_hints = OomHints(collectives.rank, collectives.ranks)
-        self.warns = collectives.rank == 0  # whether this rank warns
+        self.oom_hints = OomHints(collectives.process, collectives.processes)
+        self.warns = collectives.process == 0  # whether this process warns
         self.loss_check = LossCheck(warns=self.warns)
         self.pairs: ConsecutiveSteps | None = None  # if steps of one backward are compared
         self.compares = False  # whether the present step is one of a pair

@@ -63,6 +63,11 @@ class Update:
                 f"{readers[0]} needs measured steps, and every=0 measures none; leave every= out"
             )
         if constraints.min_micro_batches == 1 and parts.collectives.ranks == 1:
+            if parts.collectives.processes > 1:
+                raise SettingError(
+                    "min_micro_batches=1 compares consecutive steps in one process, and tensor "
+                    "parallelism has slices of them; leave it out, or cut each step into 2 or more"
+                )
             parts.pairs = ConsecutiveSteps(parts.meter.layers, parts.meter.confidence)
         self.planner = StepPlanner(parts, batches, controller, constraints, self.past, every)
         self._weightings: set[int] = set()  # of each rank, once it was asked
@@ -212,9 +217,9 @@ class Update:
 
     def require_equal_ranks(self, subject: str) -> None:
         """Raises RankError if the ranks differ in what decides a step. Collective."""
-        if (collectives := self.parts.collectives).ranks > 1:
+        if (collectives := self.parts.collectives).processes > 1:
             sums = collectives.sum(*checksum_sums(self.checksum(waits=True)), subject=subject)
-            if not are_equal(sums, collectives.ranks):
+            if not are_equal(sums, collectives.processes):
                 collectives.require_equal(subject, self._texts)
 
     def require_same_weighting(self, weighting: int) -> None:

@@ -23,6 +23,7 @@ from bigbatch.integrations.lightning.accumulation import LoaderBatchesPerBaseBat
 from bigbatch.integrations.lightning.lightning_checks import (
     clip_norm_of,
     loader_batch_size,
+    require_data_parallel,
     require_drivable,
     require_scheduler,
     take_over_scheduler,
@@ -130,6 +131,7 @@ class AdaptiveBatchCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes the AdaptiveBatch of model and optimizer, and loads the state of a checkpoint."""
         meter = self._meter(trainer.model)
+        require_data_parallel(meter)
         micro_batch = self._micro_batch or loader_batch_size(trainer)
         batches = trainer.num_training_batches
         is_short = trainer.fast_dev_run or trainer.overfit_batches  # maybe shorter than a step

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from bigbatch.errors import SettingError
 from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.policies.policy import Fixed
+from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.scheduler import last_tick
 
@@ -65,6 +66,16 @@ def require_strategy(strategy: Any) -> None:
         raise SettingError(
             f"{type(strategy).__name__} is not supported; use one device, DDPStrategy or "
             "ModelParallelStrategy with fully_shard"
+        )
+
+
+def require_data_parallel(meter: GradientMeter) -> None:
+    """Raises SettingError for a model that configure_model() has cut by parallelize_module."""
+    if meter.source.processes > meter.source.ranks:
+        raise SettingError(
+            "configure_model() cuts the model by tensor parallelism (parallelize_module), which "
+            "AdaptiveBatchCallback does not support; use ModelParallelStrategy with "
+            "tensor_parallel_size=1, or bigbatch.AdaptiveBatch in a loop of your own"
         )
 
 
