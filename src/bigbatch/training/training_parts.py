@@ -52,6 +52,8 @@ class TrainingParts:
         optimizer = self.optimizer
         if type(optimizer) not in _SKIPPING or self.scaler is not None:
             return False
+        if self.meter.source.engine is not None:
+            return False
         groups = optimizer.param_groups
         if not all(map(_FUSED, groups)):
             return False

@@ -1,5 +1,6 @@
 """DeepSpeed settings that are refused, as they would give wrong results or are not tested."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,19 @@ def require_supported(engine: Any) -> None:
     for setting, is_on, reason, remedy in _unsupported_settings(engine):
         if is_on:
             _refuse(setting, reason, remedy)
+
+
+def require_no_options(options: Mapping[str, Any]) -> None:
+    """Raises SettingError for options of AdaptiveBatch that do not work on DeepSpeed."""
+    if options.get("groups") is not None:
+        raise SettingError(
+            f"groups={options['groups']}: DeepSpeed reduces in every backward, and so in the one "
+            "that finds where samples are; leave groups out, micro-batches are compared"
+        )
+    if options.get("transport"):
+        raise SettingError(
+            "transport=True was not tried with DeepSpeed's optimizers; leave transport out"
+        )
 
 
 def _unsupported_settings(engine: Any) -> list[tuple[str, bool, str, str]]:

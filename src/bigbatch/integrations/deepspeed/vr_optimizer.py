@@ -53,7 +53,7 @@ class ZeroShards(GradientSource):
 
     def __init__(self, leaf_source: ZeroSource, layout: VRLayout) -> None:
         self._leaf_source, self._layout = leaf_source, layout
-        leaf_source.zero_reducer.reduces_always = True
+        leaf_source.engine.reduces_always = True
         self.totals: dict[Tensor, Tensor] = {}  # S of this rank's shards, float32 at least
         super().__init__(layout.parameters, NoGuard(), RankReducer(reduces_each_backward=True))
 
@@ -93,7 +93,7 @@ class ZeroShards(GradientSource):
                 self.totals[parameter].add_(shard)
             else:
                 self.totals[parameter] = shard.to(sum_dtype(shard.dtype), copy=True)
-        if self._leaf_source.zero_reducer.next_is_last:
+        if self._leaf_source.engine.next_is_last:
             for parameter, shard in shards.items():
                 shard.copy_(self.totals[parameter])
         else:

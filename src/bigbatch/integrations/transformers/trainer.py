@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from bigbatch.digest import load_state, save_state
 from bigbatch.errors import LoopError, StateError
-from bigbatch.integrations.accelerate import PreparedBatches, batches
+from bigbatch.integrations.accelerate import (
+    PreparedBatches,
+    batches,
+    prepared_meter,
+    torch_optimizer,
+    torch_scheduler,
+)
 from bigbatch.integrations.transformers.callback_handler import Length, SafeCallbackHandler
 from bigbatch.integrations.transformers.trainer_checks import (
     require_arguments,
@@ -100,7 +105,7 @@ class AdaptiveMixin(NextClass):
         options = loop_options(**{name: kwargs.pop(name) for name in names})
         self._settings: dict[str, Any] = {"policy": policy, "meter": meter, **options}
         super().__init__(*args, **kwargs)
-        require_trainer(self)
+        require_trainer(self, options)
         self.callback_handler = SafeCallbackHandler(self.callback_handler)
         self.callback_handler.callbacks.insert(0, Length(self._training, self.callback_handler))
 
@@ -136,7 +141,9 @@ class AdaptiveMixin(NextClass):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As the Trainer's, for the optimizer that AdaptiveBatch steps."""
-        return super().create_scheduler(num_training_steps, optimizer or _unwrap(self.optimizer))
+        return super().create_scheduler(
+            num_training_steps, optimizer or torch_optimizer(self.optimizer)
+        )
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
@@ -146,14 +153,15 @@ class AdaptiveMixin(NextClass):
             self._base_steps, train_dataloader, resume_from_checkpoint
         )
         settings = copy_options(self._settings)  # kept as they are for another call of `train`
-        if settings["meter"] is not None:
-            settings["meter"] = settings["meter"](model)
+        if settings["meter"] is not None or self.is_deepspeed_enabled:
+            settings["meter"] = prepared_meter(self.accelerator, model, settings["meter"])
         assert self._prepared_batches is not None
+        optimizer = torch_optimizer(self.optimizer)
         self.adaptive = AdaptiveBatch(
             model,
-            _unwrap(self.optimizer),
+            optimizer,
             self._prepared_batches,
-            scheduler=self.lr_scheduler,
+            scheduler=torch_scheduler(self.lr_scheduler, optimizer),
             scaler=self.accelerator.scaler,
             **settings,
         )
@@ -234,7 +242,7 @@ class AdaptiveMixin(NextClass):
         """
         accelerator, average = self.accelerator, self.args.average_tokens_across_devices
         self.accelerator = copy.copy(accelerator)
-        self.accelerator.backward = lambda loss: step.backward(
+        self.accelerator.backward = lambda loss, **_: step.backward(
             loss, weight=weight if mean_over_labels(loss) is None else None
         )
         self.args.average_tokens_across_devices = False  # the weights do it
@@ -288,7 +296,7 @@ class AdaptiveMixin(NextClass):
         save_rank_state(Path(output_dir), self.args.process_index, epochs, train.state_dict())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        consolidate = getattr(_unwrap(self.optimizer), "consolidate_state_dict", None)
+        consolidate = getattr(torch_optimizer(self.optimizer), "consolidate_state_dict", None)
         if callable(consolidate):
             consolidate()
         super()._save_optimizer_and_scheduler(output_dir)
@@ -345,8 +353,3 @@ def _metrics_of(record: StepRecord, measured: StepRecord | None) -> dict[str, fl
     if measured is not None:
         metrics |= {"similarity": measured.similarity, "noise_scale": measured.noise_scale}
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-
-def _unwrap(optimizer: Any) -> Any:
-    """The optimizer inside one that accelerate has prepared."""
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
