@@ -17,6 +17,7 @@ from bigbatch.data.micro_batches import MicroBatch, StepBatches
 from bigbatch.data.rank_consistency import samples_of_rank
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.errors import SettingError
+from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy
@@ -88,8 +89,9 @@ def adaptive_batch(
     """
     require_supported(accelerator, options)
     is_prepared = isinstance(scheduler, AcceleratedScheduler)
+    is_around = _is_around_engines(optimizer, model)
     for name, value, is_right in (
-        ("optimizer", optimizer, isinstance(optimizer, AcceleratedOptimizer)),
+        ("optimizer", optimizer, isinstance(optimizer, AcceleratedOptimizer) or is_around),
         ("scheduler", scheduler, is_prepared or scheduler is None or callable(scheduler)),
     ):
         if not is_right:
@@ -97,13 +99,13 @@ def adaptive_batch(
                 f"{name}= is a {type(value).__name__} that accelerate did not prepare; pass what "
                 "accelerator.prepare returns for it"
             )
+    inner = torch_optimizer(optimizer)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if meter is not None:
             raise SettingError(
                 "meter= is given, and on DeepSpeed the engine's own is used; leave meter= out"
             )
-        meter = prepared_meter(accelerator, model)
-    inner = torch_optimizer(optimizer)
+        meter = prepared_meter(accelerator, model, inner)
     train = AdaptiveBatch(
         model,
         inner,
@@ -120,15 +122,25 @@ def adaptive_batch(
 
 
 def prepared_meter(
-    accelerator: Any, model: nn.Module, make: Callable[..., GradientMeter] | None = None
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Optimizer,
+    make: Callable[..., GradientMeter] | None = None,
 ) -> GradientMeter:
-    """The meter of a prepared model; that of a DeepSpeed engine gets source= too."""
+    """The meter of a prepared model; that of a DeepSpeed engine is made with source= too."""
     make = make or GradientMeter
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return make(model)
     from bigbatch.integrations.deepspeed.engine_parts import engine_meter
 
-    return engine_meter(model, make=make)
+    return engine_meter(model, optimizer, make)
+
+
+def _is_around_engines(optimizer: Any, model: Any) -> bool:
+    """Whether a variance-reduced optimizer has that of a DeepSpeed engine inside."""
+    vr_optimizer = micro_batch_optimizer(optimizer)
+    own = getattr(model, "basic_optimizer", None)
+    return vr_optimizer is not None and vr_optimizer.base is own
 
 
 def torch_optimizer(optimizer: Any) -> Any:

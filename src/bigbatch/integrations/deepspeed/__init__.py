@@ -33,7 +33,7 @@ from bigbatch.integrations.deepspeed.simigrad_config import (
     set_fork_attributes,
     warn_of_number,
 )
-from bigbatch.integrations.deepspeed.vr_optimizer import require_no_vr_factory
+from bigbatch.integrations.deepspeed.vr_optimizer import require_base_optimizer
 
 __all__ = ["AdaptiveEngine", "initialize"]
 
@@ -113,7 +113,7 @@ def initialize(
             )
         unchanged: tuple[Any, Any, Any, Any]
         unchanged = deepspeed.initialize(training_data=training_data, **arguments)
-        require_no_vr_factory(unchanged[0])
+        require_base_optimizer(unchanged[0])
         if adaptive_batch_params is not None:
             set_fork_attributes(unchanged[0], params)
         return unchanged

@@ -10,38 +10,35 @@ from bigbatch.integrations.deepspeed.config_checks import require_supported
 from bigbatch.integrations.deepspeed.gradient_source import ZeroSource
 from bigbatch.integrations.deepspeed.vr_optimizer import (
     bind_to_zero,
-    require_no_vr_factory,
+    require_base_optimizer,
     require_vr_layout,
     set_layers,
 )
 from bigbatch.integrations.deepspeed.zero_layout import layout_of
-from bigbatch.optim.variance_reduced import VarianceReduced
+from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.statistics.meter import GradientMeter
 
 
 def engine_meter(
-    engine: Any,
-    vr_optimizer: VarianceReduced | None = None,
-    make: Callable[..., GradientMeter] = GradientMeter,
+    engine: Any, optimizer: Any, make: Callable[..., GradientMeter] = GradientMeter
 ) -> GradientMeter:
     """The meter of an engine, which also runs its backwards and steps.
 
     Args:
-        engine: the engine, whose own optimizer LARS, LAMB and `vr_optimizer` are adapted to.
-        vr_optimizer: the optimizer around that of the engine, if it is variance-reduced.
+        engine: the engine.
+        optimizer: its own optimizer, or a variance-reduced one around that.
         make: makes the meter, of the engine and source=.
     Raises:
         SettingError: a setting of DeepSpeed is not supported; docs/deepspeed.md.
     """
     require_supported(engine)
-    require_no_vr_factory(engine)
+    require_base_optimizer(engine)
     layout = layout_of(engine)
     source = ZeroSource(engine, layout)
     set_layers(engine.basic_optimizer, layout)
-    if vr_optimizer is not None:
-        bind_to_zero(
-            vr_optimizer, source, require_vr_layout(engine, vr_optimizer.gsnr_state, layout)
-        )
+    if (vr_optimizer := micro_batch_optimizer(optimizer)) is not None:
+        vr_layout = require_vr_layout(engine, vr_optimizer, layout)
+        bind_to_zero(vr_optimizer, source, vr_layout)
     return make(engine, source=source)
 
 

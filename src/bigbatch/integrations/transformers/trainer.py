@@ -37,6 +37,7 @@ from bigbatch.integrations.transformers.trainer_step import (
     count_labels,
 )
 from bigbatch.log.step_record import StepRecord
+from bigbatch.optim.variance_reduced import VarianceReduced, micro_batch_optimizer
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy, needs_of
 from bigbatch.setting_types import checked
@@ -98,6 +99,7 @@ class AdaptiveMixin(NextClass):
         self.optimizer: Any
         self.lr_scheduler: Any
         self._split_step = SplitStep()
+        self._vr_optimizer: VarianceReduced | None = None  # around the one that DeepSpeed has
         self._prepared_batches: PreparedBatches | None = None
         self._checkpoint: dict[str, Any] | None = None  # the state to resume from
         self._logged: StepRecord | None = None  # the last measurement that was logged
@@ -139,6 +141,14 @@ class AdaptiveMixin(NextClass):
                 max_steps = math.ceil(max_steps / batch_size)
         return epochs, updates, examples, trained, batch_size, in_epoch, max_steps
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; DeepSpeed gets the optimizer inside a variance-reduced one."""
+        self.optimizer = super().create_optimizer(*args, **kwargs)
+        vr_optimizer = micro_batch_optimizer(self.optimizer)
+        if vr_optimizer is not None and self.is_deepspeed_enabled:
+            self._vr_optimizer, self.optimizer = vr_optimizer, vr_optimizer.base
+        return self.optimizer
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As the Trainer's, for the optimizer that AdaptiveBatch steps."""
         return super().create_scheduler(
@@ -149,14 +159,17 @@ class AdaptiveMixin(NextClass):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> tuple[Any, Any]:
         self._unwrap_all()
+        self._vr_optimizer = None
         model, _ = super()._prepare_for_training(
             self._base_steps, train_dataloader, resume_from_checkpoint
         )
         settings = copy_options(self._settings)  # kept as they are for another call of `train`
+        optimizer = self._vr_optimizer or torch_optimizer(self.optimizer)
         if settings["meter"] is not None or self.is_deepspeed_enabled:
-            settings["meter"] = prepared_meter(self.accelerator, model, settings["meter"])
+            settings["meter"] = prepared_meter(
+                self.accelerator, model, optimizer, settings["meter"]
+            )
         assert self._prepared_batches is not None
-        optimizer = torch_optimizer(self.optimizer)
         self.adaptive = AdaptiveBatch(
             model,
             optimizer,

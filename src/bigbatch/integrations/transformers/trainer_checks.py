@@ -46,6 +46,11 @@ def require_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
     require_arguments([trainer.args])  # its default ones, or changed by accelerate's configuration
     if trainer.optimizer is not None:
         require_steppable(trainer.optimizer)
+        if trainer.is_deepspeed_enabled:
+            raise SettingError(
+                f"optimizers=({type(trainer.optimizer).__name__}, ...): on DeepSpeed the Trainer "
+                "replaces it by one of its own; pass optimizer_cls_and_kwargs=(class, settings)"
+            )
     scheduler = trainer.lr_scheduler
     if isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):
         raise SettingError(_plateau(f"optimizers=(..., {type(scheduler).__name__})"))
