@@ -198,7 +198,7 @@ def require_base_optimizer(engine: Any) -> None:
             f"DeepSpeed has the {type(optimizer).__name__} itself, and needs the optimizer inside; "
             "make it first and pass it as optimizer= of initialize, not by a function; pass it as "
             "optimizer_cls_and_kwargs= of AdaptiveTrainer; or let accelerate prepare its .base, "
-            "and pass it to adaptive_batch"
+            "and pass it to adaptive_batch. Lightning's DeepSpeedStrategy has no such way"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.amp import GradScaler
@@ -51,7 +52,8 @@ class AdaptiveBatchCallback(Callback):
 
     One batch of the training loader on one rank is a micro-batch, and the accumulation changes from
     step to step: the batch size is a multiple of ranks x the loader's batch size. It supports one
-    device, DDP and FSDP2 (`ModelParallelStrategy`). `AdaptiveBatch` documents the keywords.
+    device, DDP, FSDP2 (`ModelParallelStrategy`) and DeepSpeed. `AdaptiveBatch` documents the
+    keywords.
 
     `train` is the AdaptiveBatch from the start of the training, `train.record` its last step.
 
@@ -61,7 +63,7 @@ class AdaptiveBatchCallback(Callback):
             log as for `AdaptiveBatch`; micro_batch: samples in a batch of the loader, if the loader
             has no batch size. A scheduler with interval="step" is advanced once per base batch.
         meter: function that makes the meter of the model that the strategy has wrapped, such as
-            `functools.partial(GradientMeter, confidence=0.9)`.
+            `functools.partial(GradientMeter, confidence=0.9)`; on DeepSpeed it gets source= too.
         count: function that counts the samples in a batch; default: Lightning's, of `self.log`.
         weight: function of a batch, called after its `training_step`, that returns the number of
             elements that its mean loss is over, as `weight` of `Step.backward`; default: what the
@@ -116,6 +118,10 @@ class AdaptiveBatchCallback(Callback):
         if self._trains:
             require_drivable(trainer, pl_module)
             self.train = self._loop = None
+            if isinstance(trainer.strategy, DeepSpeedStrategy):
+                from bigbatch.integrations.lightning.lightning_engine import keep_accumulation
+
+                keep_accumulation(trainer.strategy, self._settings)
             self._teardown.callback(setattr, trainer, "accumulate_grad_batches", 1)
             base_batch = base_batch_of(self._settings)
             accumulation = LoaderBatchesPerBaseBatch(trainer, base_batch, self._micro_batch)
@@ -129,7 +135,17 @@ class AdaptiveBatchCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes the AdaptiveBatch of model and optimizer, and loads the state of a checkpoint."""
-        meter = self._meter(trainer.model)
+        optimizer, scheduler = trainer.optimizers[0], take_over_scheduler(trainer)
+        engine = trainer.model if isinstance(trainer.strategy, DeepSpeedStrategy) else None
+        if engine is None:
+            meter = self._meter(trainer.model)
+        else:
+            from bigbatch.integrations.lightning.lightning_engine import (
+                LightningEngine,
+                parts_of_engine,
+            )
+
+            optimizer, scheduler, meter = parts_of_engine(engine, scheduler, self._meter)
         micro_batch = self._micro_batch or loader_batch_size(trainer)
         batches = trainer.num_training_batches
         is_short = trainer.fast_dev_run or trainer.overfit_batches  # maybe shorter than a step
@@ -141,19 +157,21 @@ class AdaptiveBatchCallback(Callback):
                 setattr, trainer, "gradient_clip_val", trainer.gradient_clip_val
             )
             trainer.gradient_clip_val = None
-        optimizer = trainer.optimizers[0]
         self.train = AdaptiveBatch(
             trainer.model,
             optimizer,
             ExternalBatches(micro_batch, samples),
             fixed_micro_batch=True,
-            scheduler=take_over_scheduler(trainer),
+            scheduler=scheduler,
             scaler=_scaler(trainer),
             meter=meter,
             **copy_options(self._settings),
         )
         warn_of_end(trainer, self.train)
         self._loop = ExternalLoop(self.train)
+        if engine is not None:
+            LightningEngine.adapt(engine, self._loop)
+            self._teardown.callback(engine.restore)
         # after the optimizer's step, and before Lightning advances any scheduler
         hook = optimizer.register_step_post_hook(lambda *_: self._update.close())
         self._teardown.callback(hook.remove)
@@ -237,6 +255,8 @@ class AdaptiveBatchCallback(Callback):
     ) -> None:
         """Decides, and sets the learning rates of the batch for `optimizer.step()`."""
         step, scaler = self._step, _scaler(trainer)
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            return  # the engine does it all
         if not step.complete:
             raise LoopError(_NO_LOSS)
         if self._clip_norm is not None:
