@@ -1,6 +1,7 @@
 """The Trainer on DeepSpeed, on two processes, against the Trainer under DDP."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from transformers import TrainerCallback
 
 import bigbatch as bb
 from accelerate_process import launched
-from bigbatch.errors import SettingError
+from bigbatch.errors import LoopError, SettingError
 from bigbatch.integrations.transformers import AdaptiveTrainer
 from bigbatch.optim import VRSGD, VRAdam
 from deepspeed_training import OFFLOADED, max_difference, quiet, weights_of
@@ -68,7 +69,8 @@ def build(folder, deepspeed, kind=AdaptiveTrainer, callbacks=(), given=None, **s
         "data_seed": 3,
         "adam_epsilon": 1e-5,
     } | settings
-    options = {"policy": bb.SimiGrad(0.3, min_batch=8, max_batch=24), "every": 1} | (given or {})
+    policy = bb.SimiGrad(0.05, min_batch=8, max_batch=18, grow=1.5)
+    options = {"policy": policy, "every": 1} | (given or {})
     return kind(
         model=gpt(),
         args=arguments(folder, deepspeed=deepspeed, **settings),
@@ -124,7 +126,8 @@ def fp32_cells(rank, ranks, folder):
 def test_every_stage_trains_as_ddp_does(deepspeed_ranks, tmp_path):
     for plain, cells in deepspeed_ranks(2)(fp32_cells, str(tmp_path)):
         assert len(plain[0]) >= UPDATES
-        assert len({line[MEASURED] for line in plain[0]}) > 2
+        sizes = [line[MEASURED] for line in plain[0]]
+        assert {True, False} <= {later > size for size, later in pairwise(sizes) if later != size}
         assert any(line[1] > 0.5 for line in plain[0])  # clipped
         assert list(CELLS) == list(cells)
         for cell in cells.values():
@@ -153,18 +156,29 @@ def test_a_killed_run_resumes_bit_for_bit(deepspeed_ranks, tmp_path, stage):
         assert all(map(torch.equal, whole[1], halves[1]))
 
 
+FLOAT32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+
 def bf16(rank, ranks, folder):
     quiet()
     results = []
-    for config in (None, config_of(2)):
+    for config in (None, *map(config_of, range(4)), config_of(1, **FLOAT32_SUMS)):
         with launched(rank, ranks):
-            results.append(trained(folder, config, bf16=True))
+            # a target that rounding does not cross
+            given = {"policy": bb.SimiGrad(0.3, min_batch=8, max_batch=24)}
+            how = {"bf16": True, "num_train_epochs": 1, "given": given}
+            results.append(trained(folder, config, **how)[0])
     return results
 
 
-def test_bf16_at_stage_2_takes_the_batches_of_ddp(deepspeed_ranks, tmp_path):
-    for plain, zero in deepspeed_ranks(2)(bf16, str(tmp_path)):
-        assert [line[MEASURED] for line in plain[0]] == [line[MEASURED] for line in zero[0]]
+def test_bf16_takes_the_batches_of_ddp(deepspeed_ranks, tmp_path):
+    for plain, *stages in deepspeed_ranks(2)(bf16, str(tmp_path)):
+        assert len(stages) == 5
+        for stage in stages:
+            assert [line[MEASURED:] for line in plain] == [line[MEASURED:] for line in stage]
+            assert [line[2] for line in plain] == pytest.approx(
+                [line[2] for line in stage], abs=0.04
+            )
 
 
 def skipping(rank, ranks, folder):
@@ -177,6 +191,8 @@ def skipping(rank, ranks, folder):
             finite = all(w.isfinite().all() for w in weights_of(trainer.deepspeed))
             train, engine = trainer.adaptive, trainer.deepspeed
             results.append((train.skipped, engine.skipped_steps, train.samples, finite))
+            with pytest.raises(LoopError, match="make another Trainer"):
+                trainer.train()
     return results
 
 
@@ -230,10 +246,11 @@ def test_deepspeeds_scheduler_counts_base_batches(deepspeed_ranks, tmp_path):
             assert pytest.approx(1e-2 * factor * (batch / 8) ** 0.5) == lr
 
 
-def variance_reduced(folder, deepspeed, size):
+def variance_reduced(folder, deepspeed, size, **settings):
     return trained(
         folder,
         deepspeed,
+        **settings,
         train_sampling_strategy="sequential",
         per_device_train_batch_size=size,
         lr_scheduler_type="constant",
@@ -248,6 +265,9 @@ def variance_reduced_cells(rank, ranks, folder):
     for stage in range(4):
         with launched(rank, ranks):
             cells.append(variance_reduced(folder, config_of(stage), 4))
+    for stage in (1, 2, 3):
+        with launched(rank, ranks):
+            cells.append(variance_reduced(folder, config_of(stage), 4, bf16=True))
     return cells
 
 
@@ -255,7 +275,12 @@ def test_variance_reduced_stages_train_as_one_process_does(deepspeed_ranks, tmp_
     lines, weights = variance_reduced(tmp_path, None, 8)  # the micro-batches of both processes
     way = max_difference(weights, gpt().parameters())
     for cells in deepspeed_ranks(2)(variance_reduced_cells, str(tmp_path)):
-        for others, local in cells:
+        fp32, bf16 = cells[:4], cells[4:]
+        for others, local in bf16:
+            for line, other in zip(lines, others, strict=True):
+                assert line[:2] == pytest.approx(other[:2], rel=0.02)
+            assert way / 5 > max_difference(weights, local), (way, max_difference(weights, local))
+        for others, local in fp32:
             assert [line[MEASURED:] for line in lines] == [line[MEASURED:] for line in others]
             for line, other in zip(lines, others, strict=True):
                 assert line[:2] == pytest.approx(other[:2], rel=1e-4)  # r is a ratio of noise
@@ -286,6 +311,16 @@ REFUSED = {  # how it is built, its configuration, a part of the message
         "optimizer_cls",
     ),
     "a variance-reduced optimizer, CPU offload": (VR, config_of(2, **OFFLOAD), "offloaded to"),
+    "a variance-reduced optimizer, stage 0, bf16": (
+        {**VR, "bf16": True},
+        config_of(0),
+        "float32 copies of the parameters",
+    ),
+    "a variance-reduced optimizer, stage 1, float32 sums": (
+        {**VR, "bf16": True},
+        config_of(1, **FLOAT32_SUMS),
+        "gradients are added up outside .grad",
+    ),
     "gradients that are summed": ({}, config_of(2, gradient_allreduce_op="sum"), '"sum"'),
 }
 

@@ -77,7 +77,7 @@ class AdaptiveMixin(NextClass):
             `AdaptiveBatch`.
         groups: as for `AdaptiveBatch`; the labels of each sample are its weight.
         meter: function that makes a GradientMeter of the prepared model, if it needs options:
-            `lambda model: bb.GradientMeter(model, confidence=0.9)`.
+            `functools.partial(bb.GradientMeter, confidence=0.9)`; on DeepSpeed it gets source= too.
         kwargs: all keyword arguments of the Trainer.
     Raises:
         SettingError: a setting of the Trainer is not supported; the message has the remedy.
@@ -158,8 +158,9 @@ class AdaptiveMixin(NextClass):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> tuple[Any, Any]:
+        if self.is_deepspeed_enabled and self.adaptive is not None:
+            raise LoopError("a Trainer trains once on DeepSpeed; make another Trainer of the model")
         self._unwrap_all()
-        self._vr_optimizer = None
         model, _ = super()._prepare_for_training(
             self._base_steps, train_dataloader, resume_from_checkpoint
         )
