@@ -20,7 +20,11 @@ from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import BatchError, LoopError, SettingError
 from bigbatch.integrations.external_loop import ExternalLoop
-from bigbatch.integrations.lightning.accumulation import LoaderBatchesPerBaseBatch, base_batch_of
+from bigbatch.integrations.lightning.accumulation import (
+    LoaderBatchesPerBaseBatch,
+    base_batch_of,
+    keep_accumulation,
+)
 from bigbatch.integrations.lightning.lightning_checks import (
     clip_norm_of,
     loader_batch_size,
@@ -119,9 +123,10 @@ class AdaptiveBatchCallback(Callback):
             require_drivable(trainer, pl_module)
             self.train = self._loop = None
             if isinstance(trainer.strategy, DeepSpeedStrategy):
-                from bigbatch.integrations.lightning.lightning_engine import keep_accumulation
+                from bigbatch.integrations.deepspeed.config_checks import require_no_options
 
-                keep_accumulation(trainer.strategy, self._settings)
+                require_no_options(self._settings)
+                keep_accumulation(trainer.strategy)
             self._teardown.callback(setattr, trainer, "accumulate_grad_batches", 1)
             base_batch = base_batch_of(self._settings)
             accumulation = LoaderBatchesPerBaseBatch(trainer, base_batch, self._micro_batch)
@@ -140,12 +145,12 @@ class AdaptiveBatchCallback(Callback):
         if engine is None:
             meter = self._meter(trainer.model)
         else:
-            from bigbatch.integrations.lightning.lightning_engine import (
-                LightningEngine,
-                parts_of_engine,
-            )
+            from bigbatch.integrations.deepspeed.engine_parts import engine_meter, engine_scheduler
+            from bigbatch.integrations.deepspeed.loop_engine import LoopEngine
 
-            optimizer, scheduler, meter = parts_of_engine(engine, scheduler, self._meter)
+            optimizer = engine.basic_optimizer
+            meter = engine_meter(engine, optimizer, self._meter)
+            scheduler = engine_scheduler(scheduler, optimizer)
         micro_batch = self._micro_batch or loader_batch_size(trainer)
         batches = trainer.num_training_batches
         is_short = trainer.fast_dev_run or trainer.overfit_batches  # maybe shorter than a step
@@ -170,7 +175,7 @@ class AdaptiveBatchCallback(Callback):
         warn_of_end(trainer, self.train)
         self._loop = ExternalLoop(self.train)
         if engine is not None:
-            LightningEngine.adapt(engine, self._loop)
+            LoopEngine.adapt(engine, self._loop)
             self._teardown.callback(engine.restore)
         # after the optimizer's step, and before Lightning advances any scheduler
         hook = optimizer.register_step_post_hook(lambda *_: self._update.close())
