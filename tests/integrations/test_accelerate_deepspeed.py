@@ -92,6 +92,28 @@ def test_every_stage_trains_as_ddp_does(deepspeed_ranks):
             assert 5e-6 > max_difference(weights, local)
 
 
+def with_empty_ends(rank, ranks):
+    """The weights after steps whose last micro-batch has no weight."""
+    quiet()
+    results = []
+    for stage in (None, 0, 2):
+        with launched(rank, ranks):
+            _, train, model = built(stage)
+            for step in train:
+                for x, y in step:
+                    step.backward(cross_entropy(model(x), y), weight=0 if step.last else len(y))
+                step.clip_grad_norm_(CLIP)
+                step.update()
+            results.append(plain_weights(model, stage))
+    return results
+
+
+def test_a_step_may_end_with_a_micro_batch_of_no_weight(deepspeed_ranks):
+    ((plain, *stages),) = deepspeed_ranks(1)(with_empty_ends)
+    for weights in stages:
+        assert 1e-6 > max_difference(plain, weights)
+
+
 def resumed(rank, ranks, folder, stage):
     """(uninterrupted, saved and loaded by other objects), in the middle of a pass."""
     quiet()
@@ -161,6 +183,10 @@ def refused(rank, ranks):
         with launched(rank, ranks), pytest.raises(SettingError) as raised:
             built(2, **how)
         messages[name] = str(raised.value)
+    with launched(rank, ranks):
+        _, train, model = built(2)
+        with pytest.raises(SettingError, match="without DeepSpeed"):
+            train.branch_test(lambda batch: cross_entropy(model(batch[0]), batch[1]))
     return messages
 
 

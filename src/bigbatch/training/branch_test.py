@@ -95,6 +95,11 @@ def branch_test(
         raise SettingError(
             "another loop gives the micro-batches; run a branch test in a loop over a loader"
         )
+    if parts.meter.source.engine is not None:
+        raise SettingError(
+            "DeepSpeed's engine runs the backwards and steps, which a branch test does itself; run "
+            "it in a loop without DeepSpeed"
+        )
     if parts.reader is not None:
         raise SettingError(
             f"{type(parts.optimizer).__name__} needs the gradient of each micro-batch of the loop; "

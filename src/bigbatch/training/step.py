@@ -144,13 +144,15 @@ class Step:
             GradientError: `.grad` was written to by other code.
         """
         number, factor = self._begin(loss, loss, weight)
+        engine = self._source.engine
         try:
             with self._micro_batch(number):
-                if factor or self._source.ranks > 1:  # the other ranks wait for this backward
+                # the other ranks, or an engine, wait for this backward
+                if factor or engine is not None or self._source.ranks > 1:
                     weighted, scaler = weighted_loss(loss, factor), self._parts.scaler
                     if scaler is not None and factor:
                         weighted = scaler.scale(weighted)
-                    if (engine := self._source.engine) is None:
+                    if engine is None:
                         weighted.backward()  # type: ignore[no-untyped-call]
                     else:
                         engine.backward(weighted)
@@ -289,6 +291,8 @@ class Step:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the unscaled mean gradient of the trained parameters; returns its norm before that.
+
+        DeepSpeed clips at this norm as it steps, and leaves its own `gradient_clipping` out.
 
         Raises:
             LoopError: before the last micro-batch's backward, or after `update()`.
