@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
@@ -81,18 +81,6 @@ def test_an_accumulation_along_with_it_is_refused():
 )
 def test_a_callback_that_sets_the_accumulation_too_is_refused(other):
     refused(f"{type(other).__name__} sets accumulate_grad_batches too", callbacks=[other])
-
-
-def test_deepspeed_is_refused_by_both_settings():
-    pytest.importorskip("deepspeed")
-    with pytest.raises(SettingError) as refusal:
-        require_strategy(DeepSpeedStrategy())
-    for named in (
-        "gradient_accumulation_steps",
-        "accumulate_grad_batches",
-        "bigbatch.integrations.deepspeed",
-    ):
-        assert named in str(refusal.value)
 
 
 def test_fsdp1_is_refused_by_name():

@@ -54,13 +54,6 @@ def test_accumulation_in_accelerates_configuration_is_refused(tmp_path):
         build(tmp_path, args)
 
 
-def test_deepspeed_is_refused(tmp_path):
-    args = arguments(tmp_path)
-    args.deepspeed = {"zero_optimization": {"stage": 1}}
-    with pytest.raises(SettingError, match=r"bigbatch\.integrations\.deepspeed"):
-        build(tmp_path, args)
-
-
 def test_fsdp1_is_refused(tmp_path):
     args = arguments(tmp_path)
     args.fsdp, args.fsdp_config = True, {"version": 1}

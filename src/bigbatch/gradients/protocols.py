@@ -64,3 +64,16 @@ class Subscriber(Protocol):
     def end(self) -> None:
         """The current micro-batch is complete."""
         return
+
+
+class Engine(Protocol):
+    """Runs the backwards and optimizer steps of a source whose gradients it keeps itself."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Runs the backward of a micro-batch's weighted loss."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips the mean gradient, at the latest in `step`; its norm before that."""
+
+    def step(self, samples: int, *, finite: bool) -> None:
+        """Steps the optimizer for a batch of so many samples; skips if it is not finite."""

@@ -27,7 +27,7 @@ from bigbatch.gradients.gradient_hooks import (
 )
 from bigbatch.gradients.groups.group_norms import GroupNorms
 from bigbatch.gradients.groups.group_tap import GroupTap, refusal_message
-from bigbatch.gradients.protocols import MicroBatchGradients, Subscriber
+from bigbatch.gradients.protocols import Engine, MicroBatchGradients, Subscriber
 from bigbatch.gradients.rank_reducer import RankReducer
 
 TWICE = (
@@ -124,6 +124,8 @@ class GradientSource:
     """Whether it has S, the sum of what the complete micro-batches added."""
     gathers = False
     """Whether gradients that hooks see are added up, and reported at the end of a micro-batch."""
+    engine: Engine | None = None
+    """What runs backwards and optimizer steps, if it is not torch."""
     hides = False
     """Whether it reads gradients from `.grad`, which is empty when a backward starts."""
     float32_refusal = "its engine adds them up itself"

@@ -1,12 +1,13 @@
 """AdaptiveBatch for a model, optimizer and loader prepared by Hugging Face's accelerate."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, pairwise
 from typing import Any, Unpack
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from bigbatch.data.batches import Batches
@@ -16,6 +17,7 @@ from bigbatch.data.rank_consistency import samples_of_rank
 from bigbatch.data.sampler import ElasticDistributedSampler
 from bigbatch.data.token_steps import TokenStep
 from bigbatch.errors import SettingError
+from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy
@@ -34,7 +36,13 @@ from accelerate.data_loader import (
 )
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import broadcast_object_list, send_to_device, synchronize_rng_states
+from accelerate.utils import (
+    DistributedType,
+    broadcast_object_list,
+    send_to_device,
+    synchronize_rng_states,
+)
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 
 _REPLACED = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 _LOADER_OPTIONS = inspect.signature(DataLoader).parameters.keys() - _REPLACED
@@ -80,15 +88,14 @@ def adaptive_batch(
     Raises:
         SettingError: a setting of accelerate is not supported; the message has the remedy.
     """
-    require_supported(accelerator)
-    schedulers = [*scheduler] if isinstance(scheduler, list | tuple) else [scheduler]
+    require_supported(accelerator, options)
+    is_list = isinstance(scheduler, list | tuple)
+    schedulers = [*scheduler] if is_list else [scheduler]
     is_prepared = all(isinstance(each, AcceleratedScheduler) for each in schedulers)
-    if is_prepared:
-        inner = [each.scheduler for each in schedulers]
-        scheduler = inner if isinstance(scheduler, list | tuple) else inner[0]
+    is_around = _is_around_engines(optimizer, model)
     others = [each for each in schedulers if each is not None and not callable(each)]
     for name, value, is_right in (
-        ("optimizer", optimizer, isinstance(optimizer, AcceleratedOptimizer)),
+        ("optimizer", optimizer, isinstance(optimizer, AcceleratedOptimizer) or is_around),
         ("scheduler", others[0] if others else None, is_prepared or not others),
     ):
         if not is_right:
@@ -96,35 +103,84 @@ def adaptive_batch(
                 f"{name}= is a {type(value).__name__} that accelerate did not prepare; pass what "
                 "accelerator.prepare returns for it"
             )
+    inner = torch_optimizer(optimizer)
+    own = [torch_scheduler(each, inner) for each in schedulers]
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if meter is not None:
+            raise SettingError(
+                "meter= is given, and on DeepSpeed the engine's own is used; leave meter= out"
+            )
+        meter = prepared_meter(accelerator, model, inner)
     train = AdaptiveBatch(
         model,
-        optimizer.optimizer,
+        inner,
         loader if isinstance(loader, Batches) else batches(accelerator, loader),
         policy=policy,
-        scheduler=scheduler,
+        scheduler=own if is_list else own[0],
         scaler=accelerator.scaler,
         meter=meter,
         **options,
     )
     if is_prepared:
-        train.scheduler_batch = _scheduler_batch(accelerator, train)
+        train.scheduler_batch = _scheduler_batch(accelerator, schedulers[0], train)
     return train
 
 
-def _scheduler_batch(accelerator: Any, train: AdaptiveBatch) -> float:
+def prepared_meter(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Optimizer,
+    make: Callable[..., GradientMeter] | None = None,
+) -> GradientMeter:
+    """The meter of a prepared model; that of a DeepSpeed engine is made with source= too."""
+    make = make or GradientMeter
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return make(model)
+    from bigbatch.integrations.deepspeed.engine_parts import engine_meter
+
+    return engine_meter(model, optimizer, make)
+
+
+def _is_around_engines(optimizer: Any, model: Any) -> bool:
+    """Whether a variance-reduced optimizer has that of a DeepSpeed engine inside."""
+    vr_optimizer = micro_batch_optimizer(optimizer)
+    own = getattr(model, "basic_optimizer", None)
+    return vr_optimizer is not None and vr_optimizer.base is own
+
+
+def torch_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside one that accelerate has prepared, also where ZeRO is around it."""
+    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    is_zero = isinstance(optimizer, DeepSpeedOptimizerWrapper) and not isinstance(inner, Optimizer)
+    return inner.optimizer if is_zero else inner
+
+
+def torch_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
+    """The scheduler inside one that accelerate has prepared, also where it is DeepSpeed's."""
+    inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+    if not isinstance(scheduler, DeepSpeedSchedulerWrapper):
+        return inner
+    from bigbatch.integrations.deepspeed.engine_parts import engine_scheduler
+
+    return engine_scheduler(inner, optimizer)
+
+
+def _scheduler_batch(accelerator: Any, scheduler: Any, train: AdaptiveBatch) -> float:
     """Number of samples for which accelerate advances a scheduler once.
 
     In accelerate's own loop an update takes one batch of the loader on every process, and advances
-    the scheduler once per process; once in all if it splits batches, or the script steps it.
+    the scheduler once per process; once in all if it splits batches, the script steps it, or
+    DeepSpeed does.
     """
     ranks, size = accelerator.num_processes, train.batches.batch_size
     steps_once = accelerator.split_batches or not accelerator.step_scheduler_with_optimizer
+    steps_once |= isinstance(scheduler, DeepSpeedSchedulerWrapper)
     if size is None:
         return train.controller.base_batch / (1 if steps_once else ranks)
     return size * ranks if steps_once else size
 
 
-def require_supported(accelerator: Any) -> None:
+def require_supported(accelerator: Any, options: Mapping[str, Any]) -> None:
     """Raises SettingError for settings of the accelerator that AdaptiveBatch does not support."""
     steps = accelerator.gradient_accumulation_steps
     if steps != 1:
@@ -134,12 +190,13 @@ def require_supported(accelerator: Any) -> None:
         )
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind == "DEEPSPEED":
-        raise SettingError(
-            "accelerate's DeepSpeed plugin steps the optimizer inside the engine; use "
-            "bigbatch.integrations.deepspeed, without accelerate"
-        )
+        from bigbatch.integrations.deepspeed.config_checks import require_no_options
+
+        require_no_options(options)
     if kind in ("MEGATRON_LM", "XLA"):
-        raise SettingError(f"distributed_type={kind} is not supported; DDP and FSDP2 are")
+        raise SettingError(
+            f"distributed_type={kind} is not supported; DDP, FSDP2 and DeepSpeed are"
+        )
     if kind == "FSDP" and not accelerator.is_fsdp2:
         raise SettingError(
             "FSDP1 flattens parameters; pass FullyShardedDataParallelPlugin(fsdp_version=2)"

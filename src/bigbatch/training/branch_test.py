@@ -97,6 +97,11 @@ def branch_test(
         )
     if batches.unit == "tokens":
         raise SettingError('a branch test counts samples; run it in a loop without unit="tokens"')
+    if parts.meter.source.engine is not None:
+        raise SettingError(
+            "DeepSpeed's engine runs the backwards and steps, which a branch test does itself; run "
+            "it in a loop without DeepSpeed"
+        )
     if parts.reader is not None:
         raise SettingError(
             f"{type(parts.optimizer).__name__} needs the gradient of each micro-batch of the loop; "

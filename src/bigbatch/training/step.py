@@ -155,13 +155,18 @@ class Step:
             GradientError: `.grad` was written to by other code.
         """
         number, factor = self._begin(loss, loss, weight)
+        engine = self._source.engine
         try:
             with self._micro_batch(number):
-                if factor or self._source.ranks > 1:  # the other ranks wait for this backward
+                # the other ranks, or an engine, wait for this backward
+                if factor or engine is not None or self._source.ranks > 1:
                     weighted, scaler = weighted_loss(loss, factor), self._parts.scaler
                     if scaler is not None and factor:
                         weighted = scaler.scale(weighted)
-                    weighted.backward()  # type: ignore[no-untyped-call]
+                    if engine is None:
+                        weighted.backward()  # type: ignore[no-untyped-call]
+                    else:
+                        engine.backward(weighted)
         except Exception as error:
             self.advise(error)
             raise
@@ -300,10 +305,14 @@ class Step:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the unscaled mean gradient of the trained parameters; returns its norm before that.
 
+        DeepSpeed clips at this norm as it steps, and leaves its own `gradient_clipping` out.
+
         Raises:
             LoopError: before the last micro-batch's backward, or after `update()`.
         """
         self._require_complete("clip_grad_norm_")
+        if (engine := self._source.engine) is not None:
+            return engine.clip_grad_norm_(max_norm)
         optimizer, scaler = self._parts.optimizer, self._parts.scaler
         if scaler is not None:
             with suppress(RuntimeError):  # unscaled already, by a trainer
@@ -388,16 +397,18 @@ class Step:
     def step_optimizer(self, finite: bool) -> None:
         """Steps the optimizer inside `optimizer_step`; if not finite, updates the scaler only."""
         optimizer, scaler = self._parts.optimizer, self._parts.scaler
-        if scaler is None:
+        if (engine := self._source.engine) is not None:
+            engine.step(self.samples, finite=finite)
+        elif scaler is None:
             if finite:
                 optimizer.step()
-            return
-        if finite:
-            scaler.step(optimizer)
         else:
-            with suppress(RuntimeError):  # unscaled already, by clipping
-                scaler.unscale_(optimizer)
-        scaler.update()
+            if finite:
+                scaler.step(optimizer)
+            else:
+                with suppress(RuntimeError):  # unscaled already, by clipping
+                    scaler.unscale_(optimizer)
+            scaler.update()
 
     def _expect_weight(self, weight: float, samples: int) -> None:
         """Expects a sum of the step's weights, the same on all ranks; `_complete` corrects it."""

@@ -54,7 +54,8 @@ class TrainingParts:
         A fused step of torch's own does. Its first one makes the buffers, and torch leaves the
         momentum of SGD uninitialised if that one is skipped; so they have to be there.
         """
-        if self.scaler is not None or self._steps_by_container:
+        has_engine = self.meter.source.engine is not None
+        if self.scaler is not None or self._steps_by_container or has_engine:
             return False
         for optimizer in self.stepping:
             if type(optimizer) not in _SKIPPING:

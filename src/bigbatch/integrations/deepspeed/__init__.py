@@ -8,40 +8,32 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from bigbatch.data.batches import Batches
 from bigbatch.data.collate import Batch
 from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.errors import SettingError
-from bigbatch.optim.variance_reduced import VarianceReduced, micro_batch_optimizer
+from bigbatch.optim.variance_reduced import micro_batch_optimizer
 from bigbatch.optional_packages import import_optional
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.lr_scaling import LRScaling
 from bigbatch.policies.policy import Fixed, Policy
 from bigbatch.setting_types import Count, checked
-from bigbatch.statistics.meter import GradientMeter
 from bigbatch.training.adaptive_batch import AdaptiveBatch
 from bigbatch.training.loop_options import loop_options
 
 deepspeed = import_optional("deepspeed", "deepspeed")
 
 from bigbatch.integrations.deepspeed.adaptive_engine import AdaptiveEngine
-from bigbatch.integrations.deepspeed.config_checks import require_one, require_supported
-from bigbatch.integrations.deepspeed.gradient_source import ZeroSource
+from bigbatch.integrations.deepspeed.config_checks import require_no_options, require_one
+from bigbatch.integrations.deepspeed.engine_parts import engine_meter, engine_scheduler
 from bigbatch.integrations.deepspeed.simigrad_config import (
     AdaptiveBatchParams,
     set_fork_attributes,
     warn_of_number,
 )
-from bigbatch.integrations.deepspeed.vr_optimizer import (
-    bind_to_zero,
-    require_no_vr_factory,
-    require_vr_layout,
-    set_layers,
-)
-from bigbatch.integrations.deepspeed.zero_layout import layout_of
+from bigbatch.integrations.deepspeed.vr_optimizer import require_base_optimizer
 
 __all__ = ["AdaptiveEngine", "initialize"]
 
@@ -102,21 +94,8 @@ def initialize(
     Source:
         SimiGrad (Qin et al., NeurIPS 2021).
     """
-    if "groups" in options:
-        raise SettingError(
-            f"groups={options['groups']}: DeepSpeed reduces in every backward, and so in the one "
-            "that finds where samples are; leave groups out, micro-batches are compared"
-        )
-    if options.pop("transport", False):
-        raise SettingError(
-            "transport=True was not tried with DeepSpeed's optimizers; leave transport out"
-        )
-    if "accumulate_float32_above" in options:
-        raise SettingError(
-            f"accumulate_float32_above={options['accumulate_float32_above']}: DeepSpeed adds up "
-            'gradients itself; leave it out, and set "data_types": {"grad_accum_dtype": "fp32"} '
-            "in its config"
-        )
+    require_no_options(options)
+    options.pop("transport", None)
     params = AdaptiveBatchParams.of(adaptive_batch_params)
     vr_optimizer = micro_batch_optimizer(optimizer)
     base = optimizer if vr_optimizer is None else vr_optimizer.base
@@ -135,23 +114,21 @@ def initialize(
             )
         unchanged: tuple[Any, Any, Any, Any]
         unchanged = deepspeed.initialize(training_data=training_data, **arguments)
-        require_no_vr_factory(unchanged[0])
+        require_base_optimizer(unchanged[0])
         if adaptive_batch_params is not None:
             set_fork_attributes(unchanged[0], params)
         return unchanged
     if policy is not None and params.enable_adjust:
         raise SettingError("policy= and enable_adjust both decide; pass one of them")
     engine, zero_optimizer, _, scheduler = deepspeed.initialize(**arguments)
-    require_supported(engine)
-    require_no_vr_factory(engine)
+    meter = engine_meter(engine, vr_optimizer)
     if engine.global_rank == 0:
         warn_of_number(adaptive_batch_params)
-    source, batch_size = _source(engine, vr_optimizer), int(engine.train_batch_size())
+    batch_size = int(engine.train_batch_size())
     micro_batch = int(engine.train_micro_batch_size_per_gpu())
     own_loop = training_data is None
     loader = ExternalBatches(micro_batch) if own_loop else _loader(engine, training_data)
     stepped: Any = engine.basic_optimizer if vr_optimizer is None else optimizer
-    is_torchs = scheduler is None or isinstance(scheduler, LRScheduler)
     if policy is None:
         policy = params.controller(batch_size) if params.enable_adjust else Fixed(batch_size)
     train = AdaptiveBatch(
@@ -165,8 +142,8 @@ def initialize(
         min_micro_batches=min_micro_batches,
         lr_scaling=lr_scaling,
         **measuring,
-        scheduler=scheduler if is_torchs else DeepSpeedScheduler(scheduler, engine.basic_optimizer),
-        meter=GradientMeter(engine, source=source),
+        scheduler=engine_scheduler(scheduler, engine.basic_optimizer),
+        meter=meter,
     )
     AdaptiveEngine.adapt(engine, train, params)
     return engine, zero_optimizer, None if own_loop else EngineLoader(engine), scheduler
@@ -191,42 +168,6 @@ class EngineLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         return self._engine.batches()
-
-
-class DeepSpeedScheduler(LRScheduler):
-    """Counts steps as WarmupLR and DeepSpeed's other schedulers do."""
-
-    def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
-        self._scheduler, self.optimizer = scheduler, optimizer
-
-    @property
-    def last_epoch(self) -> int:  # type: ignore[override]
-        """Steps so far."""
-        return int(self._scheduler.last_batch_iteration)
-
-    def step(self, epoch: int | None = None) -> None:
-        """Advances the scheduler by one step."""
-        self._scheduler.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of DeepSpeed's scheduler."""
-        return dict(self._scheduler.state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of DeepSpeed's scheduler."""
-        self._scheduler.load_state_dict(state_dict)
-
-
-def _source(engine: Any, vr_optimizer: VarianceReduced | None) -> ZeroSource:
-    """The source of the engine's gradients, which its optimizers read too."""
-    layout = layout_of(engine)
-    source = ZeroSource(engine, layout)
-    set_layers(engine.basic_optimizer, layout)
-    if vr_optimizer is not None:
-        bind_to_zero(
-            vr_optimizer, source, require_vr_layout(engine, vr_optimizer.gsnr_state, layout)
-        )
-    return source
 
 
 def _loader(engine: Any, data: Any) -> Any:

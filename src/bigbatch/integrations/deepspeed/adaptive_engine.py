@@ -1,6 +1,5 @@
 """DeepSpeed's engine with accumulation and micro-batch size from an AdaptiveBatch."""
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -9,13 +8,12 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.logging import print_dist
-from deepspeed.utils.timer import ThroughputTimer
 from torch import Tensor, nn
 
 from bigbatch.data.collate import Batch, count_samples
 from bigbatch.data.external_batches import ExternalBatches
-from bigbatch.errors import BatchError, GradientError, LoopError
-from bigbatch.integrations.deepspeed.gradient_source import ZeroSource
+from bigbatch.errors import BatchError, LoopError
+from bigbatch.integrations.deepspeed.engine_steps import EngineSteps
 from bigbatch.integrations.deepspeed.simigrad_config import (
     GRADIENT_STEP_SIZE,
     AdaptiveBatchParams,
@@ -27,22 +25,6 @@ from bigbatch.training.distributed_state import DistributedState
 from bigbatch.training.loss_weights import weighted_loss
 
 _STATE_KEY = "bigbatch"  # in the client state of a checkpoint
-
-
-class SamplesTimer(ThroughputTimer):
-    """DeepSpeed's timer of samples per second, for steps of different sizes."""
-
-    samples = 0  # of the timed steps
-
-    def add(self, samples: int) -> None:
-        """Adds the samples of the step that is timed now; DeepSpeed times none of the first."""
-        self.batch_size = samples
-        if self.global_step_count >= self.start_step:
-            self.samples += samples
-
-    def avg_samples_per_sec(self) -> float:
-        """Samples of all timed steps over their time."""
-        return self.samples / self.total_elapsed_time if self.samples else -math.inf
 
 
 class AdaptiveEngine(DeepSpeedEngine):
@@ -64,10 +46,6 @@ class AdaptiveEngine(DeepSpeedEngine):
     _assumes_samples: bool  # whether a micro-batch could not be counted
     _forward_samples: int | None  # of the forward before the next backward; 0 if not countable
     _pass: Iterator[Batch] | None  # the current pass over the loader
-    global_samples: int  # DeepSpeed's, as are the next three
-    global_steps: int
-    skipped_steps: int
-    lr_scheduler: Any
 
     @classmethod
     def adapt(
@@ -80,7 +58,6 @@ class AdaptiveEngine(DeepSpeedEngine):
         engine._params, engine._similarities = params, {}
         engine._backwards, engine._micro_batches, engine._assumes_samples = 0, 0, False
         engine._forward_samples = engine._pass = None
-        engine.tput_timer.__class__ = SamplesTimer
         if isinstance(train.batches, ExternalBatches):
             engine.module.register_forward_pre_hook(engine._count_samples, with_kwargs=True)
         engine._apply_plan()
@@ -133,8 +110,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         if self._announces:
             self._announce()
         with self._loop.step.weighted_backward(loss, weight) as factor:
-            super().backward(weighted_loss(loss, factor), retain_graph, scale_wrt_gas=False)
-            self._source.complete()
+            self._steps.backward(weighted_loss(loss, factor), retain_graph)
         self._backwards += 1
         self._micro_batches += 1
         return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
@@ -153,12 +129,10 @@ class AdaptiveEngine(DeepSpeedEngine):
         self._require_own_boundary()
         self._backwards = 0
         if not self._loop.step.complete:
-            self.set_gradient_accumulation_boundary(False)
-            super().step(lr_kwargs)
             self._set_boundary()
             return
         with self._loop.step.optimizer_step() as finite:
-            self._step_once(lr_kwargs, finite=finite)
+            self._steps.step(self._loop.step.samples, finite=finite, lr_kwargs=lr_kwargs)
         record = self.bigbatch.record
         assert record is not None
         self._micro_batches = 0
@@ -259,30 +233,8 @@ class AdaptiveEngine(DeepSpeedEngine):
         if torch.is_grad_enabled() and not evaluates:
             self._forward_samples = _samples_in([*args, *kwargs.values()])
 
-    def _step_once(self, lr_kwargs: dict[str, Any] | None, *, finite: bool) -> None:
-        """DeepSpeed's step without its scheduler, which is advanced in base batches."""
-        counts = finite or self.zero_optimization() or self.bfloat16_enabled()
-        samples, planned = self._loop.step.samples, self.train_batch_size()
-        self.global_samples += samples - planned * counts  # DeepSpeed adds the planned ones
-        self.tput_timer.add(samples)
-        scheduler, self.lr_scheduler = self.lr_scheduler, None
-        try:
-            self.set_gradient_accumulation_boundary(counts)
-            super().step(lr_kwargs)
-        finally:
-            self.lr_scheduler = scheduler
-        if not counts:  # no boundary: DeepSpeed would apply the gradient
-            self.global_steps += 1
-            self.skipped_steps += 1
-            self.tput_timer.step_elapsed_time = 0
-        if finite and not self.was_step_applied():
-            raise GradientError(
-                "DeepSpeed skipped the step: every gradient is finite, but their norm is not; "
-                "check the loss, and continue from a checkpoint"
-            )
-
     def _require_own_boundary(self) -> None:
-        if self.is_gradient_accumulation_boundary() != self._source.zero_reducer.boundary:
+        if self.is_gradient_accumulation_boundary() != self._steps.boundary:
             raise LoopError(
                 "somebody else set the gradient accumulation boundary; remove the call of "
                 "set_gradient_accumulation_boundary, or a trainer's accumulation"
@@ -303,10 +255,10 @@ class AdaptiveEngine(DeepSpeedEngine):
             )
 
     @property
-    def _source(self) -> ZeroSource:
-        source = self.bigbatch.meter.source
-        assert isinstance(source, ZeroSource)
-        return source
+    def _steps(self) -> EngineSteps:
+        steps = self.bigbatch.meter.source.engine
+        assert isinstance(steps, EngineSteps)
+        return steps
 
     def _apply_plan(self) -> None:
         plan = self.bigbatch.plan
@@ -322,7 +274,7 @@ class AdaptiveEngine(DeepSpeedEngine):
         last = not self._micro_batches
         if self._announces:
             last = self._micro_batches + 1 == self.bigbatch.plan.accumulation
-        self._source.reducer.set_requires_gradient_sync(last)
+        self._steps.set_last(last)
 
 
 def _samples_in(arguments: list[Any]) -> int:

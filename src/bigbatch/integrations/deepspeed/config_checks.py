@@ -1,5 +1,6 @@
 """DeepSpeed settings that are refused, as they would give wrong results or are not tested."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def require_supported(engine: Any) -> None:
         )
     if not isinstance(engine.basic_optimizer, torch.optim.Optimizer):
         _refuse("no optimizer", "its learning rates follow the batch", "configure or pass one")
+    require_one(engine.basic_optimizer)
     for setting, is_on, reason, remedy in _unsupported_settings(engine):
         if is_on:
             _refuse(setting, reason, remedy)
@@ -35,6 +37,25 @@ def require_one(optimizer: Any) -> None:
             f"several optimizers in a {type(optimizer).__name__}",
             "ZeRO has one optimizer, which steps flat partitions of all parameters",
             "pass one optimizer, or train the several under DDP or FSDP2",
+        )
+
+
+def require_no_options(options: Mapping[str, Any]) -> None:
+    """Raises SettingError for options of AdaptiveBatch that do not work on DeepSpeed."""
+    if options.get("groups") is not None:
+        raise SettingError(
+            f"groups={options['groups']}: DeepSpeed reduces in every backward, and so in the one "
+            "that finds where samples are; leave groups out, micro-batches are compared"
+        )
+    if options.get("accumulate_float32_above") is not None:
+        raise SettingError(
+            f"accumulate_float32_above={options['accumulate_float32_above']}: DeepSpeed adds up "
+            'gradients itself; leave it out, and set "data_types": {"grad_accum_dtype": "fp32"} '
+            "in its config"
+        )
+    if options.get("transport"):
+        raise SettingError(
+            "transport=True was not tried with DeepSpeed's optimizers; leave transport out"
         )
 
 

@@ -1,6 +1,5 @@
 """Gradients under DeepSpeed, at any ZeRO stage."""
 
-import weakref
 from typing import Any
 
 import torch
@@ -11,16 +10,22 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource
 from bigbatch.gradients.grad_guard import GradGuard, Stamp
 from bigbatch.gradients.rank_reducer import GroupReducer, ShardIndices, indices_in_runs
+from bigbatch.integrations.deepspeed.engine_steps import EngineSteps
 from bigbatch.integrations.deepspeed.zero_layout import Layout, Replicated, Shards, shape_of
 
 
 class ZeroSource(GradientSource):
-    """Reads each rank's own gradient by leaf hooks, at every stage; the layout has the mean."""
+    """Reads each rank's own gradient by leaf hooks, at every stage; the layout has the mean.
+
+    The engine runs every backward and step.
+    """
+
+    engine: EngineSteps
 
     def __init__(self, engine: Any, layout: Layout) -> None:
-        self._layout = layout
-        self.zero_reducer = ZeroReducer(engine, layout)
-        super().__init__(layout.parameters, ZeroGuard(layout), self.zero_reducer)
+        self._layout, self.engine = layout, EngineSteps(engine, layout)
+        reducer = ZeroReducer(engine.data_parallel_group, layout, self.engine)
+        super().__init__(layout.parameters, ZeroGuard(layout), reducer)
 
     def _on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Reads a copy on a CPU, where DeepSpeed reduces in place before all readers are done."""
@@ -40,28 +45,15 @@ class ZeroSource(GradientSource):
         super().zero_grad()
         self._layout.zero_unreached()
 
-    def complete(self) -> None:
-        """Completes this rank's shards of the mean, after the last backward of a step."""
-        if self.zero_reducer.next_is_last:
-            self._layout.complete()
-
 
 class ZeroReducer(GroupReducer):
     """The data-parallel group of an engine, and which elements of a gradient each rank has."""
 
     lockstep = True
 
-    def __init__(self, engine: Any, layout: Layout) -> None:
-        group = engine.data_parallel_group
+    def __init__(self, group: dist.ProcessGroup, layout: Layout, engine: EngineSteps) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), [group])
-        self._layout, self._engine = layout, weakref.ref(engine)
-        self.next_is_last = False  # whether the next backward is the last of its step
-        self.reduces_always = False  # whether every backward reduces, and not only the last
-
-    @property
-    def boundary(self) -> bool:
-        """Whether the next backward reduces."""
-        return self.next_is_last or self.reduces_always
+        self._layout, self._engine = layout, engine
 
     @property
     def replicas(self) -> int:  # type: ignore[override]
@@ -88,9 +80,7 @@ class ZeroReducer(GroupReducer):
 
     def set_requires_gradient_sync(self, requires_sync: bool) -> None:
         """Sets whether the next backward is the last of its step."""
-        engine, self.next_is_last = self._engine(), requires_sync
-        if engine is not None:
-            engine.set_gradient_accumulation_boundary(self.boundary)
+        self._engine.set_last(requires_sync)
 
     def after_scale(self, factor: float) -> None:
         """Multiplies the norms that DeepSpeed has computed, after the gradients."""

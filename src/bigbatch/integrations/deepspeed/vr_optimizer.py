@@ -53,7 +53,7 @@ class ZeroShards(GradientSource):
 
     def __init__(self, leaf_source: ZeroSource, layout: VRLayout) -> None:
         self._leaf_source, self._layout = leaf_source, layout
-        leaf_source.zero_reducer.reduces_always = True
+        leaf_source.engine.reduces_always = True
         self.totals: dict[Tensor, Tensor] = {}  # S of this rank's shards, float32 at least
         super().__init__(layout.parameters, NoGuard(), RankReducer(reduces_each_backward=True))
 
@@ -93,7 +93,7 @@ class ZeroShards(GradientSource):
                 self.totals[parameter].add_(shard)
             else:
                 self.totals[parameter] = shard.to(sum_dtype(shard.dtype), copy=True)
-        if self._leaf_source.zero_reducer.next_is_last:
+        if self._leaf_source.engine.next_is_last:
             for parameter, shard in shards.items():
                 shard.copy_(self.totals[parameter])
         else:
@@ -187,22 +187,24 @@ def set_layers(optimizer: Optimizer, layout: Layout) -> None:
     optimizer.partition = layout
 
 
-def require_no_vr_factory(engine: Any) -> None:
-    """Raises SettingError where a function passed as optimizer= returned a VR optimizer.
+def require_base_optimizer(engine: Any) -> None:
+    """Raises SettingError where DeepSpeed has a VR optimizer, and not the base inside.
 
-    DeepSpeed would step it by itself: with another r on every rank, or without gradients.
+    It would step that by itself: with another r on every rank, or without gradients.
     """
     optimizer = engine.basic_optimizer
     if micro_batch_optimizer(optimizer) is not None:
         raise SettingError(
-            f"{type(optimizer).__name__} was made by a function that was passed as optimizer=; "
-            "make it first, and pass the optimizer itself"
+            f"DeepSpeed has the {type(optimizer).__name__} itself, and needs the optimizer inside; "
+            "make it first and pass it as optimizer= of initialize, not by a function; pass it as "
+            "optimizer_cls_and_kwargs= of AdaptiveTrainer; or let accelerate prepare its .base, "
+            "and pass it to adaptive_batch. Lightning's DeepSpeedStrategy has no such way"
         )
 
 
-def require_vr_layout(engine: Any, state: GsnrState, layout: Layout) -> VRLayout:
+def require_vr_layout(engine: Any, optimizer: VarianceReduced, layout: Layout) -> VRLayout:
     """The layout; raises SettingError if r would be wrong there, or is not tested."""
-    stage = engine.zero_optimization_stage()
+    state, stage = optimizer.gsnr_state, engine.zero_optimization_stage()
     if isinstance(layout, Offloaded):
         reason = "its gradients, offloaded to the CPU, are not where ranks reduce them"
     elif isinstance(layout, Accumulated):
@@ -211,6 +213,8 @@ def require_vr_layout(engine: Any, state: GsnrState, layout: Layout) -> VRLayout
         reason = "with bf16 the optimizer steps float32 copies of the parameters"
     elif state.watch:
         reason = "watch=True would name partitions and not layers; leave it out"
+    elif optimizer.base is not engine.basic_optimizer:
+        reason = f"the engine steps a {type(engine.basic_optimizer).__name__} and not its base"
     else:
         assert isinstance(layout, VRLayout)
         return layout

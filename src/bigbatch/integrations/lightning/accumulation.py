@@ -4,6 +4,7 @@ from functools import cached_property, total_ordering
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from bigbatch.integrations.lightning.lightning_checks import loader_batch_size
 from bigbatch.policies.controller import Controller
@@ -73,6 +74,16 @@ class LoaderBatchesPerBaseBatch:
 
     def __int__(self) -> int:
         return int(self.value)
+
+
+def keep_accumulation(strategy: DeepSpeedStrategy) -> None:
+    """Has DeepSpeed read the accumulation, 1, before `LoaderBatchesPerBaseBatch` takes its place.
+
+    The micro-batch, of which DeepSpeed only computes samples per second, needs no loader then.
+    """
+    assert isinstance(strategy.config, dict)
+    strategy.config.setdefault("train_micro_batch_size_per_gpu", 1)
+    strategy._init_config_if_needed()
 
 
 def base_batch_of(settings: dict[str, Any]) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.amp import GradScaler
@@ -19,7 +20,11 @@ from bigbatch.data.external_batches import ExternalBatches
 from bigbatch.data.rng_state import random_state, restore_random_state
 from bigbatch.errors import BatchError, LoopError, SettingError
 from bigbatch.integrations.external_loop import ExternalLoop
-from bigbatch.integrations.lightning.accumulation import LoaderBatchesPerBaseBatch, base_batch_of
+from bigbatch.integrations.lightning.accumulation import (
+    LoaderBatchesPerBaseBatch,
+    base_batch_of,
+    keep_accumulation,
+)
 from bigbatch.integrations.lightning.lightning_checks import (
     clip_norm_of,
     loader_batch_size,
@@ -52,7 +57,8 @@ class AdaptiveBatchCallback(Callback):
 
     One batch of the training loader on one rank is a micro-batch, and the accumulation changes from
     step to step: the batch size is a multiple of ranks x the loader's batch size. It supports one
-    device, DDP and FSDP2 (`ModelParallelStrategy`). `AdaptiveBatch` documents the keywords.
+    device, DDP, FSDP2 (`ModelParallelStrategy`) and DeepSpeed. `AdaptiveBatch` documents the
+    keywords.
 
     `train` is the AdaptiveBatch from the start of the training, `train.record` its last step.
 
@@ -62,7 +68,7 @@ class AdaptiveBatchCallback(Callback):
             log as for `AdaptiveBatch`; micro_batch: samples in a batch of the loader, if the loader
             has no batch size. A scheduler with interval="step" is advanced once per base batch.
         meter: function that makes the meter of the model that the strategy has wrapped, such as
-            `functools.partial(GradientMeter, confidence=0.9)`.
+            `functools.partial(GradientMeter, confidence=0.9)`; on DeepSpeed it gets source= too.
         count: function that counts the samples in a batch; default: Lightning's, of `self.log`.
         weight: function of a batch, called after its `training_step`, that returns the number of
             elements that its mean loss is over, as `weight` of `Step.backward`; default: what the
@@ -117,6 +123,11 @@ class AdaptiveBatchCallback(Callback):
         if self._trains:
             require_drivable(trainer, pl_module)
             self.train = self._loop = None
+            if isinstance(trainer.strategy, DeepSpeedStrategy):
+                from bigbatch.integrations.deepspeed.config_checks import require_no_options
+
+                require_no_options(self._settings)
+                keep_accumulation(trainer.strategy)
             self._teardown.callback(setattr, trainer, "accumulate_grad_batches", 1)
             base_batch = base_batch_of(self._settings)
             accumulation = LoaderBatchesPerBaseBatch(trainer, base_batch, self._micro_batch)
@@ -130,8 +141,18 @@ class AdaptiveBatchCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes the AdaptiveBatch of model and optimizer, and loads the state of a checkpoint."""
-        meter = self._meter(trainer.model)
-        require_data_parallel(meter)
+        optimizer, scheduler = trainer.optimizers[0], take_over_scheduler(trainer)
+        engine = trainer.model if isinstance(trainer.strategy, DeepSpeedStrategy) else None
+        if engine is None:
+            meter = self._meter(trainer.model)
+            require_data_parallel(meter)
+        else:
+            from bigbatch.integrations.deepspeed.engine_parts import engine_meter, engine_scheduler
+            from bigbatch.integrations.deepspeed.loop_engine import LoopEngine
+
+            optimizer = engine.basic_optimizer
+            meter = engine_meter(engine, optimizer, self._meter)
+            scheduler = engine_scheduler(scheduler, optimizer)
         micro_batch = self._micro_batch or loader_batch_size(trainer)
         batches = trainer.num_training_batches
         is_short = trainer.fast_dev_run or trainer.overfit_batches  # maybe shorter than a step
@@ -143,19 +164,21 @@ class AdaptiveBatchCallback(Callback):
                 setattr, trainer, "gradient_clip_val", trainer.gradient_clip_val
             )
             trainer.gradient_clip_val = None
-        optimizer = trainer.optimizers[0]
         self.train = AdaptiveBatch(
             trainer.model,
             optimizer,
             ExternalBatches(micro_batch, samples),
             fixed_micro_batch=True,
-            scheduler=take_over_scheduler(trainer),
+            scheduler=scheduler,
             scaler=_scaler(trainer),
             meter=meter,
             **copy_options(self._settings),
         )
         warn_of_end(trainer, self.train)
         self._loop = ExternalLoop(self.train)
+        if engine is not None:
+            LoopEngine.adapt(engine, self._loop)
+            self._teardown.callback(engine.restore)
         # after the optimizer's step, and before Lightning advances any scheduler
         hook = optimizer.register_step_post_hook(lambda *_: self._update.close())
         self._teardown.callback(hook.remove)
@@ -239,6 +262,8 @@ class AdaptiveBatchCallback(Callback):
     ) -> None:
         """Decides, and sets the learning rates of the batch for `optimizer.step()`."""
         step, scaler = self._step, _scaler(trainer)
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            return  # the engine does it all
         if not step.complete:
             raise LoopError(_NO_LOSS)
         if self._clip_norm is not None:

@@ -8,7 +8,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.strategies import (
     DDPStrategy,
-    DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
@@ -50,13 +49,6 @@ def require_drivable(trainer: Trainer, module: LightningModule) -> None:
 
 def require_strategy(strategy: Any) -> None:
     """Raises SettingError if gradients cannot be measured under a strategy."""
-    if isinstance(strategy, DeepSpeedStrategy):
-        raise SettingError(
-            "under DeepSpeedStrategy the engine accumulates by its own "
-            "gradient_accumulation_steps, which Lightning sets once, from "
-            "accumulate_grad_batches, and no callback can change; use "
-            "bigbatch.integrations.deepspeed in a loop of your own, or strategy='ddp'"
-        )
     if isinstance(strategy, FSDPStrategy):
         raise SettingError(
             "FSDPStrategy wraps by FullyShardedDataParallel (FSDP1), which flattens parameters; "
@@ -64,8 +56,8 @@ def require_strategy(strategy: Any) -> None:
         )
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
         raise SettingError(
-            f"{type(strategy).__name__} is not supported; use one device, DDPStrategy or "
-            "ModelParallelStrategy with fully_shard"
+            f"{type(strategy).__name__} is not supported; use one device, DDPStrategy, "
+            "ModelParallelStrategy with fully_shard, or DeepSpeedStrategy"
         )
 
 

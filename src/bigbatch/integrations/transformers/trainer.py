@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.trainer_utils import has_length
 
 from bigbatch.digest import load_state, save_state
 from bigbatch.errors import LoopError, StateError
-from bigbatch.integrations.accelerate import PreparedBatches, batches
+from bigbatch.integrations.accelerate import (
+    PreparedBatches,
+    batches,
+    prepared_meter,
+    torch_optimizer,
+    torch_scheduler,
+)
 from bigbatch.integrations.transformers.callback_handler import Length, SafeCallbackHandler
 from bigbatch.integrations.transformers.trainer_checks import (
     require_arguments,
@@ -32,6 +37,7 @@ from bigbatch.integrations.transformers.trainer_step import (
     count_labels,
 )
 from bigbatch.log.step_record import StepRecord
+from bigbatch.optim.variance_reduced import VarianceReduced, micro_batch_optimizer
 from bigbatch.policies.controller import Controller
 from bigbatch.policies.policy import Policy, needs_of
 from bigbatch.setting_types import checked
@@ -71,7 +77,7 @@ class AdaptiveMixin(NextClass):
             `AdaptiveBatch`.
         groups: as for `AdaptiveBatch`; the labels of each sample are its weight.
         meter: function that makes a GradientMeter of the prepared model, if it needs options:
-            `lambda model: bb.GradientMeter(model, confidence=0.9)`.
+            `functools.partial(bb.GradientMeter, confidence=0.9)`; on DeepSpeed it gets source= too.
         kwargs: all keyword arguments of the Trainer.
     Raises:
         SettingError: a setting of the Trainer is not supported; the message has the remedy.
@@ -93,6 +99,7 @@ class AdaptiveMixin(NextClass):
         self.optimizer: Any
         self.lr_scheduler: Any
         self._split_step = SplitStep()
+        self._vr_optimizer: VarianceReduced | None = None  # around the one that DeepSpeed has
         self._prepared_batches: PreparedBatches | None = None
         self._checkpoint: dict[str, Any] | None = None  # the state to resume from
         self._logged: StepRecord | None = None  # the last measurement that was logged
@@ -100,7 +107,7 @@ class AdaptiveMixin(NextClass):
         options = loop_options(**{name: kwargs.pop(name) for name in names})
         self._settings: dict[str, Any] = {"policy": policy, "meter": meter, **options}
         super().__init__(*args, **kwargs)
-        require_trainer(self)
+        require_trainer(self, options)
         self.callback_handler = SafeCallbackHandler(self.callback_handler)
         self.callback_handler.callbacks.insert(0, Length(self._training, self.callback_handler))
 
@@ -136,26 +143,41 @@ class AdaptiveMixin(NextClass):
                 max_steps = math.ceil(max_steps / batch_size)
         return epochs, updates, examples, trained, batch_size, in_epoch, max_steps
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; DeepSpeed gets the optimizer inside a variance-reduced one."""
+        self.optimizer = super().create_optimizer(*args, **kwargs)
+        vr_optimizer = micro_batch_optimizer(self.optimizer)
+        if vr_optimizer is not None and self.is_deepspeed_enabled:
+            self._vr_optimizer, self.optimizer = vr_optimizer, vr_optimizer.base
+        return self.optimizer
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As the Trainer's, for the optimizer that AdaptiveBatch steps."""
-        return super().create_scheduler(num_training_steps, optimizer or _unwrap(self.optimizer))
+        return super().create_scheduler(
+            num_training_steps, optimizer or torch_optimizer(self.optimizer)
+        )
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> tuple[Any, Any]:
+        if self.is_deepspeed_enabled and self.adaptive is not None:
+            raise LoopError("a Trainer trains once on DeepSpeed; make another Trainer of the model")
         self._unwrap_all()
         model, _ = super()._prepare_for_training(
             self._base_steps, train_dataloader, resume_from_checkpoint
         )
         settings = copy_options(self._settings)  # kept as they are for another call of `train`
-        if settings["meter"] is not None:
-            settings["meter"] = settings["meter"](model)
+        optimizer = self._vr_optimizer or torch_optimizer(self.optimizer)
+        if settings["meter"] is not None or self.is_deepspeed_enabled:
+            settings["meter"] = prepared_meter(
+                self.accelerator, model, optimizer, settings["meter"]
+            )
         assert self._prepared_batches is not None
         self.adaptive = AdaptiveBatch(
             model,
-            _unwrap(self.optimizer),
+            optimizer,
             self._prepared_batches,
-            scheduler=self.lr_scheduler,
+            scheduler=torch_scheduler(self.lr_scheduler, optimizer),
             scaler=self.accelerator.scaler,
             **settings,
         )
@@ -236,7 +258,7 @@ class AdaptiveMixin(NextClass):
         """
         accelerator, average = self.accelerator, self.args.average_tokens_across_devices
         self.accelerator = copy.copy(accelerator)
-        self.accelerator.backward = lambda loss: step.backward(
+        self.accelerator.backward = lambda loss, **_: step.backward(
             loss, weight=weight if mean_over_labels(loss) is None else None
         )
         self.args.average_tokens_across_devices = False  # the weights do it
@@ -290,7 +312,7 @@ class AdaptiveMixin(NextClass):
         save_rank_state(Path(output_dir), self.args.process_index, epochs, train.state_dict())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        consolidate = getattr(_unwrap(self.optimizer), "consolidate_state_dict", None)
+        consolidate = getattr(torch_optimizer(self.optimizer), "consolidate_state_dict", None)
         if callable(consolidate):
             consolidate()
         super()._save_optimizer_and_scheduler(output_dir)
@@ -353,8 +375,3 @@ def _packs(collator: Any) -> bool:
     """Whether a collate function makes one row of packed sequences, as padding-free ones do."""
     is_flat = isinstance(collator, DataCollatorWithFlattening)
     return is_flat or getattr(collator, "padding_free", False) is True  # TRL's
-
-
-def _unwrap(optimizer: Any) -> Any:
-    """The optimizer inside one that accelerate has prepared."""
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

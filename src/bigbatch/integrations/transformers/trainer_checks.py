@@ -1,7 +1,7 @@
 """Settings of the Trainer that are refused or warned of, each with its remedy."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -41,13 +41,16 @@ def require_overridable(kind: type, mixin: type) -> None:
             )
 
 
-def require_trainer(trainer: Any) -> None:
-    """Raises SettingError if a Trainer was built with unsupported parts."""
+def require_trainer(trainer: Any, options: Mapping[str, Any]) -> None:
+    """Raises SettingError if a Trainer was built with unsupported parts or options."""
     require_arguments([trainer.args])  # its default ones, or changed by accelerate's configuration
     if trainer.optimizer is not None:
         steppable(trainer.optimizer)
-    if trainer.is_deepspeed_enabled:
-        raise SettingError(_DEEPSPEED)
+        if trainer.is_deepspeed_enabled:
+            raise SettingError(
+                f"optimizers=({type(trainer.optimizer).__name__}, ...): on DeepSpeed the Trainer "
+                "replaces it by one of its own; pass optimizer_cls_and_kwargs=(class, settings)"
+            )
     scheduler = trainer.lr_scheduler
     if isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):
         raise SettingError(_plateau(f"optimizers=(..., {type(scheduler).__name__})"))
@@ -56,7 +59,7 @@ def require_trainer(trainer: Any) -> None:
             "the model was sharded when it was loaded (distributed_config), outside accelerate; "
             "load it whole, and pass fsdp=True to TrainingArguments"
         )
-    require_supported(trainer.accelerator)
+    require_supported(trainer.accelerator, options)
 
 
 def warn_of_growth(args: Any, policy: Any) -> None:
@@ -69,12 +72,6 @@ def warn_of_growth(args: Any, policy: Any) -> None:
             "earlier; num_train_epochs ends both together",
             stacklevel=4,
         )
-
-
-_DEEPSPEED = (
-    "DeepSpeed steps the optimizer inside its engine; use bigbatch.integrations.deepspeed, or "
-    "remove deepspeed="
-)
 
 
 def _plateau(setting: str) -> str:
@@ -90,8 +87,6 @@ def _refusals(args: Any) -> Iterator[str]:
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}: accumulation follows "
             "from batch_size= and micro_batch= here; leave it at 1"
         )
-    if getattr(args, "deepspeed", None):
-        yield _DEEPSPEED
     if args.auto_find_batch_size:
         yield (
             "auto_find_batch_size=True starts the training again with smaller batches; set "

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import Tensor
 
 from bigbatch.training.adaptive_batch import AdaptiveBatch
@@ -81,6 +82,8 @@ class SplitOptimizer(AcceleratedOptimizer):
     def __init__(self, prepared: Any, split_step: SplitStep) -> None:
         super().__init__(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
         self.prepared = prepared
+        if isinstance(prepared, DeepSpeedOptimizerWrapper):
+            prepared.__has_overflow__ = False  # or a skipped step would lack its second half
         self._split_step = split_step
 
     def step(self, closure: Any = None) -> None:
