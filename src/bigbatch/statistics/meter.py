@@ -1,7 +1,7 @@
 """The meter of gradient noise: reads each micro-batch's gradient once, before it is summed."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal
@@ -24,6 +24,7 @@ from bigbatch.statistics.confidence import Interval, jackknife, log_ratio
 from bigbatch.statistics.noise_scale import (
     Compared,
     GradientStatistics,
+    from_clusters,
     from_mean_losses,
     from_weighted_losses,
 )
@@ -56,6 +57,11 @@ class GradientMeter:
             of its first tensor argument, and no sample influences another. Similarity and noise
             scale are unbiased estimates by random projections, or exact where `per_layer`,
             `confidence` or `half_batch_cosine` need the groups' gradients. docs/groups.md.
+        cluster_parts: m, where each m consecutive backwards of a rank are the parts of one cluster,
+            such as halves of the rollouts of one prompt. Measures the noise between clusters and
+            within them, `statistics.nested`; noise scale and similarity are those of more clusters.
+            Clusters and parts may differ in size. Keeps one more copy of the gradient, unsharded
+            under fully_shard. docs/rl.md.
         scaler: the GradScaler of the losses; signal and noise are without its scale.
         source: the source of the gradients, if the model's wrappers do not determine it.
     Raises:
@@ -85,6 +91,7 @@ class GradientMeter:
         half_batch_cosine: bool = False,
         every: Count = 1,
         groups: Groups | None = None,
+        cluster_parts: Groups | None = None,
         scaler: GradScaler | None = None,
         source: GradientSource | None = None,
     ) -> None:
@@ -109,9 +116,18 @@ class GradientMeter:
             self._forward_hook = model.register_forward_hook(
                 PrepareAfterForward(self.source), with_kwargs=True
             )
+        self.cluster_parts = cluster_parts
+        if cluster_parts is not None:
+            compares = {"groups=": groups, "confidence=": confidence}
+            compares |= {"half_batch_cosine=True": half_batch_cosine or None}
+            _require_clusters(self.source, loss, compares)
         layers, sketches = self._layer_numbers, confidence is not None
         self._sums = StepAccumulators(
-            self.source, layers, sketches=sketches, half_batch_cosine=half_batch_cosine
+            self.source,
+            layers,
+            sketches=sketches,
+            half_batch_cosine=half_batch_cosine,
+            cluster_parts=cluster_parts,
         )
         self._sanity_checks = SanityChecks(loss, warns=self.source.rank == 0)
         self.at_step(0)
@@ -189,7 +205,8 @@ class GradientMeter:
         `groups` is k, or None for the meter's own, if it has any.
 
         Raises:
-            SettingError: the meter's loss is not "weighted", or its own k is another.
+            SettingError: the meter's loss is not "weighted", its own k is another, or it has
+                `cluster_parts`.
         """
         if groups is not None and self.groups not in (None, groups):
             raise SettingError(f"groups={groups}, and groups={self.groups} of the meter: pass one")
@@ -201,6 +218,8 @@ class GradientMeter:
             raise SettingError(
                 'the groups of one backward share its mean loss: groups= needs loss="weighted"'
             )
+        if self.cluster_parts is not None:
+            raise SettingError(_NO_OTHER.format(names=f"groups={groups}"))
         self.groups = groups
         self.source.cut_backwards(groups, self._layer_numbers, model)
 
@@ -291,6 +310,8 @@ class GradientMeter:
                 )
         unit /= totals.scale**2
         by_layer = (totals.sqnorms_over_sizes, totals.sqnorms, totals.grad_sqnorms)
+        if self.cluster_parts is not None:
+            by_layer = (*by_layer, totals.cluster_sqnorms_over_sizes)
         rows = zip(self._layer_names, *by_layer, strict=False)
         layers = {name: self._estimate(totals, unit, c, sums) for name, *sums in rows}
         statistics = self._estimate(totals, unit, c, map(math.fsum, by_layer))
@@ -306,9 +327,14 @@ class GradientMeter:
         self, totals: StepTotals, unit: float, c: float, sums: Iterable[float]
     ) -> GradientStatistics:
         """Statistics of the whole gradient or of a layer; c is `totals.reduction`."""
-        sqnorm_over_sizes, sqnorm, grad_sqnorm = sums
+        sqnorm_over_sizes, sqnorm, grad_sqnorm, *of_clusters = sums
         k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
         grad_sqnorm *= unit
+        if of_clusters:
+            over_sizes = unit * c**2 * sqnorm_over_sizes, unit * c**2 * of_clusters[0]
+            clusters, square_sizes = totals.clusters
+            counts = k, samples, round(clusters), square_sizes
+            return from_clusters(*over_sizes, grad_sqnorm, *counts, eps)
         if self.loss == "weighted":
             compared: Compared = "groups" if self.groups else "micro-batches"
             over_sizes = sqnorm_over_sizes * (unit * c**2)
@@ -352,7 +378,34 @@ class GradientMeter:
                 "that is measured"
             )
             raise GradientError(f"{k} backwards were seen but {len(sizes)} sizes stated; {remedy}")
+        if self.cluster_parts is not None and k % self.cluster_parts:
+            raise GradientError(
+                f"{k} backwards were seen, which are no whole clusters of cluster_parts="
+                f"{self.cluster_parts} each; give each rank whole clusters"
+            )
         return sizes
+
+
+_NO_OTHER = (
+    "cluster_parts= compares clusters, and {names} would compare their parts as if these were "
+    "independent; leave it out"
+)
+
+
+def _require_clusters(source: GradientSource, loss: str, others: Mapping[str, object]) -> None:
+    """Raises SettingError where clusters cannot be measured."""
+    if loss != "weighted":
+        raise SettingError(
+            'cluster_parts= needs loss="weighted": multiply each loss by n_d / N, so that the '
+            "gradient of a cluster is the sum of those of its parts"
+        )
+    if asked := [name for name, value in others.items() if value is not None]:
+        raise SettingError(_NO_OTHER.format(names=" and ".join(asked)))
+    if source.reducer.reduces_each_backward:
+        raise SettingError(
+            "cluster_parts=: this engine reduces in every backward, so a part would be that of "
+            "clusters of all ranks"
+        )
 
 
 def _sum_of_groups(source: GradientSource, number: int, samples: float | Tensor) -> float | Tensor:

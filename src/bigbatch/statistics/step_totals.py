@@ -15,7 +15,13 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import stacked, to_device, widest_float, without_autocast
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine, cosine_of_halves
-from bigbatch.statistics.norms import MicroBatchNorms, count_layers, squared_norms, sum_by_layer
+from bigbatch.statistics.norms import (
+    ClusterNorms,
+    MicroBatchNorms,
+    count_layers,
+    squared_norms,
+    sum_by_layer,
+)
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections, leave_one_out
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
@@ -38,13 +44,15 @@ class StepAccumulators:
         *,
         sketches: bool,
         half_batch_cosine: bool,
+        cluster_parts: int | None,
     ) -> None:
         self.norms, self.probe = MicroBatchNorms(layers), ProjectionProbe(source)
         self.lengths: dict[str, int] = {}  # length of each part of the last packed vector
         self._source, self._layers = source, layers
         self._sketches = RandomProjections(source.parameters) if sketches else None
         self._half_batch = HalfBatchCosine(source) if half_batch_cosine else None
-        readers = (self.norms, self.probe, self._sketches, self._half_batch)
+        self._clusters = ClusterNorms(layers, cluster_parts) if cluster_parts else None
+        readers = (self.norms, self.probe, self._sketches, self._half_batch, self._clusters)
         self.subscribers: list[Subscriber] = [s for s in readers if s is not None]
 
     @torch.no_grad()
@@ -157,11 +165,22 @@ class StepAccumulators:
             parts["group_error"] = self._group_error(scale)
         if self._half_batch is not None:
             parts["half_batch"] = self._half_batch.dots()
+        if self._clusters is not None:
+            parts |= self._cluster_parts(self._clusters, sizes)
         replicas = source.reducer.replicas
         if replicas > 1:
             of_replicas = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
             parts |= {name: parts[name] / replicas for name in of_replicas}
         return parts
+
+    def _cluster_parts(self, clusters: ClusterNorms, sizes: Sequence[float]) -> dict[str, Tensor]:
+        """Sums over this rank's clusters: |H_c|^2 / n_c by layer; their number, and n_c^2."""
+        m = clusters.parts
+        n = [math.fsum(sizes[d : d + m]) for d in range(0, len(sizes), m)]
+        numbers = [*(1 / size for size in n), len(n), math.fsum(size**2 for size in n)]
+        inverse_sizes, counts = self._vector(numbers).tensor_split([len(n)])
+        squares = clusters.squares(self._device)[: len(n)]
+        return {"cluster_sqnorms_over_sizes": inverse_sizes @ squares, "clusters": counts}
 
     def _group_error(self, like: Tensor) -> Tensor:
         """The largest relative error of a sum of groups in the step, (1,)."""
@@ -209,6 +228,9 @@ class StepTotals:
 
     def __init__(self, parts: Mapping[str, list[float]]) -> None:
         self.sqnorms_over_sizes = parts["sqnorms_over_sizes"]  # sum |h_d|^2 / n_d, by layer
+        # sum |H_c|^2 / n_c, by layer; the number of clusters, and sum n_c^2
+        self.cluster_sqnorms_over_sizes = parts.get("cluster_sqnorms_over_sizes", [])
+        self.clusters = parts.get("clusters", [0.0, 0.0])
         self.sqnorms = parts["sqnorms"]  # sum |h_d|^2, by layer
         self.grad_sqnorms = parts["grad_sqnorms"]  # |.grad|^2, by layer
         self.is_finite = all(map(math.isfinite, [*self.sqnorms, *self.grad_sqnorms]))
