@@ -1,7 +1,7 @@
 """The meter of gradient noise: reads each micro-batch's gradient once, before it is summed."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal
@@ -108,6 +108,10 @@ class GradientMeter:
         self._layer_names = list(dict.fromkeys(by_layer.values()))
         self._layer_numbers = {p: self._layer_names.index(name) for p, name in by_layer.items()}
         self._replacement_check = ReplacementCheck(model) if isinstance(model, nn.Module) else None
+        self.cluster_parts = cluster_parts
+        if cluster_parts is not None:
+            others = {"confidence=": confidence, "half_batch_cosine=True": half_batch_cosine}
+            _require_clusters(self.source, loss, [name for name, asked in others.items() if asked])
         self.groups: int | None = None
         if groups is not None:
             if not isinstance(model, nn.Module):
@@ -116,11 +120,6 @@ class GradientMeter:
             self._forward_hook = model.register_forward_hook(
                 PrepareAfterForward(self.source), with_kwargs=True
             )
-        self.cluster_parts = cluster_parts
-        if cluster_parts is not None:
-            compares = {"groups=": groups, "confidence=": confidence}
-            compares |= {"half_batch_cosine=True": half_batch_cosine or None}
-            _require_clusters(self.source, loss, compares)
         layers, sketches = self._layer_numbers, confidence is not None
         self._sums = StepAccumulators(
             self.source,
@@ -392,15 +391,15 @@ _NO_OTHER = (
 )
 
 
-def _require_clusters(source: GradientSource, loss: str, others: Mapping[str, object]) -> None:
-    """Raises SettingError where clusters cannot be measured."""
+def _require_clusters(source: GradientSource, loss: str, others: Sequence[str]) -> None:
+    """Raises SettingError where clusters cannot be measured, or not with these other options."""
     if loss != "weighted":
         raise SettingError(
             'cluster_parts= needs loss="weighted": multiply each loss by n_d / N, so that the '
             "gradient of a cluster is the sum of those of its parts"
         )
-    if asked := [name for name, value in others.items() if value is not None]:
-        raise SettingError(_NO_OTHER.format(names=" and ".join(asked)))
+    if others:
+        raise SettingError(_NO_OTHER.format(names=" and ".join(others)))
     if source.reducer.reduces_each_backward:
         raise SettingError(
             "cluster_parts=: this engine reduces in every backward, so a part would be that of "
