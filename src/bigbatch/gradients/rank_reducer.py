@@ -54,6 +54,8 @@ class RankReducer(GradientShards):
     """Whether the ranks must do equally many backwards in a step."""
     replicas = 1
     """How many ranks have the same `local_grad` of every parameter."""
+    stages = 1
+    """How many ranks have the same micro-batches, each for other layers of the model."""
 
     def __init__(self, unshared: str = "", *, reduces_each_backward: bool = False) -> None:
         self.reduces_each_backward = reduces_each_backward
@@ -94,18 +96,19 @@ class RankReducer(GradientShards):
 class GroupReducer(RankReducer):
     """Ranks whose gradients an engine reduces over process groups."""
 
-    def __init__(self, rank: int, ranks: int, groups: list[dist.ProcessGroup]) -> None:
+    def __init__(
+        self, rank: int, ranks: int, groups: list[dist.ProcessGroup], *, stages: int = 1
+    ) -> None:
         super().__init__()
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.stages = rank, ranks, stages
         self._groups = groups
         world = dist.get_world_size()
-        if rank == 0 and ranks < world:
+        if rank == 0 and ranks * stages < world:
             warnings.warn(
-                f"the model is shared by {ranks} of {world} ranks, and the statistics are theirs: "
-                "right where the others train something else. Where they hold other layers of the "
-                "model (pipeline parallelism) the statistics cover these layers alone, so stages "
-                "would decide differently: give each stage a meter, and add up grad_sqnorm and "
-                "grad_variance",
+                f"the model is shared by {ranks * stages} of {world} ranks, and the statistics are "
+                "theirs: right where the others train something else. Where they hold other layers "
+                "of the model (pipeline parallelism) the statistics cover these layers alone, so "
+                "stages would decide differently: pass the stages, GradientMeter(stages)",
                 stacklevel=5,
             )
 

@@ -292,7 +292,8 @@ class GradientMeter:
         """
         is_finite = totals.is_finite
         replicated = self.source.reducer.replicas == self.source.ranks
-        c = totals.reduction(self._sums.norms.eps, replicated) if is_finite else 1.0
+        scheduled, eps = self.source.reducer.stages > 1, self._sums.norms.eps
+        c = totals.reduction(eps, replicated, scheduled=scheduled) if is_finite else 1.0
         if of_all_ranks and is_finite and c * self.source.ranks != 1:
             raise GradientError(
                 "the gradients of the ranks were added up and not averaged "

@@ -167,6 +167,9 @@ class StepAccumulators:
             parts["half_batch"] = self._half_batch.dots()
         if self._clusters is not None:
             parts |= self._cluster_parts(self._clusters, sizes)
+        if (stages := source.reducer.stages) > 1:
+            alike = parts.keys() & {"inverse_sizes", "counted", "scale"}
+            parts |= {name: parts[name] / stages for name in alike}
         replicas = source.reducer.replicas
         if replicas > 1:
             of_replicas = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
@@ -259,8 +262,10 @@ class StepTotals:
         signed_sqnorm, dot = self._half_batch
         return cosine_of_halves(math.fsum(self.grad_sqnorms) / c**2, signed_sqnorm, dot / c)
 
-    def reduction(self, eps: float, replicated: bool) -> float:
+    def reduction(self, eps: float, replicated: bool, *, scheduled: bool = False) -> float:
         """c with `.grad` = c * (sum of h_d over all ranks): 1/W for a mean over ranks, 1 for a sum.
+
+        The schedule of a pipeline may have divided by the micro-batches of a rank too.
 
         Raises:
             GradientError: `.grad` is neither, or differs between ranks that should hold the same.
@@ -274,7 +279,10 @@ class StepTotals:
                 "step ran under no_sync, or not on the DDP model's own output"
             )
         expected, actual = self._micro_batch_projections, self._grad_projections
-        errors = {c: math.dist(actual, [c * x for x in expected]) for c in (1 / ranks, 1)}
+        factors = [1 / ranks, 1.0]
+        if scheduled:
+            factors += [c / float(self.ranks.micro_batches.max()) for c in factors]
+        errors = {c: math.dist(actual, [c * x for x in expected]) for c in factors}
         c = min(errors, key=lambda c: errors[c])
         roundings = 1 + math.sqrt(self.ranks.micro_batches.max())
         tolerance = max(_ONE_PROCESS_TOLERANCE, eps * roundings)
