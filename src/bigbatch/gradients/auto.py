@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients.ddp import DDPSource
-from bigbatch.gradients.pipeline import PipelineSource, stages_of
+from bigbatch.gradients.pipeline import find_pipeline_source, stages_of
 from bigbatch.gradients.single_process import SingleProcessSource
 from bigbatch.gradients.source import GradientSource
 
@@ -25,7 +25,7 @@ NO_TENSOR_PARALLELISM = (
 def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
     """The source of a model's gradients, by its wrapper; SettingError for others and several."""
     if stages := stages_of(model):
-        return PipelineSource(stages)
+        return find_pipeline_source(stages)
     if not isinstance(model, nn.Module):
         return SingleProcessSource(model, unshared=_UNSHARED)
     modules = list(model.modules())

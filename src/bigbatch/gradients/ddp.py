@@ -28,9 +28,11 @@ class ReducedShards(GradientShards, ABC):
 class DDPReducer(GroupReducer):
     """Reads the mean gradient under DDP; the last backward of a step has to reduce."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, pipeline: dist.ProcessGroup | None = None
+    ) -> None:
         group = ddp.process_group
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), [group])
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), [group], pipeline)
         self.ddp = ddp
 
     @property

@@ -39,13 +39,14 @@ class FSDP2Source(GradientSource):
 
     on_leaves = False
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, pipeline: dist.ProcessGroup | None = None) -> None:
         reshard(model.modules())
         self._units = units = _units(model)
         self._whole: dict[Tensor, weakref.ref[Tensor]] = {}  # the leaf of each hooked parameter
         parameters = [parameter for owned in units.values() for _, _, parameter in owned]
         guard = GradGuard(grad_may_wait=True, local_grad=local_shard)
-        super().__init__(parameters, guard, FSDP2Reducer(require_one_mesh(parameters)))
+        reducer = FSDP2Reducer(require_one_mesh(parameters), pipeline)
+        super().__init__(parameters, guard, reducer)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Watches more parameters, all of them shards, between steps."""
@@ -158,10 +159,11 @@ class FSDP2Reducer(GroupReducer):
 
     lockstep = True  # every forward and backward gathers parameters
 
-    def __init__(self, parameter: DTensor) -> None:
+    def __init__(self, parameter: DTensor, pipeline: dist.ProcessGroup | None = None) -> None:
         mesh = parameter.device_mesh
         rank = int((mesh.mesh.flatten() == dist.get_rank()).nonzero())
-        super().__init__(rank, mesh.size(), [mesh.get_group(dim) for dim in range(mesh.ndim)])
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        super().__init__(rank, mesh.size(), groups, pipeline)
         self.replicas = math.prod(
             size
             for size, placement in zip(mesh.shape, parameter.placements, strict=True)

@@ -1,12 +1,15 @@
 """Gradients of pipeline stages, whose schedule mixes the backwards of several micro-batches."""
 
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import GradientError, SettingError
+from bigbatch.gradients.ddp import DDPReducer
 from bigbatch.gradients.grad_guard import GradGuard, require_dense
 from bigbatch.gradients.gradient_hooks import hands_errors_over
 from bigbatch.gradients.protocols import MicroBatchGradients
@@ -27,16 +30,13 @@ if TYPE_CHECKING:
 #   by their number, unless it has scale_grads=False. StepTotals.reduction finds which.
 # - Squared norms and projections are sums over layers, so over ranks. What every rank knows of the
 #   micro-batches alike is divided by the number of ranks before it is summed.
-class PipelineSource(GradientSource):
-    """The stages that this rank has of a pipeline; see [Note: pipeline schedules]."""
+class MixedBackwards(GradientSource):
+    """Sees several micro-batches at a time; mixed into a source. [Note: pipeline schedules]."""
 
-    def __init__(self, stages: Sequence["Stage"]) -> None:
-        group = stages[0].group or dist.group.WORLD
-        assert group is not None
+    def __init__(self, *arguments: Any) -> None:
         self._fired: dict[Tensor, int] = {}  # how often the hook of each parameter ran in the step
         self._begun = 0  # micro-batches of the step that the subscribers know of
-        modules = nn.ModuleList(stage.submod for stage in stages)
-        super().__init__(modules.parameters(), GradGuard(), PipelineReducer(group))
+        super().__init__(*arguments)
 
     def _restart(self) -> None:
         super()._restart()
@@ -50,12 +50,13 @@ class PipelineSource(GradientSource):
         require_dense([gradient])
         number = self._fired.get(parameter, 0)
         self._fired[parameter] = number + 1
-        if number == self._begun:
-            self._begun += 1
-            for subscriber in self._subscribers:
-                subscriber.micro_batch(1.0)
-        batch = MicroBatchGradients([parameter], [gradient.detach()], number=number)
+        is_first = number == self._begun
+        self._begun += is_first
+        batch = MicroBatchGradients([parameter], [gradient.detach()])
         for subscriber in self._subscribers:
+            subscriber.number = number
+            if is_first:
+                subscriber.micro_batch(1.0)
             subscriber.gradients(batch)
 
     def require_unchanged(self, caller: str) -> None:
@@ -67,36 +68,57 @@ class PipelineSource(GradientSource):
                 "gradients: one that not every micro-batch reaches, or that a stage uses in "
                 "several places (tied weights); freeze it, or measure without the pipeline"
             )
-        for _ in range(self._begun - self.micro_batches):
+        while self.micro_batches < self._begun:
             for subscriber in self._subscribers:
+                subscriber.number = self.micro_batches
                 subscriber.end()
+            self.micro_batches += 1
             self.group_norms.append(None)
-        self.micro_batches = self._begun
         if not self.micro_batches:
             super().require_unchanged(caller)
 
 
-class PipelineReducer(GroupReducer):
-    """The ranks of a pipeline, each of which has other layers and the same micro-batches."""
+class PipelineSource(MixedBackwards):
+    """The stages of a rank, plain or each in DistributedDataParallel."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(0, 1, [group], stages=dist.get_world_size(group))
+    def __init__(self, stages: Sequence["Stage"], group: dist.ProcessGroup) -> None:
+        modules = nn.ModuleList(stage.submod for stage in stages)
+        wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        if wrappers and len({module.process_group for module in modules if module in wrappers}) > 1:
+            raise SettingError("the stages of a rank are in DDP over different groups of ranks")
+        if len(wrappers) not in (0, len(modules)):
+            raise SettingError(
+                f"{len(wrappers)} of this rank's {len(modules)} stages are in DDP: wrap all of them"
+            )
+        reducer = DDPReducer(wrappers[0], group) if wrappers else GroupReducer(0, 1, [], group)
+        super().__init__(modules.parameters(), GradGuard(), reducer)
+
+
+def find_pipeline_source(stages: Sequence["Stage"]) -> GradientSource:
+    """The source of all stages that this rank has; SettingError if it has others."""
+    group = stages[0].group or dist.group.WORLD
+    assert group is not None
+    ranks, count = dist.get_world_size(group), stages[0].num_stages
+    if len(stages) * ranks != count:
+        raise SettingError(
+            f"{len(stages)} stages of a pipeline of {count} stages on {ranks} ranks: pass a list "
+            "of all stages that this rank has"
+        )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(stage.submod, fsdp.FSDPModule) for stage in stages):
+        from bigbatch.gradients.fsdp2 import FSDP2Source
+
+        class ShardedPipelineSource(MixedBackwards, FSDP2Source):
+            pass
+
+        return ShardedPipelineSource(nn.ModuleList(stage.submod for stage in stages), group)
+    return PipelineSource(stages, group)
 
 
 def stages_of(model: object) -> "list[Stage]":
-    """The pipeline stages that `model` is or lists; SettingError if this rank has others too."""
-    import sys
-
+    """The pipeline stages that `model` is, or lists; none for other models."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
-    if module is None:
-        return []
     found = list(model) if isinstance(model, list | tuple) else [model]
-    if not any(isinstance(stage, module._PipelineStageBase) for stage in found):
+    if module is None or not all(isinstance(one, module._PipelineStageBase) for one in found):
         return []
-    ranks, count = dist.get_world_size(found[0].group), found[0].num_stages
-    if len(found) * ranks != count:
-        raise SettingError(
-            f"{len(found)} stages of a pipeline of {count} stages on {ranks} ranks: pass a list of "
-            "all stages that this rank has"
-        )
     return found

@@ -94,14 +94,26 @@ class RankReducer(GradientShards):
 
 
 class GroupReducer(RankReducer):
-    """Ranks whose gradients an engine reduces over process groups."""
+    """Ranks whose gradients an engine reduces over process groups.
+
+    Args:
+        rank: this rank's number among those that share its parameters.
+        ranks: their number.
+        groups: over which together all of them are reached.
+        pipeline: the ranks that have the other layers of the model, if any.
+    """
 
     def __init__(
-        self, rank: int, ranks: int, groups: list[dist.ProcessGroup], *, stages: int = 1
+        self,
+        rank: int,
+        ranks: int,
+        groups: list[dist.ProcessGroup],
+        pipeline: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.rank, self.ranks, self.stages = rank, ranks, stages
-        self._groups = groups
+        self.rank, self.ranks = rank, ranks
+        self._groups = groups if pipeline is None else [*groups, pipeline]
+        self.stages = stages = 1 if pipeline is None else dist.get_world_size(pipeline)
         world = dist.get_world_size()
         if rank == 0 and ranks * stages < world:
             warnings.warn(

@@ -29,30 +29,29 @@ class MicroBatchNorms(Subscriber):
     def __init__(self, layers: Mapping[Tensor, int]) -> None:
         self._layers = layers
         self._dtypes: set[torch.dtype] = set()
-        # of each micro-batch that has started: squares of the parameters that it reached, and these
-        self._open: list[tuple[list[Tensor], list[Tensor]]] = []
+        # of each open micro-batch: squares of the parameters that it reached, and these
+        self._open: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._rows: list[Tensor] = []  # |h_d|^2 of the complete micro-batches, (L,)
 
     def begin(self) -> None:
         """A step starts."""
         self._rows.clear()
-        self._open.clear()
         self._dtypes.clear()
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
-        self._open.append(([], []))
+        self._open[self.number] = [], []
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Reads the gradients once."""
         self._dtypes.update(map(_DTYPE, batch.gradients))
-        squares, parameters = self._open[batch.number]
+        squares, parameters = self._open[self.number]
         squares.append(squared_norms(batch.gradients))
         parameters += batch.parameters
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        self._rows.append(sum_by_layer(*self._open.pop(0), self._layers))
+        self._rows.append(sum_by_layer(*self._open[self.number], self._layers))
 
     @property
     def eps(self) -> float:

@@ -98,14 +98,14 @@ class ProjectionProbe(Subscriber):
         # it has, and their numbers; empty if it has all of them, in order
         self._indices: dict[tuple[int, int], list[Tensor]] = {}
         self._signs = torch.zeros(0)  # (8, elements)
-        self._open: list[list[Tensor | None]] = []  # of those that started, by chosen parameter
+        # of each open micro-batch, by chosen parameter
+        self._open: dict[int, list[Tensor | None]] = {}
         self._rows: list[Tensor] = []  # elements of each micro-batch
         self.begin()
 
     def begin(self) -> None:
         """A step starts."""
         self._rows.clear()
-        self._open.clear()
         parameters = self._source.parameters
         trained = list(itertools.compress(parameters, map(_REQUIRES_GRAD, parameters)))
         is_same = list(map(id, trained)) == list(map(id, self._trained))
@@ -127,12 +127,12 @@ class ProjectionProbe(Subscriber):
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
-        self._open.append([None] * len(self._chosen))
+        self._open[self.number] = [None] * len(self._chosen)
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Keeps the first elements of the gradients of probed parameters."""
         gradients = dict(zip(map(id, batch.parameters), batch.gradients, strict=True))
-        heads = self._open[batch.number]
+        heads = self._open[self.number]
         for i, (_, number, count) in enumerate(self._chosen):
             if number in gradients:
                 head = _head(gradients[number], count)
@@ -141,7 +141,8 @@ class ProjectionProbe(Subscriber):
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        self._rows.append(self._joined(self._open.pop(0)))  # views keep the gradients' memory
+        self._rows.append(self._joined(self._open[self.number]))
+        self._open[self.number] = []  # views of gradients, whose memory they would keep
 
     def projections(self, *, with_grad: bool = False) -> Tensor:
         """The projections of each micro-batch of the step, (k, 8); then of `.grad`, (k + 1, 8)."""
