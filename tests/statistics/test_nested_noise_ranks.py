@@ -1,4 +1,4 @@
-"""Clusters on real processes: each rank has whole ones, and all ranks read one process's numbers."""
+"""Clusters on real processes: each rank has whole ones, and all read one process's numbers."""
 
 from functools import partial
 

@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients.ddp import DDPSource
-from bigbatch.gradients.pipeline import find_pipeline_source, stages_of
+from bigbatch.gradients.pipeline import PipelineStage, find_pipeline_source, is_stage
 from bigbatch.gradients.single_process import SingleProcessSource
 from bigbatch.gradients.source import GradientSource
 
@@ -22,12 +23,13 @@ NO_TENSOR_PARALLELISM = (
 )
 
 
-def find_source(model: nn.Module | Iterable[Tensor]) -> GradientSource:
+def find_source(model: nn.Module | Iterable[Tensor] | Iterable[PipelineStage]) -> GradientSource:
     """The source of a model's gradients, by its wrapper; SettingError for others and several."""
-    if stages := stages_of(model):
-        return find_pipeline_source(stages)
     if not isinstance(model, nn.Module):
-        return SingleProcessSource(model, unshared=_UNSHARED)
+        values: list[Any] = list(model)
+        if any(map(is_stage, values)):
+            return find_pipeline_source(values)
+        return SingleProcessSource(values, unshared=_UNSHARED)
     modules = list(model.modules())
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
         raise SettingError("FSDP1 flattens parameters; wrap the model by fully_shard (FSDP2)")

@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,8 +17,13 @@ from bigbatch.gradients.protocols import MicroBatchGradients
 from bigbatch.gradients.rank_reducer import GroupReducer
 from bigbatch.gradients.source import GradientSource
 
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.stage import _PipelineStageBase as Stage
+
+class PipelineStage(Protocol):
+    """What is read of a stage of torch.distributed.pipelining."""
+
+    submod: nn.Module
+    group: dist.ProcessGroup | None
+    num_stages: int
 
 
 # [Note: pipeline schedules]
@@ -32,6 +38,8 @@ if TYPE_CHECKING:
 #   micro-batches alike is divided by the number of ranks before it is summed.
 class MixedBackwards(GradientSource):
     """Sees several micro-batches at a time; mixed into a source. [Note: pipeline schedules]."""
+
+    mixes = True
 
     def __init__(self, *arguments: Any) -> None:
         self._fired: dict[Tensor, int] = {}  # how often the hook of each parameter ran in the step
@@ -59,6 +67,14 @@ class MixedBackwards(GradientSource):
                 subscriber.micro_batch(1.0)
             subscriber.gradients(batch)
 
+    def micro_batch(
+        self, weight: float = 1.0, *, several_backwards: bool = False
+    ) -> AbstractContextManager[None]:
+        """Raises GradientError: the schedule says what a micro-batch is."""
+        raise GradientError(
+            "the schedule of a pipeline runs the backwards; leave micro_batch() out"
+        )
+
     def require_unchanged(self, caller: str) -> None:
         """Ends the micro-batches of the schedule's step, which reached all parameters or none."""
         if uneven := {n for n in self._fired.values() if n != self._begun}:
@@ -81,7 +97,7 @@ class MixedBackwards(GradientSource):
 class PipelineSource(MixedBackwards):
     """The stages of a rank, plain or each in DistributedDataParallel."""
 
-    def __init__(self, stages: Sequence["Stage"], group: dist.ProcessGroup) -> None:
+    def __init__(self, stages: Sequence[PipelineStage], group: dist.ProcessGroup) -> None:
         modules = nn.ModuleList(stage.submod for stage in stages)
         wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
         if wrappers and len({module.process_group for module in modules if module in wrappers}) > 1:
@@ -94,8 +110,12 @@ class PipelineSource(MixedBackwards):
         super().__init__(modules.parameters(), GradGuard(), reducer)
 
 
-def find_pipeline_source(stages: Sequence["Stage"]) -> GradientSource:
-    """The source of all stages that this rank has; SettingError if it has others."""
+def find_pipeline_source(stages: Sequence[PipelineStage]) -> GradientSource:
+    """The source of all stages that this rank has; SettingError if these are not all of them."""
+    if not all(map(is_stage, stages)):
+        raise SettingError(
+            "a list has stages of a pipeline and other values; pass the stages alone"
+        )
     group = stages[0].group or dist.group.WORLD
     assert group is not None
     ranks, count = dist.get_world_size(group), stages[0].num_stages
@@ -115,10 +135,7 @@ def find_pipeline_source(stages: Sequence["Stage"]) -> GradientSource:
     return PipelineSource(stages, group)
 
 
-def stages_of(model: object) -> "list[Stage]":
-    """The pipeline stages that `model` is, or lists; none for other models."""
+def is_stage(value: object) -> bool:
+    """Whether a value is a stage of a pipeline, which is not imported for models without."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
-    found = list(model) if isinstance(model, list | tuple) else [model]
-    if module is None or not all(isinstance(one, module._PipelineStageBase) for one in found):
-        return []
-    return found
+    return module is not None and isinstance(value, module._PipelineStageBase)

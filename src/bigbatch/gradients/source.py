@@ -123,6 +123,8 @@ class GradientSource:
     """Whether it has S, the sum of what the complete micro-batches added."""
     gathers = False
     """Whether gradients that hooks see are added up, and reported at the end of a micro-batch."""
+    mixes = False
+    """Whether several micro-batches are open at a time, as a pipeline's schedule mixes them."""
     hides = False
     """Whether it reads gradients from `.grad`, which is empty when a backward starts."""
 

@@ -18,6 +18,7 @@ from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.forward_hook import PrepareAfterForward
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.groups.grouping import Grouping
+from bigbatch.gradients.pipeline import PipelineStage
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck
 from bigbatch.setting_types import Count, Coverage, Groups, checked
 from bigbatch.statistics.confidence import Interval, jackknife, log_ratio
@@ -41,7 +42,9 @@ class GradientMeter:
     `read` on every rank.
 
     Args:
-        model: the model whose parameters are measured, or an iterable of parameters.
+        model: the model whose parameters are measured, an iterable of parameters, or a list of the
+            stages that this rank has of a pipeline (torch.distributed.pipelining;
+            docs/pipelines.md).
         loss: the loss that `backward()` is called on. "weighted": the losses of a step sum to the
             mean loss of this rank (loss * n_d / N, the usual accumulation; N is then the same on
             every rank). "mean": each is the plain mean loss of its micro-batch.
@@ -83,7 +86,7 @@ class GradientMeter:
     @checked
     def __init__(
         self,
-        model: nn.Module | Iterable[Tensor],
+        model: nn.Module | Iterable[Tensor] | Iterable[PipelineStage],
         *,
         loss: Literal["weighted", "mean"] = "weighted",
         confidence: Coverage | None = None,
@@ -108,10 +111,16 @@ class GradientMeter:
         self._layer_names = list(dict.fromkeys(by_layer.values()))
         self._layer_numbers = {p: self._layer_names.index(name) for p, name in by_layer.items()}
         self._replacement_check = ReplacementCheck(model) if isinstance(model, nn.Module) else None
+        others = {"confidence=": confidence, "half_batch_cosine=True": half_batch_cosine}
+        asked = [name for name, value in others.items() if value]
         self.cluster_parts = cluster_parts
         if cluster_parts is not None:
-            others = {"confidence=": confidence, "half_batch_cosine=True": half_batch_cosine}
-            _require_clusters(self.source, loss, [name for name, asked in others.items() if asked])
+            _require_clusters(self.source, loss, asked)
+        if self.source.mixes and (asked or cluster_parts):
+            raise SettingError(
+                f"{' and '.join([*asked, *['cluster_parts='] * bool(cluster_parts)])} cannot be "
+                "measured in a pipeline, whose ranks have other layers; leave it out"
+            )
         self.groups: int | None = None
         if groups is not None:
             if not isinstance(model, nn.Module):
@@ -292,13 +301,20 @@ class GradientMeter:
         """
         is_finite = totals.is_finite
         replicated = self.source.reducer.replicas == self.source.ranks
-        scheduled, eps = self.source.reducer.stages > 1, self._sums.norms.eps
+        scheduled, eps = self.source.mixes, self._sums.norms.eps
         c = totals.reduction(eps, replicated, scheduled=scheduled) if is_finite else 1.0
         if of_all_ranks and is_finite and c * self.source.ranks != 1:
             raise GradientError(
                 "the gradients of the ranks were added up and not averaged "
                 "(set_gradient_divide_factor, a hook?), so the step would be as many times too "
                 "long; leave the division to the engine"
+            )
+        k, sizes = totals.micro_batches, totals.inverse_sizes * totals.samples
+        is_divided = c < (1 - 1e-9) / self.source.ranks  # by the schedule of a pipeline
+        if self.loss == "weighted" and is_divided and sizes > k**2 * (1 + 1e-9):
+            raise GradientError(
+                "the micro-batches of the pipeline differ in size, and its schedule averages their "
+                'losses: state GradientMeter(loss="mean")'
             )
         if self.loss == "weighted" and c != 1 and not of_all_ranks:
             samples = totals.ranks.samples.tolist()
@@ -309,9 +325,9 @@ class GradientMeter:
                     "backward is of its micro-batch's plain mean loss"
                 )
         unit /= totals.scale**2
-        by_layer = (totals.sqnorms_over_sizes, totals.sqnorms, totals.grad_sqnorms)
+        by_layer = [totals.sqnorms_over_sizes, totals.sqnorms, totals.grad_sqnorms]
         if self.cluster_parts is not None:
-            by_layer = (*by_layer, totals.cluster_sqnorms_over_sizes)
+            by_layer.append(totals.cluster_sqnorms_over_sizes)
         rows = zip(self._layer_names, *by_layer, strict=False)
         layers = {name: self._estimate(totals, unit, c, sums) for name, *sums in rows}
         statistics = self._estimate(totals, unit, c, map(math.fsum, by_layer))
@@ -331,10 +347,10 @@ class GradientMeter:
         k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
         grad_sqnorm *= unit
         if of_clusters:
-            over_sizes = unit * c**2 * sqnorm_over_sizes, unit * c**2 * of_clusters[0]
+            of_parts, of_whole = (unit * c**2 * sums for sums in (sqnorm_over_sizes, *of_clusters))
             clusters, square_sizes = totals.clusters
             counts = k, samples, round(clusters), square_sizes
-            return from_clusters(*over_sizes, grad_sqnorm, *counts, eps)
+            return from_clusters(of_parts, of_whole, grad_sqnorm, *counts, eps)
         if self.loss == "weighted":
             compared: Compared = "groups" if self.groups else "micro-batches"
             over_sizes = sqnorm_over_sizes * (unit * c**2)
@@ -369,6 +385,8 @@ class GradientMeter:
                 "a sum does not say how many micro-batches they are"
             )
         if len(sizes) != k:
+            if self.source.mixes:  # a schedule that failed left its micro-batches
+                self.source.restart()
             remedy = (
                 "where one micro-batch is several backwards, mark it with "
                 "`with meter.micro_batch():`"
@@ -428,7 +446,7 @@ def _sum_of_groups(source: GradientSource, number: int, samples: float | Tensor)
     return total
 
 
-def _by_layer(model: nn.Module | Iterable[Tensor]) -> dict[Tensor, str]:
+def _by_layer(model: object) -> dict[Tensor, str]:
     """Parameter -> name of the module that has it, without the prefixes of wrappers."""
     if not isinstance(model, nn.Module):
         raise SettingError("per_layer=True needs the model, whose modules have names")

@@ -169,10 +169,9 @@ def from_clusters(
         noise = N Var(G) = between sum n_c^2 / N + within
 
     `variance_components` has the rest. The noise is that of one sample where clusters of these
-    sizes are added, so noise scale and similarity are of more clusters.
+    sizes are added, so noise scale and similarity are of more clusters. `square_sizes` is
+    sum n_c^2.
 
-    Args:
-        square_sizes: sum n_c^2.
     Raises:
         GradientError: fewer than two clusters, or sums that no data can give.
     """

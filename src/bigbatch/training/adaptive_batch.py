@@ -430,6 +430,11 @@ class AdaptiveBatch:
                 "itself, and these are no parts of clusters; read such a meter in a loop of your "
                 "own, as docs/rl.md does"
             )
+        if self.meter.source.mixes:
+            raise SettingError(
+                "the schedule of a pipeline runs the backwards, and AdaptiveBatch would too; read "
+                "GradientMeter(stages) and ask a Controller, as docs/pipelines.md does"
+            )
         require_steppable(self.optimizer)
         self.meter.source.explicit = True
         self.meter.scaler = self.scaler
