@@ -33,7 +33,7 @@ def mean(gradients: Tensor, sizes: list[float]) -> Noise:
 
 
 def nested(gradients: Tensor, sizes: list[float], parts: int) -> list[float]:
-    """(|mu|^2, between, within) of clusters of as many micro-batches, with mean gradients g_d (k, P).
+    """(|mu|^2, between, within) of clusters of micro-batches whose mean gradients are g_d (k, P).
 
     On average g_i . g_j is |mu|^2, and between more in one cluster, and within / n_i more if i = j.
     So three sums of squares are three linear equations: within clusters, between them, and of all.

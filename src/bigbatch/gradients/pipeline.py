@@ -113,9 +113,7 @@ class PipelineSource(MixedBackwards):
 def find_pipeline_source(stages: Sequence[PipelineStage]) -> GradientSource:
     """The source of all stages that this rank has; SettingError if these are not all of them."""
     if not all(map(is_stage, stages)):
-        raise SettingError(
-            "a list has stages of a pipeline and other values; pass the stages alone"
-        )
+        raise SettingError("a list has pipeline stages and other values; pass the stages alone")
     group = stages[0].group or dist.group.WORLD
     assert group is not None
     ranks, count = dist.get_world_size(group), stages[0].num_stages
