@@ -113,6 +113,16 @@ class ShardedSource(GradientSource):
         self._on_gradient(parameter, shard)
         self.guard.arriving = None
 
+    def _watch_backward(self) -> None:
+        try:
+            super()._watch_backward()
+        except RuntimeError as error:  # no backward runs
+            raise GradientError(
+                "gradients were reduced outside a backward, as by the schedule of a pipeline, once "
+                "for all its micro-batches; a pipeline's stages cannot have a variance-reduced "
+                "optimizer"
+            ) from error
+
     def _begin_step(self) -> None:
         self._sums.clear()
         super()._begin_step()

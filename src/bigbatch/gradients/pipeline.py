@@ -81,8 +81,8 @@ class MixedBackwards(GradientSource):
             self.restart()
             raise GradientError(
                 f"in a step of {self._begun} micro-batches a parameter received {min(uneven)} "
-                "gradients: one that not every micro-batch reaches, or that a stage uses in "
-                "several places (tied weights); freeze it, or measure without the pipeline"
+                "gradients; one that not every micro-batch reaches cannot be measured in a "
+                "pipeline: freeze it, or let all micro-batches reach it"
             )
         while self.micro_batches < self._begun:
             for subscriber in self._subscribers:
