@@ -332,15 +332,12 @@ def variance_reduced(rank, ranks, sharded):
         )
     stages = stages_of("GPipe", rank, group, wrap)
     optimizer = VRSGD(stages[0].submod.parameters(), lr=0.1)
-    with pytest.raises((GradientError, RuntimeError)) as caught:  # as torch may wrap it
-        for step in range(2):
-            run(scheduled("GPipe", stages), stages, *samples(step, 16))
-            optimizer.step()
-            optimizer.zero_grad()
-    error, said = caught.value, ""
-    while error is not None:
-        said, error = f"{said} {error}", error.__cause__
-    return said
+    pipeline = scheduled("GPipe", stages)
+    try:
+        run(pipeline, stages, *samples(0, 16))
+        optimizer.step()
+    except RuntimeError as error:  # as torch may wrap it
+        return f"{error} {error.__cause__} {getattr(error.__cause__, '__cause__', '')}"
 
 
 @pytest.mark.parametrize("sharded", [False, True])
