@@ -99,9 +99,8 @@ def test_components_predict_the_variance_of_other_steps(grpo):
     with bb.GradientMeter(policy, cluster_parts=2) as meter:
         for _ in range(100):
             accumulate(8, 8, parts=2)
-            nested = meter.read([4] * 16).nested
-            found.append((nested.grad_sqnorm, nested.between, nested.within))
-    noise = bb.NestedNoise(*np.mean(found, 0))
+            found.append(meter.read([4] * 16).nested)
+    noise = bb.NestedNoise.average(found)
     assert pytest.approx(variance(8, 8), rel=0.15) == noise.variance(8, 8)
     assert pytest.approx(variance(16, 8), rel=0.15) == noise.variance(16, 8)
     longer = (1 - 1 / 24) / (1 - 1 / 8)

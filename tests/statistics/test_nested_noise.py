@@ -85,7 +85,9 @@ def test_prompts_and_rollouts_have_their_own_noise():
                     ((mu + prompt + noise) @ weight).sum().div(64).backward()
             found.append(meter.read([4] * 16))
             weight.grad = None
-    signal, between, within = np.mean([fields(each.nested) for each in found], 0)
+    average = NestedNoise.average(each.nested for each in found)
+    signal, between, within = fields(average)
+    assert np.mean([each.nested.between for each in found]) == pytest.approx(between)
     # standard errors are 0.02, 0.02, 0.1
     assert [4, 2] == pytest.approx([signal, between], abs=0.1)
     assert pytest.approx(24, abs=0.5) == within
@@ -141,6 +143,11 @@ def test_sizes_must_be_positive(size):
         noise.variance(4, size)
     with pytest.raises(SettingError, match="cluster_cost"):
         noise.best_cluster_size(size)
+
+
+def test_an_average_needs_steps():
+    with pytest.raises(SettingError, match="no steps to average"):
+        NestedNoise.average([])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Noise of a two-stage sample: clusters, such as prompts, and samples of each, such as rollouts."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bigbatch.errors import SettingError
 from bigbatch.setting_types import Positive, checked
 
 
@@ -15,7 +17,7 @@ class NestedNoise:
         Var(G) = between / P + within / (P R),   between = tr Cov(u),  within = tr Cov(e)
 
     More clusters lessen both terms, more samples of each cluster the second one alone. Estimates of
-    one step are noisy: average each field over steps, then build a `NestedNoise` of the averages.
+    one step are noisy: use the `average` of many.
 
     Args:
         grad_sqnorm: unbiased estimate of |mu|^2; may be negative on one step.
@@ -40,6 +42,14 @@ class NestedNoise:
     grad_sqnorm: float
     between: float
     within: float
+
+    @classmethod
+    def average(cls, steps: Iterable["NestedNoise"]) -> "NestedNoise":
+        """The averages of the three components over steps of the same shape."""
+        rows = [(step.grad_sqnorm, step.between, step.within) for step in steps]
+        if not rows:
+            raise SettingError("no steps to average; read the meter first")
+        return cls(*(math.fsum(column) / len(rows) for column in zip(*rows, strict=True)))
 
     @checked
     def variance(self, clusters: Positive, cluster_size: Positive) -> float:
