@@ -15,6 +15,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -211,7 +212,11 @@ def refusals(rank, ranks):
     modules = nn.ModuleList(stage.submod for stage in stages)
     optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
     loader = [torch.zeros(8, 5)]
+    other = stages_of("Interleaved1F1B", rank)
+    layer, mesh = other[0].submod[0][0], init_device_mesh("cpu", (2,))
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
     calls = {
+        "tensors": lambda: GradientMeter(other),
         "some": lambda: GradientMeter(stages[:1]),
         "others": lambda: GradientMeter([*stages, *modules.parameters()]),
         "confidence": lambda: GradientMeter(stages, confidence=0.9),
@@ -233,6 +238,7 @@ def refusals(rank, ranks):
 
 
 WORDS = {
+    "tensors": "tensor parallelism cannot be measured",
     "some": "pass a list of all stages that this rank has",
     "others": "pass the stages alone",
     "confidence": "confidence= cannot be measured in a pipeline",

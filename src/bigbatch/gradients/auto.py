@@ -4,12 +4,13 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import SettingError
 from bigbatch.gradients.ddp import DDPSource
-from bigbatch.gradients.pipeline import PipelineStage, find_pipeline_source, is_stage
+from bigbatch.gradients.pipeline import PipelineSource, PipelineStage, is_stage, whole_pipeline
 from bigbatch.gradients.single_process import SingleProcessSource
 from bigbatch.gradients.source import GradientSource
 
@@ -25,11 +26,12 @@ NO_TENSOR_PARALLELISM = (
 
 def find_source(model: nn.Module | Iterable[Tensor] | Iterable[PipelineStage]) -> GradientSource:
     """The source of a model's gradients, by its wrapper; SettingError for others and several."""
+    pipeline: dist.ProcessGroup | None = None
     if not isinstance(model, nn.Module):
         values: list[Any] = list(model)
-        if any(map(is_stage, values)):
-            return find_pipeline_source(values)
-        return SingleProcessSource(values, unshared=_UNSHARED)
+        if not any(map(is_stage, values)):
+            return SingleProcessSource(values, unshared=_UNSHARED)
+        model, pipeline = whole_pipeline(values)
     modules = list(model.modules())
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
         raise SettingError("FSDP1 flattens parameters; wrap the model by fully_shard (FSDP2)")
@@ -40,9 +42,9 @@ def find_source(model: nn.Module | Iterable[Tensor] | Iterable[PipelineStage]) -
             "private; wrap the model in DistributedDataParallel, or by fully_shard"
         )
     if _is_fully_sharded(modules):
-        from bigbatch.gradients.fsdp2 import FSDP2Source
+        from bigbatch.gradients.fsdp2 import FSDP2PipelineSource, FSDP2Source
 
-        return FSDP2Source(model)
+        return FSDP2Source(model) if pipeline is None else FSDP2PipelineSource(model, pipeline)
     for parameter in model.parameters():
         if is_sharded(parameter) or hasattr(parameter, "_st_info"):
             raise SettingError(
@@ -50,6 +52,8 @@ def find_source(model: nn.Module | Iterable[Tensor] | Iterable[PipelineStage]) -
                 f"fully_shard has not made: {NO_TENSOR_PARALLELISM}"
             )
     wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if pipeline is not None:
+        return PipelineSource(model, wrappers, pipeline)
     if len(wrappers) > 1:
         raise SettingError(f"{len(wrappers)} DDP wrappers found; measure each by its own meter")
     if wrappers:

@@ -14,6 +14,7 @@ from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.auto import NO_TENSOR_PARALLELISM
 from bigbatch.gradients.grad_guard import GradGuard, all_zero
 from bigbatch.gradients.gradient_hooks import watching_hook, weak_method
+from bigbatch.gradients.pipeline import MixedBackwards
 from bigbatch.gradients.rank_reducer import GroupReducer, RankReducer, ShardIndices, indices_in_rows
 from bigbatch.gradients.source import MADE_LATE, GradientSource
 
@@ -85,6 +86,10 @@ class FSDP2Source(GradientSource):
     def _watched(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         hooked = {id(leaf()): p for p, leaf in self._whole.items() if p in self._handles}
         return [hooked.get(id(leaf)) for leaf in leaves]
+
+
+class FSDP2PipelineSource(MixedBackwards, FSDP2Source):
+    """The stages of a rank, each under fully_shard over other ranks."""
 
 
 class ShardedSource(GradientSource):

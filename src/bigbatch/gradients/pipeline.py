@@ -97,21 +97,32 @@ class MixedBackwards(GradientSource):
 class PipelineSource(MixedBackwards):
     """The stages of a rank, plain or each in DistributedDataParallel."""
 
-    def __init__(self, stages: Sequence[PipelineStage], group: dist.ProcessGroup) -> None:
-        modules = nn.ModuleList(stage.submod for stage in stages)
-        wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
-        if wrappers and len({module.process_group for module in modules if module in wrappers}) > 1:
-            raise SettingError("the stages of a rank are in DDP over different groups of ranks")
-        if len(wrappers) not in (0, len(modules)):
-            raise SettingError(
-                f"{len(wrappers)} of this rank's {len(modules)} stages are in DDP: wrap all of them"
-            )
-        reducer = DDPReducer(wrappers[0], group) if wrappers else GroupReducer(0, 1, [], group)
-        super().__init__(modules.parameters(), GradGuard(), reducer)
+    def __init__(
+        self,
+        stages: nn.Module,
+        wrappers: Sequence[DistributedDataParallel],
+        pipeline: dist.ProcessGroup,
+    ) -> None:
+        parameters = list(stages.parameters())
+        wrapped = {parameter for wrapper in wrappers for parameter in wrapper.parameters()}
+        if wrapped and len(wrapped) < len(parameters):
+            raise SettingError("of this rank's stages only some are in DDP; wrap all of them")
+        reducer = DDPReducer(wrappers[0], pipeline) if wrappers else None
+        super().__init__(parameters, GradGuard(), reducer or GroupReducer(0, 1, [], pipeline))
 
 
-def find_pipeline_source(stages: Sequence[PipelineStage]) -> GradientSource:
-    """The source of all stages that this rank has; SettingError if these are not all of them."""
+def is_stage(value: object) -> bool:
+    """Whether a value is a stage of a pipeline, which is not imported for models without."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    return module is not None and isinstance(value, module._PipelineStageBase)
+
+
+def whole_pipeline(stages: Sequence[PipelineStage]) -> tuple[nn.Module, dist.ProcessGroup]:
+    """The modules of a rank's stages, and the ranks of their pipeline.
+
+    Raises:
+        SettingError: the rank has other stages too, or a value is no stage.
+    """
     if not all(map(is_stage, stages)):
         raise SettingError("a list has pipeline stages and other values; pass the stages alone")
     group = stages[0].group or dist.group.WORLD
@@ -122,18 +133,4 @@ def find_pipeline_source(stages: Sequence[PipelineStage]) -> GradientSource:
             f"{len(stages)} stages of a pipeline of {count} stages on {ranks} ranks: pass a list "
             "of all stages that this rank has"
         )
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(stage.submod, fsdp.FSDPModule) for stage in stages):
-        from bigbatch.gradients.fsdp2 import FSDP2Source
-
-        class ShardedPipelineSource(MixedBackwards, FSDP2Source):
-            pass
-
-        return ShardedPipelineSource(nn.ModuleList(stage.submod for stage in stages), group)
-    return PipelineSource(stages, group)
-
-
-def is_stage(value: object) -> bool:
-    """Whether a value is a stage of a pipeline, which is not imported for models without."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")
-    return module is not None and isinstance(value, module._PipelineStageBase)
+    return nn.ModuleList(stage.submod for stage in stages), group

@@ -56,6 +56,8 @@ class RankReducer(GradientShards):
     """How many ranks have the same `local_grad` of every parameter."""
     stages = 1
     """How many ranks have the same micro-batches, each for other layers of the model."""
+    is_first = True
+    """Whether this is the rank that warns."""
 
     def __init__(self, unshared: str = "", *, reduces_each_backward: bool = False) -> None:
         self.reduces_each_backward = reduces_each_backward
@@ -114,8 +116,9 @@ class GroupReducer(RankReducer):
         self.rank, self.ranks = rank, ranks
         self._groups = groups if pipeline is None else [*groups, pipeline]
         self.stages = stages = 1 if pipeline is None else dist.get_world_size(pipeline)
+        self.is_first = rank == 0 and (pipeline is None or dist.get_rank(pipeline) == 0)
         world = dist.get_world_size()
-        if rank == 0 and ranks * stages < world:
+        if self.is_first and ranks * stages < world:
             warnings.warn(
                 f"the model is shared by {ranks * stages} of {world} ranks, and the statistics are "
                 "theirs: right where the others train something else. Where they hold other layers "

@@ -137,7 +137,7 @@ class GradientMeter:
             half_batch_cosine=half_batch_cosine,
             cluster_parts=cluster_parts,
         )
-        self._sanity_checks = SanityChecks(loss, warns=self.source.rank == 0)
+        self._sanity_checks = SanityChecks(loss, warns=self.source.reducer.is_first)
         self.at_step(0)
 
     def __enter__(self) -> "GradientMeter":

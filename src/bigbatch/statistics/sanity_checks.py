@@ -82,7 +82,11 @@ class SanityChecks:
 def _nonfinite_message(ranks: RankTotals) -> str:
     bad = numpy.flatnonzero(~numpy.isfinite(ranks.sqnorm_sum)).tolist()
     names = [
-        f"micro-batch {ranks.first_nonfinite[number]:.0f}"
+        (
+            f"micro-batch {first:.0f}"
+            if (first := ranks.first_nonfinite[number])
+            else "a micro-batch"
+        )
         + (f" on rank {number}" if len(ranks.samples) > 1 else "")
         for number in bad
     ]

@@ -170,6 +170,7 @@ class StepAccumulators:
         if (stages := source.reducer.stages) > 1:
             alike = parts.keys() & {"inverse_sizes", "counted", "scale"}
             parts |= {name: parts[name] / stages for name in alike}
+            parts["measured"][-ranks:] = 0  # each stage has a first one that is not finite
         replicas = source.reducer.replicas
         if replicas > 1:
             of_replicas = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
