@@ -1,5 +1,7 @@
 """torch's pipeline schedules on real processes: all stages measure what one process does."""
 
+import math
+import warnings
 from functools import partial
 
 import pytest
@@ -350,3 +352,25 @@ def variance_reduced(rank, ranks, sharded):
 def test_variance_reduced_optimizers_are_refused(ranks, sharded):
     messages = ranks(4 if sharded else 2)(partial(variance_reduced, sharded=sharded))
     assert any("a pipeline's stages cannot have" in message for message in messages)
+
+
+def not_finite(rank, ranks):
+    """What is read of a step with an infinite input, of the next step, and what is said."""
+    stages = stages_of("1F1B", rank)
+    pipeline, readings = scheduled("1F1B", stages), []
+    with GradientMeter(stages) as meter, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(2):
+            x, y = samples(step, 16)
+            x[0, 0] = math.inf if step == 0 else x[0, 0]
+            run(pipeline, stages, x, y)
+            readings.append(meter.read([4] * MICRO_BATCHES).grad_variance)
+            stages[0].submod.zero_grad()
+    return readings, [str(one.message) for one in said if "not finite" in str(one.message)]
+
+
+def test_a_step_that_is_not_finite_is_said_by_one_rank(ranks):
+    (first, said), (second, unsaid) = ranks(2)(not_finite)
+    assert [True, False] == [math.isnan(one) for one in first]
+    assert first[1] == second[1]
+    assert ([], True) == (unsaid, "the gradient of a micro-batch is not finite" in said[0])

@@ -111,15 +111,16 @@ class GradientMeter:
         self._layer_names = list(dict.fromkeys(by_layer.values()))
         self._layer_numbers = {p: self._layer_names.index(name) for p, name in by_layer.items()}
         self._replacement_check = ReplacementCheck(model) if isinstance(model, nn.Module) else None
-        others = {"confidence=": confidence, "half_batch_cosine=True": half_batch_cosine}
-        asked = [name for name, value in others.items() if value]
+        options = {"confidence=": confidence, "half_batch_cosine=True": half_batch_cosine}
+        asked = [name for name, value in options.items() if value]
         self.cluster_parts = cluster_parts
         if cluster_parts is not None:
             _require_clusters(self.source, loss, asked)
-        if self.source.mixes and (asked or cluster_parts):
+            asked.append("cluster_parts=")
+        if self.source.mixes and asked:
             raise SettingError(
-                f"{' and '.join([*asked, *['cluster_parts='] * bool(cluster_parts)])} cannot be "
-                "measured in a pipeline, whose ranks have other layers; leave it out"
+                f"{' and '.join(asked)} cannot be measured in a pipeline, whose ranks have other "
+                "layers; leave it out"
             )
         self.groups: int | None = None
         if groups is not None:
