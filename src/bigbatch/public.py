@@ -27,6 +27,7 @@ from bigbatch.policies.policy import SimiGrad as SimiGrad
 from bigbatch.policies.policy import TrainingState as TrainingState
 from bigbatch.statistics.averages import NoiseAverage as NoiseAverage
 from bigbatch.statistics.meter import GradientMeter as GradientMeter
+from bigbatch.statistics.nested_noise import NestedNoise as NestedNoise
 from bigbatch.statistics.noise_scale import GradientStatistics as GradientStatistics
 from bigbatch.training.adaptive_batch import AdaptiveBatch as AdaptiveBatch
 from bigbatch.training.branch_test import BranchTestResult as BranchTestResult

@@ -32,6 +32,25 @@ def mean(gradients: Tensor, sizes: list[float]) -> Noise:
     return _noise(P - noise * H / k**2, noise, n.sum())
 
 
+def nested(gradients: Tensor, sizes: list[float], parts: int) -> list[float]:
+    """(|mu|^2, between, within) of clusters of micro-batches whose mean gradients are g_d (k, P).
+
+    On average g_i . g_j is |mu|^2, and between more in one cluster, and within / n_i more if i = j.
+    So three sums of squares are three linear equations: within clusters, between them, and of all.
+    """
+    g, n = gradients.double(), torch.tensor(sizes, dtype=torch.float64)
+    k = len(sizes)
+    same = torch.block_diag(*[torch.ones(parts, parts, dtype=torch.float64)] * (k // parts))
+    of_cluster = n * same / (n * same).sum(1, keepdim=True)
+    of_all = (n / n.sum()).expand(k, k)
+    forms = [d.T @ n.diag() @ d for d in (torch.eye(k) - of_cluster, of_cluster - of_all, of_all)]
+    expected = [torch.ones_like(same), same, (1 / n).diag()]
+    rows = [[(form * one).sum() for one in (*expected, g @ g.T)] for form in forms]
+    system = torch.tensor(rows, dtype=torch.float64)
+    solved: list[float] = torch.linalg.solve(system[:, :3], system[:, 3]).tolist()
+    return solved
+
+
 def second_moment(gradients: Tensor, sizes: list[float]) -> tuple[Tensor, Tensor]:
     """G and s2 = sum w_d (g_d - G)^2 per element, w_d = n_d / N (VRGD, equation 7, weighted)."""
     g, n = gradients.double(), torch.tensor(sizes, dtype=torch.float64)

@@ -235,6 +235,7 @@ def test_the_public_names_are_these():
         "GradientStatistics",
         "LateSwitch",
         "Needs",
+        "NestedNoise",
         "Network",
         "NoiseAverage",
         "NoiseScale",

@@ -174,7 +174,7 @@ PUBLIC = {
         {},
         {"loss": one_of("weighted", "mean"), "confidence": coverage, "per_layer": is_flag}
         | {"half_batch_cosine": is_flag}
-        | {"every": is_count, "groups": groups}
+        | {"every": is_count, "groups": groups, "cluster_parts": groups}
         | {"scaler": is_none},
     ),
     "Batches": (

@@ -30,10 +30,10 @@ class DDPReducer(GroupReducer):
     """Reads the mean gradient under DDP; the last backward of a step has to reduce."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, tensor_group: dist.ProcessGroup | None = None
+        self, ddp: DistributedDataParallel, rank_group: dist.ProcessGroup | None = None
     ) -> None:
         group = ddp.process_group
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), [group], tensor_group)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), [group], rank_group)
         self.ddp = ddp
 
     @property

@@ -17,6 +17,7 @@ from bigbatch.errors import GradientError, SettingError
 from bigbatch.gradients.auto import NO_TENSOR_PARALLELISM
 from bigbatch.gradients.grad_guard import GradGuard, all_zero
 from bigbatch.gradients.gradient_hooks import watching_hook, weak_method
+from bigbatch.gradients.pipeline import MixedBackwards
 from bigbatch.gradients.rank_reducer import GroupReducer, RankReducer, ShardIndices, indices_in_rows
 from bigbatch.gradients.source import MADE_LATE, GradientSource
 
@@ -46,16 +47,18 @@ class FSDP2Source(GradientSource):
         "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
     )
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, pipeline: dist.ProcessGroup | None = None) -> None:
         reshard(model.modules())
         self._units = units = _units(model)
         self._whole: dict[Tensor, weakref.ref[Tensor]] = {}  # the leaf of each hooked parameter
         parameters = [parameter for owned in units.values() for _, _, parameter in owned]
         guard = GradGuard(grad_may_wait=True, local_grad=local_shard)
-        super().__init__(parameters, guard, self._find_reducer(parameters))
+        super().__init__(parameters, guard, self._find_reducer(parameters, pipeline))
 
-    def _find_reducer(self, parameters: Sequence[Tensor]) -> "FSDP2Reducer":
-        return FSDP2Reducer(require_one_mesh(parameters))
+    def _find_reducer(
+        self, parameters: Sequence[Tensor], pipeline: dist.ProcessGroup | None
+    ) -> "FSDP2Reducer":
+        return FSDP2Reducer(require_one_mesh(parameters), pipeline)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Watches more parameters, all of them shards, between steps."""
@@ -96,6 +99,10 @@ class FSDP2Source(GradientSource):
         return [hooked.get(id(leaf)) for leaf in leaves]
 
 
+class FSDP2PipelineSource(MixedBackwards, FSDP2Source):
+    """The stages of a rank, each under fully_shard over other ranks."""
+
+
 class ShardedSource(GradientSource):
     """Watches the local shards of `.grad`; see [Note: FSDP2's shards].
 
@@ -121,6 +128,16 @@ class ShardedSource(GradientSource):
         self.guard.arriving = parameter
         self._on_gradient(parameter, shard)
         self.guard.arriving = None
+
+    def _watch_backward(self) -> None:
+        try:
+            super()._watch_backward()
+        except RuntimeError as error:  # no backward runs
+            raise GradientError(
+                "gradients were reduced outside a backward, as by the schedule of a pipeline, once "
+                "for all its micro-batches; a pipeline's stages cannot have a variance-reduced "
+                "optimizer"
+            ) from error
 
     def _begin_step(self) -> None:
         self._sums.clear()
@@ -168,12 +185,12 @@ class FSDP2Reducer(GroupReducer):
 
     lockstep = True  # every forward and backward gathers parameters
 
-    def __init__(self, parameter: DTensor, tensor_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, parameter: DTensor, rank_group: dist.ProcessGroup | None = None) -> None:
         mesh, self._dims = parameter.device_mesh, data_dims(parameter)
         size = math.prod(mesh.shape[self._dims :])  # of tensor parallelism
         place = int((mesh.mesh.flatten() == dist.get_rank()).nonzero())
         groups = [mesh.get_group(dim) for dim in range(self._dims)]
-        super().__init__(place // size, mesh.size() // size, groups, tensor_group)
+        super().__init__(place // size, mesh.size() // size, groups, rank_group)
         self.replicas = math.prod(mesh.shape[: self._dims - 1])
 
     def shard(self, parameter: Tensor, full: Tensor) -> Tensor:

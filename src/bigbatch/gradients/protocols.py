@@ -6,7 +6,8 @@ One step of a source is
 
 `h` is what this micro-batch adds to `p.grad` on this rank, before ranks are reduced: c * weight *
 (its mean gradient), with one constant c for the whole step. A parameter that a micro-batch does
-not reach has no h; one that it reaches has one. A micro-batch may be one backward or several. One
+not reach has no h; one that it reaches has one. In a pipeline several micro-batches are open at a
+time, and `number` says which one a call is of. A micro-batch may be one backward or several. One
 backward may also be several groups of samples: then groups(p, h, ...) follows the gradients, with
 what each group adds to h.
 """
@@ -45,6 +46,9 @@ class Subscriber(Protocol):
 
     reads_at_once: bool = False
     """Whether an engine's gradients must come one by one, before the engine reduces them."""
+
+    number: int = 0
+    """The micro-batch that the next call is of, where several are open; a source sets it."""
 
     def begin(self) -> None:
         """A step starts; discard what the previous one left."""

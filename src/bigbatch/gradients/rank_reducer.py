@@ -107,7 +107,8 @@ class GroupReducer(RankReducer):
         rank: this rank.
         ranks: number of ranks, which have samples of their own.
         groups: the groups over which the engine reduces; this rank is in each.
-        tensor_group: the processes that compute this rank's gradient together, if it is not one.
+        rank_group: the processes that compute this rank's gradient together, if it is not one:
+            those of tensor parallelism, or the stages of a pipeline.
     """
 
     def __init__(
@@ -115,24 +116,23 @@ class GroupReducer(RankReducer):
         rank: int,
         ranks: int,
         groups: list[dist.ProcessGroup],
-        tensor_group: dist.ProcessGroup | None = None,
+        rank_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.rank, self.ranks = self.process, self.processes = rank, ranks
         self._groups = self._all_groups = groups
-        if tensor_group is not None:
-            size = dist.get_world_size(tensor_group)
-            self.process = rank * size + dist.get_rank(tensor_group)
+        if rank_group is not None:
+            size = dist.get_world_size(rank_group)
+            self.process = rank * size + dist.get_rank(rank_group)
             self.processes = ranks * size
-            self._all_groups = [*groups, tensor_group]
+            self._all_groups = [*groups, rank_group]
         world = dist.get_world_size()
         if self.process == 0 and self.processes < world:
             warnings.warn(
                 f"the model is shared by {self.processes} of {world} ranks, and the statistics are "
                 "theirs: right where the others train something else. Where they hold other layers "
                 "of the model (pipeline parallelism) the statistics cover these layers alone, so "
-                "stages would decide differently: give each stage a meter, and add up grad_sqnorm "
-                "and grad_variance",
+                "stages would decide differently: pass the stages, GradientMeter(stages)",
                 stacklevel=5,
             )
 

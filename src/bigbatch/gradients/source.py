@@ -126,6 +126,8 @@ class GradientSource:
     """Whether gradients that hooks see are added up, and reported at the end of a micro-batch."""
     engine: Engine | None = None
     """What runs backwards and optimizer steps, if it is not torch."""
+    mixes = False
+    """Whether several micro-batches are open at a time, as a pipeline's schedule mixes them."""
     hides = False
     """Whether it reads gradients from `.grad`, which is empty when a backward starts."""
     float32_refusal = "its engine adds them up itself"

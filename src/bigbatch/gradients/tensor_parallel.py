@@ -193,7 +193,9 @@ class TensorParallelDDPSource(_SlicesSource, DDPSource):
 class TensorParallelFSDP2Source(_SlicesSource, FSDP2Source):
     """Tensor parallelism under fully_shard, over the data-parallel dimension of a mesh."""
 
-    def _find_reducer(self, parameters: Sequence[Any]) -> TensorParallelFSDP2Reducer:
+    def _find_reducer(
+        self, parameters: Sequence[Any], pipeline: dist.ProcessGroup | None
+    ) -> TensorParallelFSDP2Reducer:
         for parameter in parameters:
             require_not_offloaded(parameter)
         first, *others = [p for p in parameters if p.device_mesh.ndim > data_dims(p)]

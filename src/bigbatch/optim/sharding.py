@@ -19,7 +19,7 @@ AllReduce = Callable[[Tensor], None]
 _UNSHARED = (
     "on {ranks} ranks does not know who shares the gradients, so weights would drift apart: under "
     "DDP call optimizer.attach(ddp_model) once; under fully_shard make the optimizer after it, and "
-    "before any forward"
+    "before any forward; a pipeline's stages cannot have one"
 )
 
 

@@ -18,12 +18,14 @@ from bigbatch.gradients.dtypes import widest_float
 from bigbatch.gradients.groups.forward_hook import PrepareAfterForward
 from bigbatch.gradients.groups.group_norms import refusal_of_sums
 from bigbatch.gradients.groups.grouping import Grouping
+from bigbatch.gradients.pipeline import PipelineStage
 from bigbatch.gradients.replaced_parameters import NO_GRADIENT, ReplacementCheck
 from bigbatch.setting_types import Count, Coverage, Groups, checked
 from bigbatch.statistics.confidence import Interval, jackknife, log_ratio
 from bigbatch.statistics.noise_scale import (
     Compared,
     GradientStatistics,
+    from_clusters,
     from_mean_losses,
     from_weighted_losses,
 )
@@ -40,7 +42,9 @@ class GradientMeter:
     `read` on every rank.
 
     Args:
-        model: the model whose parameters are measured, or an iterable of parameters.
+        model: the model whose parameters are measured, an iterable of parameters, or a list of the
+            stages that this rank has of a pipeline (torch.distributed.pipelining;
+            docs/pipelines.md).
         loss: the loss that `backward()` is called on. "weighted": the losses of a step sum to the
             mean loss of this rank (loss * n_d / N, the usual accumulation; N is then the same on
             every rank). "mean": each is the plain mean loss of its micro-batch.
@@ -56,6 +60,11 @@ class GradientMeter:
             of its first tensor argument, and no sample influences another. Similarity and noise
             scale are unbiased estimates by random projections, or exact where `per_layer`,
             `confidence` or `half_batch_cosine` need the groups' gradients. docs/groups.md.
+        cluster_parts: m, where each m consecutive backwards of a rank are the parts of one cluster,
+            such as halves of the rollouts of one prompt. Measures the noise between clusters and
+            within them, `statistics.nested`; noise scale and similarity are those of more clusters.
+            Clusters and parts may differ in size. Keeps one more copy of the gradient, unsharded
+            under fully_shard. docs/rl.md.
         scaler: the GradScaler of the losses; signal and noise are without its scale.
         source: the source of the gradients, if the model's wrappers do not determine it.
     Raises:
@@ -77,7 +86,7 @@ class GradientMeter:
     @checked
     def __init__(
         self,
-        model: nn.Module | Iterable[Tensor],
+        model: nn.Module | Iterable[Tensor] | Iterable[PipelineStage],
         *,
         loss: Literal["weighted", "mean"] = "weighted",
         confidence: Coverage | None = None,
@@ -85,6 +94,7 @@ class GradientMeter:
         half_batch_cosine: bool = False,
         every: Count = 1,
         groups: Groups | None = None,
+        cluster_parts: Groups | None = None,
         scaler: GradScaler | None = None,
         source: GradientSource | None = None,
     ) -> None:
@@ -101,6 +111,17 @@ class GradientMeter:
         self._layer_names = list(dict.fromkeys(by_layer.values()))
         self._layer_numbers = {p: self._layer_names.index(name) for p, name in by_layer.items()}
         self._replacement_check = ReplacementCheck(model) if isinstance(model, nn.Module) else None
+        options = {"confidence=": confidence, "half_batch_cosine=True": half_batch_cosine}
+        asked = [name for name, value in options.items() if value]
+        self.cluster_parts = cluster_parts
+        if cluster_parts is not None:
+            _require_clusters(self.source, loss, asked)
+            asked.append("cluster_parts=")
+        if self.source.mixes and asked:
+            raise SettingError(
+                f"{' and '.join(asked)} cannot be measured in a pipeline, whose ranks have other "
+                "layers; leave it out"
+            )
         self.groups: int | None = None
         if groups is not None:
             if not isinstance(model, nn.Module):
@@ -111,7 +132,11 @@ class GradientMeter:
             )
         layers, sketches = self._layer_numbers, confidence is not None
         self._sums = StepAccumulators(
-            self.source, layers, sketches=sketches, half_batch_cosine=half_batch_cosine
+            self.source,
+            layers,
+            sketches=sketches,
+            half_batch_cosine=half_batch_cosine,
+            cluster_parts=cluster_parts,
         )
         self._sanity_checks = SanityChecks(loss, warns=self.source.process == 0)
         self.at_step(0)
@@ -190,7 +215,8 @@ class GradientMeter:
         `groups` is k, or None for the meter's own, if it has any.
 
         Raises:
-            SettingError: the meter's loss is not "weighted", or its own k is another.
+            SettingError: the meter's loss is not "weighted", its own k is another, or it has
+                `cluster_parts`.
         """
         if groups is not None and self.groups not in (None, groups):
             raise SettingError(f"groups={groups}, and groups={self.groups} of the meter: pass one")
@@ -202,6 +228,8 @@ class GradientMeter:
             raise SettingError(
                 'the groups of one backward share its mean loss: groups= needs loss="weighted"'
             )
+        if self.cluster_parts is not None:
+            raise SettingError(_NO_OTHER.format(names=f"groups={groups}"))
         self.groups = groups
         self.source.cut_backwards(groups, self._layer_numbers, model)
 
@@ -276,12 +304,20 @@ class GradientMeter:
         """
         is_finite = totals.is_finite
         replicated = self.source.reducer.replicas == self.source.ranks
-        c = totals.reduction(self._sums.norms.eps, replicated) if is_finite else 1.0
+        scheduled, eps = self.source.mixes, self._sums.norms.eps
+        c = totals.reduction(eps, replicated, scheduled=scheduled) if is_finite else 1.0
         if of_all_ranks and is_finite and c * self.source.ranks != 1:
             raise GradientError(
                 "the gradients of the ranks were added up and not averaged "
                 "(set_gradient_divide_factor, a hook?), so the step would be as many times too "
                 "long; leave the division to the engine"
+            )
+        k, sizes = totals.micro_batches, totals.inverse_sizes * totals.samples
+        is_divided = c < (1 - 1e-9) / self.source.ranks  # by the schedule of a pipeline
+        if self.loss == "weighted" and is_divided and sizes > k**2 * (1 + 1e-9):
+            raise GradientError(
+                "the micro-batches of the pipeline differ in size, and its schedule averages their "
+                'losses: state GradientMeter(loss="mean")'
             )
         is_plain_mean = self.loss == "weighted" and c != 1 and not of_all_ranks
         if is_plain_mean and (samples := totals.unequal_samples()):
@@ -291,7 +327,9 @@ class GradientMeter:
                 "backward is of its micro-batch's plain mean loss"
             )
         unit /= totals.scale**2
-        by_layer = (totals.sqnorms_over_sizes, totals.sqnorms, totals.grad_sqnorms)
+        by_layer = [totals.sqnorms_over_sizes, totals.sqnorms, totals.grad_sqnorms]
+        if self.cluster_parts is not None:
+            by_layer.append(totals.cluster_sqnorms_over_sizes)
         rows = zip(self._layer_names, *by_layer, strict=False)
         layers = {name: self._estimate(totals, unit, c, sums) for name, *sums in rows}
         statistics = self._estimate(totals, unit, c, map(math.fsum, by_layer))
@@ -307,9 +345,14 @@ class GradientMeter:
         self, totals: StepTotals, unit: float, c: float, sums: Iterable[float]
     ) -> GradientStatistics:
         """Statistics of the whole gradient or of a layer; c is `totals.reduction`."""
-        sqnorm_over_sizes, sqnorm, grad_sqnorm = sums
+        sqnorm_over_sizes, sqnorm, grad_sqnorm, *of_clusters = sums
         k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
         grad_sqnorm *= unit
+        if of_clusters:
+            of_parts, of_whole = (unit * c**2 * sums for sums in (sqnorm_over_sizes, *of_clusters))
+            clusters, square_sizes = totals.clusters
+            counts = k, samples, round(clusters), square_sizes
+            return from_clusters(of_parts, of_whole, grad_sqnorm, *counts, eps)
         if self.loss == "weighted":
             compared: Compared = "groups" if self.groups else "micro-batches"
             over_sizes = sqnorm_over_sizes * (unit * c**2)
@@ -344,6 +387,8 @@ class GradientMeter:
                 "a sum does not say how many micro-batches they are"
             )
         if len(sizes) != k:
+            if self.source.mixes:  # a schedule that failed left its micro-batches
+                self.source.restart()
             remedy = (
                 "where one micro-batch is several backwards, mark it with "
                 "`with meter.micro_batch():`"
@@ -353,7 +398,34 @@ class GradientMeter:
                 "that is measured"
             )
             raise GradientError(f"{k} backwards were seen but {len(sizes)} sizes stated; {remedy}")
+        if self.cluster_parts is not None and k % self.cluster_parts:
+            raise GradientError(
+                f"{k} backwards were seen, which are no whole clusters of cluster_parts="
+                f"{self.cluster_parts} each; give each rank whole clusters"
+            )
         return sizes
+
+
+_NO_OTHER = (
+    "cluster_parts= compares clusters, and {names} would compare their parts as if these were "
+    "independent; leave it out"
+)
+
+
+def _require_clusters(source: GradientSource, loss: str, others: Sequence[str]) -> None:
+    """Raises SettingError where clusters cannot be measured, or not with these other options."""
+    if loss != "weighted":
+        raise SettingError(
+            'cluster_parts= needs loss="weighted": multiply each loss by n_d / N, so that the '
+            "gradient of a cluster is the sum of those of its parts"
+        )
+    if others:
+        raise SettingError(_NO_OTHER.format(names=" and ".join(others)))
+    if source.reducer.reduces_each_backward:
+        raise SettingError(
+            "cluster_parts=: this engine reduces in every backward, so a part would be that of "
+            "clusters of all ranks"
+        )
 
 
 def _sum_of_groups(source: GradientSource, number: int, samples: float | Tensor) -> float | Tensor:
@@ -376,7 +448,7 @@ def _sum_of_groups(source: GradientSource, number: int, samples: float | Tensor)
     return total
 
 
-def _by_layer(model: nn.Module | Iterable[Tensor]) -> dict[Tensor, str]:
+def _by_layer(model: object) -> dict[Tensor, str]:
     """Parameter -> name of the module that has it, without the prefixes of wrappers."""
     if not isinstance(model, nn.Module):
         raise SettingError("per_layer=True needs the model, whose modules have names")

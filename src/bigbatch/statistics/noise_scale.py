@@ -12,10 +12,12 @@ from typing import Literal
 
 from bigbatch.errors import GradientError
 from bigbatch.statistics.confidence import Interval
+from bigbatch.statistics.nested_noise import NestedNoise, variance_components
 
-Compared = Literal["micro-batches", "groups", "consecutive steps"]
+Compared = Literal["micro-batches", "groups", "clusters", "consecutive steps"]
 """The gradients that statistics compare: of a step's micro-batches, of groups of samples of its
-backwards, or of two steps, which differ also by what the first one has changed."""
+backwards, of clusters of micro-batches, or of two steps, which differ also by what the first one
+has changed."""
 
 _FLOAT32_EPS = 2.0**-23
 _ROUNDING = 1e-3  # largest (N |G|^2 - A) / A that rounding of float32 sums explains
@@ -34,6 +36,7 @@ class GradientStatistics:
         interval: confidence interval for ln(1 + N signal / noise); None if not measured.
         layers: layer name -> the statistics of the layer; empty if not measured.
         half_batch_cosine: SimiGrad's own cosine of two half-batch gradients; None if not measured.
+        nested: the noise between and within clusters; None if not measured.
         compared: the gradients that are compared; the estimates of "consecutive steps" are biased
             by what the first step has changed.
     Source:
@@ -52,6 +55,7 @@ class GradientStatistics:
     interval: Interval | None = None
     layers: Mapping[str, "GradientStatistics"] = field(default_factory=dict, hash=False)
     half_batch_cosine: float | None = None
+    nested: NestedNoise | None = None
     compared: Compared = "micro-batches"
 
     @property
@@ -144,6 +148,47 @@ def from_weighted_losses(
     k, total = _at_least_two(micro_batches), _rounded(samples)
     noise = _variance(total**2 * sqnorms_over_sizes, total * sum_sqnorm, k, k - 1, eps)
     return GradientStatistics(sum_sqnorm - noise / total, noise, total, k, compared=compared)
+
+
+def from_clusters(
+    sqnorms_over_sizes: float,
+    cluster_sqnorms_over_sizes: float,
+    sum_sqnorm: float,
+    micro_batches: int,
+    samples: float,
+    clusters: int,
+    square_sizes: float,
+    eps: float = _FLOAT32_EPS,
+) -> GradientStatistics:
+    """Noise and signal of weighted losses if each cluster of samples is several micro-batches.
+
+    Cluster c has n_c samples, and its micro-batches add H_c = sum h_d. With P clusters,
+
+        A1 = N^2 sum |h_d|^2 / n_d,    A2 = N^2 sum |H_c|^2 / n_c
+        MS_within = (A1 - A2) / (k - P),    MS_between = (A2 - N |G|^2) / (P - 1)
+        noise = N Var(G) = between sum n_c^2 / N + within
+
+    `variance_components` has the rest. The noise is that of one sample where clusters of these
+    sizes are added, so noise scale and similarity are of more clusters. `square_sizes` is
+    sum n_c^2.
+
+    Raises:
+        GradientError: fewer than two clusters, or sums that no data can give.
+    """
+    if clusters < 2:
+        raise GradientError(
+            f"{clusters} cluster seen, the noise between clusters needs at least 2; give the step "
+            "more of them"
+        )
+    k, total = micro_batches, _rounded(samples)
+    of_parts, of_clusters = total**2 * sqnorms_over_sizes, total**2 * cluster_sqnorms_over_sizes
+    within = _variance(of_parts, of_clusters, k, k - clusters, eps)
+    spread = _variance(of_clusters, total * sum_sqnorm, clusters, clusters - 1, eps)
+    nested = variance_components(within, spread, sum_sqnorm, clusters, total, square_sizes)
+    noise = max(0.0, total * (sum_sqnorm - nested.grad_sqnorm))  # below 0 by unequal sizes alone
+    return GradientStatistics(
+        nested.grad_sqnorm, noise, total, clusters, nested=nested, compared="clusters"
+    )
 
 
 def from_mean_losses(

@@ -1,4 +1,4 @@
-"""Squared norms: of a gradient, of each micro-batch, of each layer."""
+"""Squared norms: of a gradient, of each micro-batch, of each cluster of them, of each layer."""
 
 import itertools
 import operator
@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from bigbatch.gradients import MicroBatchGradients, Subscriber
-from bigbatch.gradients.dtypes import FULL_PRECISION, stack_scalars, to_device, widest_float
+from bigbatch.gradients.dtypes import (
+    FULL_PRECISION,
+    stack_scalars,
+    sum_dtype,
+    to_device,
+    widest_float,
+)
 from bigbatch.gradients.groups.grouping import joined
 from bigbatch.kernels import native
 
@@ -23,8 +29,8 @@ class MicroBatchNorms(Subscriber):
     def __init__(self, layers: Mapping[Tensor, int]) -> None:
         self._layers = layers
         self._dtypes: set[torch.dtype] = set()
-        self._squares: list[Tensor] = []  # of the parameters that the micro-batch reached
-        self._parameters: list[Tensor] = []  # these
+        # of each open micro-batch: squares of the parameters that it reached, and these
+        self._open: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._rows: list[Tensor] = []  # |h_d|^2 of the complete micro-batches, (L,)
 
     def begin(self) -> None:
@@ -34,17 +40,18 @@ class MicroBatchNorms(Subscriber):
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
-        self._squares, self._parameters = [], []
+        self._open[self.number] = [], []
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Reads the gradients once."""
         self._dtypes.update(map(_DTYPE, batch.gradients))
-        self._squares.append(squared_norms(batch.gradients))
-        self._parameters += batch.parameters
+        squares, parameters = self._open[self.number]
+        squares.append(squared_norms(batch.gradients))
+        parameters += batch.parameters
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        self._rows.append(sum_by_layer(self._squares, self._parameters, self._layers))
+        self._rows.append(sum_by_layer(*self._open[self.number], self._layers))
 
     @property
     def eps(self) -> float:
@@ -57,6 +64,49 @@ class MicroBatchNorms(Subscriber):
         if not self._rows:
             return torch.zeros(0, count_layers(self._layers), dtype=dtype, device=device)
         return torch.stack([to_device(row, device, dtype) for row in self._rows])
+
+
+class ClusterNorms(Subscriber):
+    """Subscriber of a source: |H_c|^2 of each `parts` consecutive micro-batches, by layer.
+
+    Their sum H_c is one more copy of the gradient on each rank. Each micro-batch is added to it, 12
+    bytes for each float32 element, and H_c is read once.
+    """
+
+    def __init__(self, layers: Mapping[Tensor, int], parts: int) -> None:
+        self.parts = parts
+        self._norms = MicroBatchNorms(layers)
+        self._sums: dict[Tensor, Tensor] = {}  # of the cluster so far
+        self._count = 0  # complete micro-batches of the step
+
+    def begin(self) -> None:
+        """A step starts."""
+        self._norms.begin()
+        self._sums, self._count = {}, 0
+
+    def gradients(self, batch: MicroBatchGradients) -> None:
+        """Adds the gradients to the sum of their cluster."""
+        for parameter, gradient in zip(batch.parameters, batch.gradients, strict=True):
+            total = self._sums.get(parameter)
+            if total is None:
+                self._sums[parameter] = gradient.to(sum_dtype(gradient.dtype), copy=True)
+            else:
+                total.add_(gradient)
+
+    def end(self) -> None:
+        """The micro-batch is complete, and with the last of its cluster the cluster."""
+        self._count += 1
+        if self._count % self.parts:
+            return
+        self._norms.micro_batch(1.0)
+        if self._sums:
+            self._norms.gradients(MicroBatchGradients([*self._sums], [*self._sums.values()]))
+        self._norms.end()
+        self._sums = {}
+
+    def squares(self, device: torch.device) -> Tensor:
+        """|H_c|^2 of the complete clusters of the step so far, by layer (P, L)."""
+        return self._norms.squares(device)
 
 
 def count_layers(layers: Mapping[Tensor, int]) -> int:

@@ -103,7 +103,8 @@ class ProjectionProbe(Subscriber):
         # it has, and their numbers; empty if it has all of them, in order
         self._indices: dict[tuple[int, int], list[Tensor]] = {}
         self._signs = torch.zeros(0)  # (8, elements)
-        self._heads: list[Tensor | None] = []  # of the current micro-batch, by chosen parameter
+        # of each open micro-batch, by chosen parameter
+        self._open: dict[int, list[Tensor | None]] = {}
         self._rows: list[Tensor] = []  # elements of each micro-batch
         self.begin()
 
@@ -131,21 +132,22 @@ class ProjectionProbe(Subscriber):
 
     def micro_batch(self, weight: float, groups: int = 1) -> None:
         """A micro-batch starts."""
-        self._heads = [None] * len(self._chosen)
+        self._open[self.number] = [None] * len(self._chosen)
 
     def gradients(self, batch: MicroBatchGradients) -> None:
         """Keeps the first elements of the gradients of probed parameters."""
         gradients = dict(zip(map(id, batch.parameters), batch.gradients, strict=True))
+        heads = self._open[self.number]
         for i, (_, number, count) in enumerate(self._chosen):
             if number in gradients:
                 head = _head(gradients[number], count)
                 # a gradient that came alone is freed now, or the engine writes to its memory
-                self._heads[i] = head.clone() if len(gradients) == 1 else head
+                heads[i] = head.clone() if len(gradients) == 1 else head
 
     def end(self) -> None:
         """The micro-batch is complete."""
-        self._rows.append(self._joined(self._heads))
-        self._heads = []  # views of gradients, whose memory they would keep
+        self._rows.append(self._joined(self._open[self.number]))
+        self._open[self.number] = []  # views of gradients, whose memory they would keep
 
     def projections(self, *, with_grad: bool = False) -> Tensor:
         """The projections of each micro-batch of the step, (k, 8); then of `.grad`, (k + 1, 8)."""

@@ -14,7 +14,13 @@ from bigbatch.errors import GradientError
 from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import stacked, to_device, widest_float, without_autocast
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine, cosine_of_halves
-from bigbatch.statistics.norms import MicroBatchNorms, count_layers, squared_norms, sum_by_layer
+from bigbatch.statistics.norms import (
+    ClusterNorms,
+    MicroBatchNorms,
+    count_layers,
+    squared_norms,
+    sum_by_layer,
+)
 from bigbatch.statistics.random_projection import ProjectionProbe, RandomProjections, leave_one_out
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
@@ -37,6 +43,7 @@ class StepAccumulators:
         *,
         sketches: bool,
         half_batch_cosine: bool,
+        cluster_parts: int | None,
     ) -> None:
         self.norms, self.probe = MicroBatchNorms(layers), ProjectionProbe(source)
         self.lengths: dict[str, int] = {}  # length of each part of the last packed vector
@@ -45,7 +52,8 @@ class StepAccumulators:
         self._source, self._layers = source, layers
         self._sketches = RandomProjections(source) if sketches else None
         self._half_batch = HalfBatchCosine(source) if half_batch_cosine else None
-        readers = (self.norms, self.probe, self._sketches, self._half_batch)
+        self._clusters = ClusterNorms(layers, cluster_parts) if cluster_parts else None
+        readers = (self.norms, self.probe, self._sketches, self._half_batch, self._clusters)
         self.subscribers: list[Subscriber] = [s for s in readers if s is not None]
 
     @torch.no_grad()
@@ -167,6 +175,8 @@ class StepAccumulators:
             parts["group_error"] = self._group_error(scale)
         if self._half_batch is not None:
             parts["half_batch"] = self._half_batch.dots()
+        if self._clusters is not None:
+            parts |= self._cluster_parts(self._clusters, sizes)
         replicas = source.reducer.replicas
         if replicas > 1:
             of_replicas = parts.keys() & {"grad_sqnorms", "grad_projections", "half_batch"}
@@ -199,6 +209,16 @@ class StepAccumulators:
         others = source.processes // source.ranks - 1
         squares = to_device(stacked(norms), self._device, like.dtype)
         return torch.cat([squares * (others if source.is_first else -1), squares])
+
+    def _cluster_parts(self, clusters: ClusterNorms, sizes: Sequence[float]) -> dict[str, Tensor]:
+        """Sums over this rank's clusters: |H_c|^2 / n_c by layer; their number, and n_c^2."""
+        m = clusters.parts
+        n = [math.fsum(sizes[d : d + m]) for d in range(0, len(sizes), m)]
+        numbers = [*(1 / size for size in n), len(n), math.fsum(size**2 for size in n)]
+        inverse_sizes, counts = self._vector(numbers).tensor_split([len(n)])
+        squares = clusters.squares(self._device)[: len(n)]
+        counts = counts * self._source.is_first
+        return {"cluster_sqnorms_over_sizes": inverse_sizes @ squares, "clusters": counts}
 
     def _group_error(self, like: Tensor) -> Tensor:
         """The largest relative error of a sum of groups in the step, (1,)."""
@@ -263,6 +283,9 @@ class StepTotals:
         self.ranks, self._gather = ranks, gather
         self._of_ranks: RankTotals | None = None
         self.sqnorms_over_sizes = parts["sqnorms_over_sizes"]  # sum |h_d|^2 / n_d, by layer
+        # sum |H_c|^2 / n_c, by layer; the number of clusters, and sum n_c^2
+        self.cluster_sqnorms_over_sizes = parts.get("cluster_sqnorms_over_sizes", [])
+        self.clusters = parts.get("clusters", [0.0, 0.0])
         self.sqnorms = parts["sqnorms"]  # sum |h_d|^2, by layer
         self.grad_sqnorms = parts["grad_sqnorms"]  # |.grad|^2, by layer
         self._copies = numpy.array(parts.get("copies", [])).reshape(2, -1)  # see `_copies`
@@ -313,8 +336,10 @@ class StepTotals:
         signed_sqnorm, dot = self._half_batch
         return cosine_of_halves(math.fsum(self.grad_sqnorms) / c**2, signed_sqnorm, dot / c)
 
-    def reduction(self, eps: float, replicated: bool) -> float:
+    def reduction(self, eps: float, replicated: bool, *, scheduled: bool = False) -> float:
         """c with `.grad` = c * (sum of h_d over all ranks): 1/W for a mean over ranks, 1 for a sum.
+
+        The schedule of a pipeline may have divided by the micro-batches of a rank too.
 
         Raises:
             GradientError: `.grad` is neither, or differs between ranks that should hold the same.
@@ -341,7 +366,10 @@ class StepTotals:
                 "(SequenceParallel)"
             )
         expected, actual = self._micro_batch_projections, self._grad_projections
-        errors = {c: math.dist(actual, [c * x for x in expected]) for c in (1 / ranks, 1)}
+        factors = [1 / ranks, 1.0]
+        if scheduled:
+            factors += [c * ranks / self.micro_batches for c in factors]
+        errors = {c: math.dist(actual, [c * x for x in expected]) for c in factors}
         c = min(errors, key=lambda c: errors[c])
         length = math.hypot(*expected) + math.sqrt(self._projection_sqnorm)
 

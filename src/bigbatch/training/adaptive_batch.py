@@ -442,6 +442,17 @@ class AdaptiveBatch:
                 "AdaptiveBatch weighs the losses and chooses the measured steps itself: "
                 'GradientMeter(loss="weighted", every=1), and AdaptiveBatch(every=n)'
             )
+        if self.meter.cluster_parts is not None:
+            raise SettingError(
+                f"cluster_parts={self.meter.cluster_parts}: AdaptiveBatch cuts the micro-batches "
+                "itself, and these are no parts of clusters; read such a meter in a loop of your "
+                "own, as docs/rl.md does"
+            )
+        if self.meter.source.mixes:
+            raise SettingError(
+                "the schedule of a pipeline runs the backwards, and AdaptiveBatch would too; read "
+                "GradientMeter(stages) and ask a Controller, as docs/pipelines.md does"
+            )
         self.meter.source.explicit = True
         self.meter.scaler = self.scaler
         self._select_trained()
