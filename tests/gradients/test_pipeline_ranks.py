@@ -240,7 +240,7 @@ def refusals(rank, ranks):
 
 
 WORDS = {
-    "tensors": "tensor parallelism cannot be measured",
+    "tensors": "without tensor parallelism in this release",
     "some": "pass a list of all stages that this rank has",
     "others": "pass the stages alone",
     "confidence": "confidence= cannot be measured in a pipeline",
