@@ -34,8 +34,9 @@ class PipelineStage(Protocol):
 #   number of a micro-batch is how often the hook has run.
 # - The hooks see gradients of each micro-batch's own loss. At its end the schedule divides `.grad`
 #   by their number, unless it has scale_grads=False. StepTotals.reduction finds which.
-# - Squared norms and projections are sums over layers, so over ranks. What every rank knows of the
-#   micro-batches alike is divided by the number of ranks before it is summed.
+# - The processes of a pipeline are one rank, as those of a tensor-parallel group are: squared norms
+#   and projections are sums over layers, so over processes, and what all of them know is added by
+#   the first one. [Note: Tensor parallelism]
 class MixedBackwards(GradientSource):
     """Sees several micro-batches at a time; mixed into a source. [Note: pipeline schedules]."""
 
