@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, AdamW, Muon
+from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import bigbatch as bb
@@ -106,6 +106,48 @@ def test_a_training_resumes_exactly(ranks, engine, reduced, name):
     for expected, actual in ranks(2)(saved_and_resumed, engine, name, reduced):
         assert expected[0] == actual[0]
         assert all(map(torch.equal, expected[1], actual[1]))
+
+
+class Container(Optimizer):
+    """As torchtitan's OptimizersContainer: its own groups are copies that no step reads."""
+
+    def __init__(self, optimizers, parameters):
+        self.optimizers = optimizers
+        super().__init__(parameters, {"lr": 99.0})
+
+    def step(self, *args, **kwargs):
+        for optimizer in self.optimizers:
+            optimizer.step(*args, **kwargs)
+
+    def zero_grad(self, *args, **kwargs):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(*args, **kwargs)
+
+
+def contained(rank, ranks, engine, kind):
+    """AdamW and a schedule for each part of the model, as torchtitan trains."""
+    model = wrapped(engine, ranks)
+    first, last = (AdamW(model[i].parameters(), lr=lr) for i, lr in ((0, 0.02), (2, 0.01)))
+    optimizer = bb.Composite(first, last)
+    if kind == "container":
+        optimizer = Container([first, last], model.parameters())
+    train = bb.AdaptiveBatch(
+        model,
+        optimizer,
+        bb.Batches(ledger_loader(rank, ranks), virtual_ranks=4),
+        scheduler=[LambdaLR(part, lambda tick: 0.98**tick) for part in (first, last)],
+        policy=bb.Fixed(96),
+        micro_batch=12,
+        every=1,
+    )
+    return answer(train, 6)
+
+
+def test_a_container_on_fully_sharded_ranks_trains_as_one_process(ranks):
+    rates, weights = contained(0, 1, "plain", "composite")
+    for their_rates, theirs in ranks(2)(contained, "fsdp2", "container"):
+        assert rates == their_rates
+        torch.testing.assert_close(weights, theirs, rtol=1e-9, atol=1e-11)
 
 
 # fully_shard: micro-batch j of all ranks is one observation

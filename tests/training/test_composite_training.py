@@ -321,6 +321,13 @@ def test_a_scaler_steps_all_of_them(make):
 
 
 @pytest.mark.cpu
+def test_a_scaler_that_is_not_enabled_changes_nothing():
+    train = training(schedule=lambda o: LambdaLR(o, decay), scaler=GradScaler("cpu", enabled=False))
+    trained(train, 5)
+    assert same(by_hand(steps=5)[1], weights(train.model))
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("make", [composite, container])
 def test_a_part_that_was_unscaled_by_itself_is_an_error(make):
     scaler, seen = GradScaler("cpu", init_scale=1024.0), []
