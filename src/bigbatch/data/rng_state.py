@@ -40,7 +40,8 @@ class RandomReader:
         self._numpy: Any = None
         self._numpy_memory, self._numpy_seen = memoryview(b""), b""
         self._numpy_state: Any = None
-        self._accelerator = Accelerator()
+        accelerator = Accelerator()
+        self._accelerator = accelerator if accelerator.kind else None
 
     def read(self) -> RandomState:
         """The present states."""
@@ -48,7 +49,7 @@ class RandomReader:
             "python": self._read_python(),
             "numpy": self._read_numpy(),
             "torch": torch.default_generator.get_state(),
-            **self._accelerator.random_states(),
+            **({} if self._accelerator is None else self._accelerator.random_states()),
         }
 
     def _read_python(self) -> Any:
