@@ -129,6 +129,8 @@ def test_a_pass_resumes_with_the_next_sequence():
     resumed = [[batch["input_ids"].tolist() for batch, _ in s] for s in passed(again, plan)]
     assert resumed == expected
     assert len(expected) > 2
+    with pytest.raises(StateError, match='resume with Batches\\(unit="tokens"\\)'):
+        bb.Batches([torch.zeros(2, 3)]).load_state_dict(state, 0)
     with pytest.raises(StateError, match="as many ranks as it began with"):
         batches().load_state_dict(state, 0, same_rank=False)
 

@@ -286,6 +286,7 @@ class Batches:
             "consumed": self.consumed,
             "samples": self._distinct,
             "order": self.order,
+            "unit": self.unit,
         }
         return {"pass": position, "stream": self._buffer.state_dict()}
 
@@ -305,6 +306,11 @@ class Batches:
         self._loader.set_epoch(epoch)
         self._agree_on_total()
         position, stream = state["pass"], state["stream"]
+        if (unit := position.get("unit", "samples")) != self.unit:
+            raise StateError(
+                f"the saved run counts {unit}, and this one {self.unit}: its sizes mean another "
+                f'number; resume with Batches(unit="{unit}")'
+            )
         self._counted, self._pass.consumed = position["samples"], position["consumed"]
         if not position["open"]:
             if same_rank:

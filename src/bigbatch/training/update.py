@@ -74,10 +74,12 @@ class Update:
         self.settings = {  # as text; must be equal on all ranks
             **{name: repr(value) for name, value in vars(constraints).items()},
             "remainder": repr(batches.remainder),
+            "unit": batches.unit,
             "order": batches.order,
             "lr_scaling": self.rates.rule,
             "transport": repr(transport),
             "every": repr(every),
+            "accumulate_float32_above": repr(options.get("accumulate_float32_above")),
         }
         self._half_done = False  # whether a step has failed after it may have changed something
         # reads the last step, where the host has not: [Note: A step that measures nothing]
