@@ -184,10 +184,13 @@ def test_bf16_takes_the_batches_of_ddp(deepspeed_ranks, tmp_path):
 def skipping(rank, ranks, folder):
     quiet()
     results = []
+    ends = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
     for stage in (0, 2, 3):
         with launched(rank, ranks):
-            trainer = build(folder, config_of(stage), Nan, num_train_epochs=1)
+            trainer = build(f"{folder}/{stage}", config_of(stage), Nan, num_train_epochs=1, **ends)
             trainer.train()
+            loss = trainer.predict(texts(10)).metrics["test_loss"]
+            assert trainer.state.best_metric == pytest.approx(loss)
             finite = all(w.isfinite().all() for w in weights_of(trainer.deepspeed))
             train, engine = trainer.adaptive, trainer.deepspeed
             results.append((train.skipped, engine.skipped_steps, train.samples, finite))
