@@ -425,6 +425,11 @@ class AdaptiveBatch:
                 'GradientMeter(loss="weighted", every=1), and AdaptiveBatch(every=n)'
             )
         require_steppable(self.optimizer)
+        if self.scaler is not None and self.meter.source.processes > self.meter.source.ranks:
+            raise SettingError(
+                "a GradScaler looks at the slices of one process, so under tensor parallelism the "
+                "scales of a group would differ; use bfloat16, which needs none"
+            )
         self.meter.source.explicit = True
         self.meter.scaler = self.scaler
         self._select_trained()
