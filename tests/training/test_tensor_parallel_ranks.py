@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -265,6 +265,28 @@ def test_branches_train_as_in_one_process(ranks):
     expected = tested(network(), bb.Batches(loader_of(0, 1, 160), virtual_ranks=2))
     for found in ranks(4)(tested_on_mesh, "fsdp2"):
         assert expected == pytest.approx(found, rel=REL)
+
+
+def of_sliced_logits(rank, ranks):
+    """A loss of logits that stay cut, which is a DTensor."""
+    mesh, styles = mesh_of("alone"), plan(sequence=False)
+    styles["out"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    train = training(parallelize_module(network(), mesh["tp"], styles), loader_of(0, 1))
+    losses = []
+    for step, _ in zip(train, range(3), strict=False):
+        for words in step:
+            with loss_parallel():
+                step.backward(loss_of(train.model, words))
+        record = step.update()
+        losses.append((record.loss, record.similarity))
+    return losses
+
+
+def test_loss_parallel_is_the_loss_of_one_process(ranks):
+    done = steps_of(training(network(), loader_of(0, 1)), 3, clip=False)
+    for losses in ranks(2)(of_sliced_logits):
+        for (_, record), (loss, similarity) in zip(done, losses, strict=True):
+            assert (record.loss, record.similarity) == pytest.approx((loss, similarity), rel=REL)
 
 
 # what cannot be right
