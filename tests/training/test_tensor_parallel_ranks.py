@@ -242,7 +242,7 @@ def summary(norm, record):
     return norm, record.batch_size, record.loss, record.similarity, record.lr, record.samples
 
 
-def tested(model, loader):
+def branched(model, loader):
     """A branch test and the largest micro-batch, in the middle of a training."""
     train = training(model, loader, min_micro_batches=2)
     steps_of(train, 1)
@@ -255,15 +255,15 @@ def tested(model, loader):
     return [*result.losses[0], *result.losses[1], largest, record.loss]
 
 
-def tested_on_mesh(rank, ranks, engine):
+def branched_on_mesh(rank, ranks, engine):
     mesh = mesh_of(engine)
     loader = loader_of(mesh.get_local_rank("dp"), mesh["dp"].size(), 160)
-    return tested(parallel(engine, mesh), loader)
+    return branched(parallel(engine, mesh), loader)
 
 
 def test_branches_train_as_in_one_process(ranks):
-    expected = tested(network(), bb.Batches(loader_of(0, 1, 160), virtual_ranks=2))
-    for found in ranks(4)(tested_on_mesh, "fsdp2"):
+    expected = branched(network(), bb.Batches(loader_of(0, 1, 160), virtual_ranks=2))
+    for found in ranks(4)(branched_on_mesh, "fsdp2"):
         assert expected == pytest.approx(found, rel=REL)
 
 
