@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -242,7 +242,7 @@ def summary(norm, record):
     return norm, record.batch_size, record.loss, record.similarity, record.lr, record.samples
 
 
-def tested(model, loader):
+def branched(model, loader):
     """A branch test and the largest micro-batch, in the middle of a training."""
     train = training(model, loader, min_micro_batches=2)
     steps_of(train, 1)
@@ -255,16 +255,38 @@ def tested(model, loader):
     return [*result.losses[0], *result.losses[1], largest, record.loss]
 
 
-def tested_on_mesh(rank, ranks, engine):
+def branched_on_mesh(rank, ranks, engine):
     mesh = mesh_of(engine)
     loader = loader_of(mesh.get_local_rank("dp"), mesh["dp"].size(), 160)
-    return tested(parallel(engine, mesh), loader)
+    return branched(parallel(engine, mesh), loader)
 
 
 def test_branches_train_as_in_one_process(ranks):
-    expected = tested(network(), bb.Batches(loader_of(0, 1, 160), virtual_ranks=2))
-    for found in ranks(4)(tested_on_mesh, "fsdp2"):
+    expected = branched(network(), bb.Batches(loader_of(0, 1, 160), virtual_ranks=2))
+    for found in ranks(4)(branched_on_mesh, "fsdp2"):
         assert expected == pytest.approx(found, rel=REL)
+
+
+def of_sliced_logits(rank, ranks):
+    """A loss of logits that stay cut, which is a DTensor."""
+    mesh, styles = mesh_of("alone"), plan(sequence=False)
+    styles["out"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    train = training(parallelize_module(network(), mesh["tp"], styles), loader_of(0, 1))
+    losses = []
+    for step, _ in zip(train, range(3), strict=False):
+        for words in step:
+            with loss_parallel():
+                step.backward(loss_of(train.model, words))
+        record = step.update()
+        losses.append((record.loss, record.similarity))
+    return losses
+
+
+def test_loss_parallel_is_the_loss_of_one_process(ranks):
+    done = steps_of(training(network(), loader_of(0, 1)), 3, clip=False)
+    for losses in ranks(2)(of_sliced_logits):
+        for (_, record), (loss, similarity) in zip(done, losses, strict=True):
+            assert (record.loss, record.similarity) == pytest.approx((loss, similarity), rel=REL)
 
 
 # what cannot be right
@@ -307,6 +329,10 @@ def with_vr_under_fully_shard(rank, ranks):
 
 def with_consecutive_steps(rank, ranks):
     training(alone(), loader_of(0, 1), min_micro_batches=1)
+
+
+def with_a_scaler(rank, ranks):
+    training(alone(), loader_of(0, 1), scaler=torch.amp.GradScaler("cpu"))
 
 
 def with_a_sampler_of_processes(rank, ranks):
@@ -369,6 +395,7 @@ REFUSED = {  # processes, function, error, words
     "vr, ddp": (4, with_vr_in_ddp, "SettingError", "tensor parallelism"),
     "vr, fsdp2": (4, with_vr_under_fully_shard, "SettingError", "tensor parallelism"),
     "consecutive": (2, with_consecutive_steps, "SettingError", "min_micro_batches=1 compares"),
+    "scaler": (2, with_a_scaler, "SettingError", "a GradScaler looks at the slices"),
     "sampler": (2, with_a_sampler_of_processes, "SettingError", "give it num_replicas=1"),
     "other dimension": (
         4,

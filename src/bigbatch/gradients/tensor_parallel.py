@@ -34,8 +34,8 @@ from bigbatch.gradients.source import GradientSource, MicroBatch
 #   no element of it. Sums over all processes count each element once, for norms, projections and
 #   dot products alike. A partial sum (SequenceParallel's norms) is reduced before.
 # - What every process of a group knows (samples, losses, counts) is added by the first one alone.
-# - Samples are dealt to ranks. Settings and losses are compared between all processes: those of a
-#   group must have the same samples, and copies of a gradient must be equal.
+# - Samples are assigned to ranks. Settings and losses are compared between all processes: those of
+#   a group must have the same samples, and copies of a gradient must be equal.
 # - DDP replaces DTensors by their local tensors, which keep the placements in `_st_info`.
 class TensorSlices:
     """The tensor-parallel group of this process, and the part of each gradient that it reports.

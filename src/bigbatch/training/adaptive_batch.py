@@ -453,6 +453,11 @@ class AdaptiveBatch:
                 "the schedule of a pipeline runs the backwards, and AdaptiveBatch would too; read "
                 "GradientMeter(stages) and ask a Controller, as docs/pipelines.md does"
             )
+        if self.scaler is not None and self.meter.source.processes > self.meter.source.ranks:
+            raise SettingError(
+                "a GradScaler looks at the slices of one process, so under tensor parallelism the "
+                "scales of a group would differ; use bfloat16, which needs none"
+            )
         self.meter.source.explicit = True
         self.meter.scaler = self.scaler
         self._select_trained()
