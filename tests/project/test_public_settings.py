@@ -121,7 +121,7 @@ PUBLIC = {
     "Schedule": (
         bb.Schedule,
         {"text": "64, x2 at 9 tokens", "tokens_per_sample": 2},
-        {"tokens_per_sample": positive},
+        {"tokens_per_sample": either(is_none, positive)},
     ),
     "Shadow": (bb.Shadow, {"policy": bb.Fixed(8)}, {"policy": lambda value: False}),
     "Seesaw": (bb.Seesaw, {}, {"max_batch": count, "cap": is_none}),
@@ -153,8 +153,11 @@ PUBLIC = {
         {"policy": bb.SimiGrad(), "batch_size": 8},
         {"policy": lambda value: False, "batch_size": is_count, "base_batch": count, **bounds}
         | {"decide_every": is_count}
-        | {"smoothing": either(one_of("auto"), amount("step|sample"))}
-        | {"dead_band": number(0, 1e9, open_high=False), "warmup": amount("step|sample|epoch")}
+        | {"smoothing": either(one_of("auto"), amount("step|sample|token"))}
+        | {
+            "dead_band": number(0, 1e9, open_high=False),
+            "warmup": amount("step|sample|token|epoch"),
+        }
         | {"max_change": either(is_none, factor)},
     ),
     "BatchPlan.fit": (

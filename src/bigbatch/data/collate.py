@@ -40,7 +40,7 @@ def count_samples(batch: Batch) -> int:
         >>> count_samples({"x": torch.zeros(8, 3), "name": ["a"] * 8})
         8
     """
-    if is_packed(batch):
+    if isinstance(batch, Mapping) and is_packed(batch):
         raise BatchError(_IS_PACKED)
     is_plain = type(batch) in (tuple, list) and set(map(type, batch)) == {torch.Tensor}
     leaves = batch if is_plain else _leaves(batch)  # plain as most loaders give them

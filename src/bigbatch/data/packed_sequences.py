@@ -105,10 +105,8 @@ def pack(sequences: Iterable[Sequence]) -> dict[str, Any]:
     return packed
 
 
-def is_packed(batch: Any) -> bool:
+def is_packed(batch: Mapping[str, Any]) -> bool:
     """Whether a batch is one row of several sequences that says where they begin."""
-    if not isinstance(batch, Mapping):
-        return False
     if any(name in batch for name in _BOUNDARIES):
         return True
     positions = batch.get("position_ids")
