@@ -110,6 +110,14 @@ def test_the_gradient_is_rounded_once_however_many_backwards_there_are(k, dtype,
     assert error(actual, exact) <= 1.01 * once + 1e-6
 
 
+@pytest.mark.parametrize(("k", "grown"), [(4, 0.0028), (64, 0.0092), (256, 0.0192)])
+def test_the_error_that_it_avoids_grows_with_the_backwards(k, grown):
+    plain, exact, *_ = gradient(network(), k, None, every=0)
+    summed, *_ = gradient(network(), k, 0, every=0)
+    assert error(plain, exact) == pytest.approx(grown, rel=0.1)
+    assert error(summed, exact) == pytest.approx(0.0017, rel=0.1)
+
+
 def test_autograd_rounds_in_every_backward():
     plain, exact, *_ = gradient(network(), 256, None, every=0)
     assert error(plain, exact) > 3 * error(exact.bfloat16().double(), exact)
