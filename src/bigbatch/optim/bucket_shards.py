@@ -18,7 +18,7 @@ from bigbatch.statistics.norms import flattened
 CHUNK_BYTES = 16 << 20  # of a chunk
 
 _c10d: Any = dist  # torch 2.13 renamed the function, and its stubs have one name only
-_all_gather = getattr(_c10d, "all_gather_single", None) or _c10d.all_gather_into_tensor
+all_gather = getattr(_c10d, "all_gather_single", None) or _c10d.all_gather_into_tensor
 
 
 class Chunk:
@@ -60,7 +60,7 @@ class Chunk:
         padded = out if is_even else out.new_empty(size * len(self._sizes))
         if len(shard) < size:
             shard = torch.cat([shard, shard.new_zeros(size - len(shard))])
-        work = _all_gather(padded, shard, group=self._group, async_op=True)
+        work = all_gather(padded, shard, group=self._group, async_op=True)
 
         def wait() -> None:
             work.wait()

@@ -17,7 +17,7 @@ from bigbatch.gradients.ddp import ReducedShards, require_wrapped
 from bigbatch.gradients.rank_reducer import ShardIndices, indices_in_runs, places_in_memory
 from bigbatch.optim.apply_gsnr import AppliedGsnr, out_of_range
 from bigbatch.optim.bucket_pipeline import BucketPipeline, future_on
-from bigbatch.optim.bucket_shards import Shard, Span
+from bigbatch.optim.bucket_shards import Shard, Span, all_gather
 from bigbatch.optim.gsnr_state import GsnrState
 from bigbatch.statistics.norms import flattened
 
@@ -236,7 +236,7 @@ class DDPCommHook(ReducedShards, Subscriber):
         message = [*counted, state is None, joins, is_repeated]
         row = torch.tensor(message, dtype=torch.float64, device="cpu")
         rows = row.new_empty(self.ranks * len(row))
-        dist.all_gather_into_tensor(rows, row, group=self._host_group)
+        all_gather(rows, row, group=self._host_group)
         counts, weights, *faults = rows.view(self.ranks, -1).T.tolist()
         k = round(sum(counts))
         reasons = [text for text, on_ranks in zip(_FAULTS, faults, strict=True) if any(on_ranks)]
