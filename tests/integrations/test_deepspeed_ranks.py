@@ -236,7 +236,10 @@ def test_ranks_that_share_samples_are_refused(deepspeed_ranks, named):
 
 
 def collectives_of(rank, ranks, layout, adapts):
-    """How often each kind of collective ran in the third update, of three micro-batches a rank."""
+    """How often each kind of collective ran in the ninth update, of three micro-batches a rank.
+
+    The first eight measured steps compare the ranks too.
+    """
     import deepspeed
 
     quiet()
@@ -248,7 +251,7 @@ def collectives_of(rank, ranks, layout, adapts):
     else:
         engine = deepspeed.initialize(**given)[0]
     x, y = data()[:8]
-    for _ in range(2 * ACCUMULATION // ranks):
+    for _ in range(8 * ACCUMULATION // ranks):
         micro_step(engine, x + rank, y)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(ACCUMULATION // ranks):
