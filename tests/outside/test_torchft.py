@@ -16,6 +16,7 @@ from torchft.coordination import LighthouseServer
 
 import bigbatch as bb
 from bigbatch.errors import SettingError
+from bigbatch.optim import VarianceReduced
 
 SCRIPT = Path(__file__).parent / "scripts" / "torchft_replica.py"
 SECONDS, MICRO, LARGEST = 120, 4, 64
@@ -111,6 +112,9 @@ def test_a_step_that_is_not_finite_counts_on_no_replica(start):
 
 def test_its_optimizer_is_refused_with_this_loop_as_the_remedy():
     model = torch.nn.Linear(2, 1)
-    optimizer = torchft.Optimizer(None, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(SettingError, match=r"torchft decides .* examples/torchft"):
+    manager = None  # asked by step() and zero_grad() alone
+    optimizer = torchft.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(SettingError, match=r"OptimizerWrapper decides .* examples/torchft"):
         bb.AdaptiveBatch(model, optimizer, [torch.zeros(4, 2)], policy=bb.Fixed(4))
+    with pytest.raises(SettingError, match="OptimizerWrapper is a wrapper"):
+        VarianceReduced(optimizer)

@@ -125,7 +125,7 @@ def test_two_loops_over_one_optimizer_set_its_rate_one_after_the_other():
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As torchft's and opacus': an optimizer by class alone, whose `step` does more."""
+    """As opacus': an optimizer by class alone, whose `step` does more."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer

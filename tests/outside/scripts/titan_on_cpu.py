@@ -109,7 +109,9 @@ def model_spec():
     return spec
 
 
-def settings(folder: str, steps: int, *, masked=False, chunked=False, **checkpoint):
+def settings(
+    folder, steps, *, masked=False, chunked=False, param="float32", copies=1, **checkpoint
+):
     loss = CrossEntropyLoss.Config()
     return {
         "model_spec": model_spec(),
@@ -124,10 +126,12 @@ def settings(folder: str, steps: int, *, masked=False, chunked=False, **checkpoi
             seq_len=LENGTH,
             steps=steps,
             disable_cuda_graphs=True,
-            mixed_precision_param="float32",
+            mixed_precision_param=param,
         ),
         "parallelism": ParallelismConfig(
-            data_parallel_shard_degree=RANKS, spmd_backend="partial_dtensor"
+            data_parallel_replicate_degree=copies,
+            data_parallel_shard_degree=RANKS // copies,
+            spmd_backend="partial_dtensor",
         ),
         "checkpoint": CheckpointManager.Config(
             enable=bool(checkpoint), last_save_model_only=False, **checkpoint
@@ -242,6 +246,8 @@ def main(folder: str) -> None:
     _, scheduled = trained(config(policy=growing, **settings(folder, 6)))
     _, masked = trained(config(policy=measuring, **settings(folder, 3, masked=True)))
     _, chunked = trained(config(policy=measuring, **settings(folder, 2, chunked=True)))
+    _, copied = trained(config(policy=measuring, **settings(folder, 2, copies=RANKS)))
+    _, halved = trained(config(policy=measuring, **settings(folder, 2, param="bfloat16")))
     whole, steps = trained(config(policy=measuring, **settings(folder, 8)))
     halves = f"{folder}/halves"
     trained(config(policy=measuring, **settings(halves, 6, interval=6)))
@@ -252,6 +258,8 @@ def main(folder: str) -> None:
         "errors": differences(steps),
         "masked": differences(masked, masked=True),
         "chunked": differences(chunked),
+        "replicated": differences(copied),
+        "bfloat16": differences(halved),
         "steps": plain(steps),
         "resumed_steps": plain(last),
         "resumed": largest_difference(whole, resumed),
