@@ -10,6 +10,9 @@ import bigbatch as bb
 
 def committed_steps(model, inner, batches, loss_fn, controller, *, micro, **options):
     """Yields the plan and the statistics of each committed step; `options` are a Manager's."""
+    needs = controller.needs
+    if needs.history or needs.lr_decay or needs.lr_scaling not in ("any", "sqrt"):
+        raise ValueError(f"{controller.policy} needs the loop of AdaptiveBatch")
 
     def load(state):
         model.load_state_dict(state["model"])
@@ -47,9 +50,10 @@ def committed_steps(model, inner, batches, loss_fn, controller, *, micro, **opti
             signal, noise = mean.tolist()
             if not isfinite(signal + noise):
                 manager.report_error(ValueError("the gradient is not finite"))
+            factor = controller.decision.lr_factor * sqrt(plan.batch_size / controller.base_batch)
             rates = [group["lr"] for group in inner.param_groups]
             for group in inner.param_groups:
-                group["lr"] *= sqrt(plan.batch_size / controller.base_batch)
+                group["lr"] *= factor
             before = manager.current_step()
             optimizer.step()  # steps only if all went well
             for group, lr in zip(inner.param_groups, rates, strict=True):

@@ -18,6 +18,9 @@ import bigbatch as bb
 from bigbatch.errors import SettingError
 from bigbatch.optim import VarianceReduced
 
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "torchft"))
+from adaptive_replicas import committed_steps
+
 SCRIPT = Path(__file__).parent / "scripts" / "torchft_replica.py"
 SECONDS, MICRO, LARGEST = 120, 4, 64
 
@@ -108,6 +111,13 @@ def test_a_step_that_is_not_finite_counts_on_no_replica(start):
     assert_successive(rows)
     assert_successive(others)
     assert all(isfinite(row["weights"]) for row in rows.values())
+
+
+def test_a_policy_that_reads_more_than_statistics_is_refused():
+    model = torch.nn.Linear(2, 1)
+    controller = bb.Controller(bb.Goodput(), 32)
+    with pytest.raises(ValueError, match="needs the loop of AdaptiveBatch"):
+        next(committed_steps(model, None, None, None, controller, micro=4))
 
 
 def test_its_optimizer_is_refused_with_this_loop_as_the_remedy():

@@ -59,3 +59,4 @@ def test_what_cannot_be_measured_is_refused(answer):
     assert "disable_cuda_graphs" in refused["graphs"]
     assert "ranks must be data-parallel alone" in refused["ranks"]
     assert "counts samples and the training tokens" in refused["samples"]
+    assert "needs the loop of AdaptiveBatch" in refused["policy"]

@@ -129,7 +129,7 @@ class Wrapped(torch.optim.Optimizer):
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
-        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.param_groups = optimizer.param_groups
 
 
 def test_a_wrapper_of_an_optimizer_is_refused_and_no_remedy_drops_what_it_does():

@@ -214,13 +214,16 @@ def largest_difference(a, b) -> float:
 
 def refusals() -> dict[str, str]:
     """What is said of settings, each in a training of its own."""
-    graphs, parallel, samples = (AdaptiveTrainer.Config(**settings(".", 1)) for _ in range(3))
+    config = AdaptiveTrainer.Config
+    graphs, parallel, samples, policy = (config(**settings(".", 1)) for _ in range(4))
     graphs.training.disable_cuda_graphs = False
     parallel.parallelism.context_parallel_degree = RANKS
     parallel.parallelism.data_parallel_shard_degree = 1
     samples.policy = bb.Schedule("128, x2 every 2K samples")
+    policy.policy = bb.Goodput()
+    cases = {"graphs": graphs, "ranks": parallel, "samples": samples, "policy": policy}
     found = {}
-    for name, config in {"graphs": graphs, "ranks": parallel, "samples": samples}.items():
+    for name, config in cases.items():
         try:
             config.build()
         except ValueError as error:
