@@ -98,8 +98,8 @@ def steppable(optimizer: Any) -> Any:
             raise SettingError(_refusal_of_wrapper(part))
         if argument := required_argument(part):
             raise SettingError(
-                f"{type(part).__name__}.step() needs a {argument}, and an update is one step() without; use an "
-                "optimizer that needs none"
+                f"{type(part).__name__}.step() needs a {argument}, and an update is one step() "
+                "without; use an optimizer that needs none"
             )
     return optimizer
 
