@@ -88,7 +88,7 @@ test-light: $(LIGHT_READY)  ## the library's tests with torch and numpy alone; i
 $(OUTSIDE_READY): $(INSTALLED) tests/outside/requirements.txt
 	$(PYTHON) -m venv .venv-outside
 	$(OUTSIDE)/python $(PIP) -r tests/outside/requirements.txt -e '.[dev]' -e './recipes[bert]'
-	$(OUTSIDE)/python $(PIP) --no-deps timm
+	$(OUTSIDE)/python $(PIP) --no-deps timm torchtitan==0.3.0
 	-$(OUTSIDE)/python tests/helpers/deepspeed_operations.py
 	@touch $@
 

@@ -35,6 +35,9 @@ class AdaptiveTrainer(Trainer):
         lower, upper = config.min_batch or first, config.max_batch
         self.controller = bb.Controller(config.policy, first, min_batch=lower, max_batch=upper)
         self.controller.require_unit("tokens")
+        needs = self.controller.needs
+        if needs.history or needs.lr_decay or needs.lr_scaling not in ("any", "sqrt"):
+            raise ValueError(f"{config.policy} needs the loop of AdaptiveBatch")
         self.meter = bb.GradientMeter(self.model_parts[0])
         is_chunked = isinstance(self.loss_fn, ChunkedLossWrapper)  # a backward for each chunk
         self.micro_batch = self.meter.micro_batch if is_chunked else nullcontext

@@ -125,11 +125,11 @@ def test_two_loops_over_one_optimizer_set_its_rate_one_after_the_other():
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As torchft's and opacus': an optimizer by class alone, whose `step` does more."""
+    """As opacus': an optimizer by class alone, whose `step` does more."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
-        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.param_groups = optimizer.param_groups
 
 
 def test_a_wrapper_of_an_optimizer_is_refused_and_no_remedy_drops_what_it_does():

@@ -77,6 +77,11 @@ def require_base(base: Optimizer, names: Iterable[str]) -> None:
     The names are those of the settings that its groups will have.
     """
     name = type(base).__name__
+    if not hasattr(base, "_optimizer_step_post_hooks"):
+        raise SettingError(
+            f"{name} is a wrapper that calls no hooks, and may step by other gradients than those "
+            "that r scales; wrap another base optimizer"
+        )
     if any(isinstance(part, LBFGS) for part in parts_of(base)):
         raise SettingError("LBFGS evaluates its closure many times a step; it has no one r")
     own_names = {name for part in parts_of(base) for name in part.defaults}
@@ -84,11 +89,6 @@ def require_base(base: Optimizer, names: Iterable[str]) -> None:
         raise SettingError(
             f"{name} has {', '.join(shared_names)} of its own in its parameter groups, where "
             "VarianceReduced keeps a setting of the same name; wrap another base optimizer"
-        )
-    if not hasattr(base, "_optimizer_step_post_hooks"):
-        raise SettingError(
-            f"{name} is a wrapper that calls no hooks, and may step by other gradients than those "
-            "that r scales; wrap another base optimizer"
         )
     try:
         keys = base.state_dict().keys()

@@ -94,21 +94,31 @@ def steppable(optimizer: Any) -> Any:
     """
     optimizer = one_optimizer(optimizer)
     for part in parts_of(optimizer):
-        name = type(part).__name__
         if not isinstance(getattr(part, "_optimizer_step_post_hooks", None), OrderedDict):
-            raise SettingError(
-                f"{name} is a wrapper that no hook can be put on, and the optimizer inside it "
-                "alone would lose what it adds (privacy, commits, averages); use it in a loop of "
-                "your own, which a GradientMeter can measure. For one that accelerate prepared, "
-                "use bigbatch.integrations.accelerate.adaptive_batch, or pass the optimizer inside "
-                "it"
-            )
+            raise SettingError(_refusal_of_wrapper(part))
         if argument := required_argument(part):
             raise SettingError(
-                f"{name}.step() needs a {argument}, and an update is one step() without; use an "
-                "optimizer that needs none"
+                f"{type(part).__name__}.step() needs a {argument}, and an update is one step() "
+                "without; use an optimizer that needs none"
             )
     return optimizer
+
+
+def _refusal_of_wrapper(optimizer: Any) -> str:
+    """Why an optimizer without torch's hooks is refused, and what to use."""
+    name, package = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
+    if package == "torchft":
+        return (
+            f"torchft's {name} decides inside step() whether a step counts, and its replicas come "
+            "and go outside torch.distributed, so that each would decide a batch of its own; use "
+            "the loop of examples/torchft, in which all of them measure and decide together"
+        )
+    return (
+        f"{name} is a wrapper that no hook can be put on, and the optimizer inside it alone would "
+        "lose what it adds (privacy, averages); use it in a loop of your own, which a "
+        "GradientMeter can measure. For one that accelerate prepared, use "
+        "bigbatch.integrations.accelerate.adaptive_batch, or pass the optimizer inside it"
+    )
 
 
 def trained_parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -109,7 +109,9 @@ def model_spec():
     return spec
 
 
-def settings(folder: str, steps: int, *, masked=False, chunked=False, **checkpoint):
+def settings(
+    folder, steps, *, masked=False, chunked=False, param="float32", copies=1, **checkpoint
+):
     loss = CrossEntropyLoss.Config()
     return {
         "model_spec": model_spec(),
@@ -124,10 +126,12 @@ def settings(folder: str, steps: int, *, masked=False, chunked=False, **checkpoi
             seq_len=LENGTH,
             steps=steps,
             disable_cuda_graphs=True,
-            mixed_precision_param="float32",
+            mixed_precision_param=param,
         ),
         "parallelism": ParallelismConfig(
-            data_parallel_shard_degree=RANKS, spmd_backend="partial_dtensor"
+            data_parallel_replicate_degree=copies,
+            data_parallel_shard_degree=RANKS // copies,
+            spmd_backend="partial_dtensor",
         ),
         "checkpoint": CheckpointManager.Config(
             enable=bool(checkpoint), last_save_model_only=False, **checkpoint
@@ -210,13 +214,16 @@ def largest_difference(a, b) -> float:
 
 def refusals() -> dict[str, str]:
     """What is said of settings, each in a training of its own."""
-    graphs, parallel, samples = (AdaptiveTrainer.Config(**settings(".", 1)) for _ in range(3))
+    config = AdaptiveTrainer.Config
+    graphs, parallel, samples, policy = (config(**settings(".", 1)) for _ in range(4))
     graphs.training.disable_cuda_graphs = False
     parallel.parallelism.context_parallel_degree = RANKS
     parallel.parallelism.data_parallel_shard_degree = 1
     samples.policy = bb.Schedule("128, x2 every 2K samples")
+    policy.policy = bb.Goodput()
+    cases = {"graphs": graphs, "ranks": parallel, "samples": samples, "policy": policy}
     found = {}
-    for name, config in {"graphs": graphs, "ranks": parallel, "samples": samples}.items():
+    for name, config in cases.items():
         try:
             config.build()
         except ValueError as error:
@@ -242,6 +249,8 @@ def main(folder: str) -> None:
     _, scheduled = trained(config(policy=growing, **settings(folder, 6)))
     _, masked = trained(config(policy=measuring, **settings(folder, 3, masked=True)))
     _, chunked = trained(config(policy=measuring, **settings(folder, 2, chunked=True)))
+    _, copied = trained(config(policy=measuring, **settings(folder, 2, copies=RANKS)))
+    _, halved = trained(config(policy=measuring, **settings(folder, 2, param="bfloat16")))
     whole, steps = trained(config(policy=measuring, **settings(folder, 8)))
     halves = f"{folder}/halves"
     trained(config(policy=measuring, **settings(halves, 6, interval=6)))
@@ -252,6 +261,8 @@ def main(folder: str) -> None:
         "errors": differences(steps),
         "masked": differences(masked, masked=True),
         "chunked": differences(chunked),
+        "replicated": differences(copied),
+        "bfloat16": differences(halved),
         "steps": plain(steps),
         "resumed_steps": plain(last),
         "resumed": largest_difference(whole, resumed),
