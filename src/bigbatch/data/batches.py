@@ -91,7 +91,7 @@ class Batches:
                 'virtual_ranks= deals single samples, and unit="tokens" cuts by tokens; leave one '
                 "out"
             )
-        self.remainder, self.unit = remainder, unit
+        self.remainder, self.unit, self.packed = remainder, unit, packed
         self.place: Callable[[Batch], Batch] | None = None  # moves a micro-batch
         self._virtual_ranks = virtual_ranks
         self._loader = ResumableLoader(loader)
