@@ -208,6 +208,10 @@ def test_a_schedule_counts_tokens_where_the_training_does():
     ("settings", "message"),
     [
         ({"policy": bb.Schedule("60, 120 from 200 samples")}, "counts samples and the training"),
+        (
+            {"policy": bb.Schedule("60, 120 from 200 tokens", tokens_per_sample=6)},
+            "write tokens, or leave tokens_per_sample= of a Schedule out",
+        ),
         ({"policy": bb.Schedule("60, x2 at 9 tokens", tokens_per_sample=3)}, "counts samples"),
         (
             {"policy": bb.Controller(bb.SimiGrad(), 120, smoothing="4K samples")},
