@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import bigbatch as bb
 from bigbatch.data.packed_sequences import is_packed, pack, unpack
@@ -116,3 +117,36 @@ def test_packed_rows_are_not_taken_for_one_sample():
 def test_options_that_exclude_each_other_are_refused(options):
     with pytest.raises(SettingError, match="split= cuts batches its own way"):
         bb.Batches([], split=lambda batch, lo, hi: batch, count=len, **options)
+
+
+def test_a_padded_sample_is_not_packed_though_its_positions_start_again():
+    mask = torch.tensor([[0, 0, 1, 1, 1]])  # as generate() numbers what is padded on the left
+    padded = {"input_ids": mask, "position_ids": torch.tensor([[1, 1, 0, 1, 2]])}
+    assert is_packed(padded)
+    assert is_packed(padded | {"attention_mask": torch.ones(1, 5)})
+    assert not is_packed(padded | {"attention_mask": mask})
+    batches = bb.Batches([padded | {"attention_mask": mask}])
+    batches.start(0)
+    (micro_batch,) = batches.step(bb.BatchPlan(1, 1, 1), 1)
+    assert micro_batch.samples == 1
+
+
+def test_boundaries_that_are_none_are_not_stated():
+    batch = row([3, 4], boundaries=False) | {"cu_seq_lens_q": None}
+    assert is_packed(batch)
+    assert [sequence.length for sequence in unpack(batch)] == [3, 4]
+    assert pack(unpack(batch))["cu_seq_lens_q"] is None
+    assert not is_packed({"input_ids": torch.zeros(1, 4), "cu_seq_lens_q": None})
+
+
+def test_rows_that_the_data_set_has_packed_are_passed_in_tokens_alone():
+    data = [row([3, 4], boundaries=False), row([2, 2, 3], boundaries=False)]
+    loader = DataLoader(data, batch_size=1, collate_fn=lambda rows: rows[0])
+    batches = bb.Batches(loader, packed=True)
+    batches.start(0)
+    with pytest.raises(BatchError, match='state Batches\\(loader, packed=True, unit="tokens"\\)'):
+        list(batches.step(bb.BatchPlan(1, 2, 1), 1))
+    batches = bb.Batches(loader, packed=True, unit="tokens")
+    batches.start(0)
+    steps = [batches.step(bb.BatchPlan(1, 7, 1), 1) for _ in data]
+    assert [micro_batch.samples for step in steps for micro_batch in step] == [7, 7]

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import bigbatch as bb
 from bigbatch.data.collate import token_lengths
+from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.errors import BatchError, SettingError, StateError
 from property_tests import property_test
 
@@ -104,6 +105,33 @@ def test_a_sample_of_padding_alone_is_refused():
     batches.start(0)
     with pytest.raises(BatchError, match="is padding"):
         passed(batches, bb.BatchPlan(1, 4, 1))
+
+
+def padded(lengths):
+    """A batch of each two samples, padded to the longer one."""
+    made = []
+    for pair in zip(lengths[::2], lengths[1::2], strict=True):
+        mask = torch.arange(max(pair)) < torch.tensor(pair)[:, None]
+        made.append({"input_ids": mask.long(), "attention_mask": mask.long()})
+    return made
+
+
+def test_a_step_has_its_tokens_though_no_two_batches_can_be_joined():
+    lengths = [5, 3, 8, 2, 9, 4, 7, 6, 1, 5, 3, 2] * 6
+    batches = bb.Batches(padded(lengths), unit="tokens")
+    batches.start(0)
+    steps = passed(batches, bb.BatchPlan(1, 50, 2), 50)
+    sizes = [sum(tokens for _, tokens in step) for step in steps]
+    assert sum(sizes) == sum(lengths)
+    assert all(abs(size - 100) <= max(lengths) / 2 for size in sizes[:-1])
+
+
+def test_batches_that_cannot_be_joined_are_refused_in_lockstep():
+    batches = bb.Batches(padded([5, 3, 8, 2, 9, 4]), unit="tokens")
+    batches.share(HostCollectives(), lockstep=True)
+    batches.start(0)
+    with pytest.raises(BatchError, match="pad them to one length"):
+        passed(batches, bb.BatchPlan(1, 20, 1))
 
 
 def test_a_pass_resumes_with_the_next_sequence():

@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import bigbatch as bb
@@ -187,6 +189,31 @@ def test_a_rank_without_tokens_in_a_step_adds_nothing_to_it(ranks, engine):
             expected = one.statistics.similarity_interval
             assert pytest.approx(expected, rel=1e-6) == two.statistics.similarity_interval
         torch.testing.assert_close(weights, other, rtol=1e-9, atol=1e-12)
+
+
+def with_an_idle_rank_in_bfloat16(rank, ranks, backwards):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(torch.bfloat16)
+    model = DistributedDataParallel(model)
+    train = bb.AdaptiveBatch(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        DataLoader((torch.randn(backwards, 6) + 1).to(torch.bfloat16), batch_size=1),
+        policy=bb.Fixed(2 * backwards),
+        micro_batch=1,
+        every=1,
+    )
+    step = next(iter(train))
+    for x in step:
+        label = torch.full((len(x),), -100 if rank else 0)
+        step.backward(cross_entropy(model(x).float(), label))
+    return step.update().statistics
+
+
+def test_a_rank_without_labels_allows_what_the_others_types_round(ranks):
+    first, second = ranks(2)(with_an_idle_rank_in_bfloat16, 256)
+    assert first == second
+    assert first.micro_batches == 256
 
 
 def clipped(rank, ranks, engine):

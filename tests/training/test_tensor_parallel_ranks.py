@@ -331,6 +331,11 @@ def with_consecutive_steps(rank, ranks):
     training(alone(), loader_of(0, 1), min_micro_batches=1)
 
 
+def with_float32_sums(rank, ranks):
+    model = parallel("alone", mesh_of("alone"))
+    training(model, loader_of(0, 1), accumulate_float32_above=1)
+
+
 def with_a_scaler(rank, ranks):
     training(alone(), loader_of(0, 1), scaler=torch.amp.GradScaler("cpu"))
 
@@ -395,6 +400,7 @@ REFUSED = {  # processes, function, error, words
     "vr, ddp": (4, with_vr_in_ddp, "SettingError", "tensor parallelism"),
     "vr, fsdp2": (4, with_vr_under_fully_shard, "SettingError", "tensor parallelism"),
     "consecutive": (2, with_consecutive_steps, "SettingError", "min_micro_batches=1 compares"),
+    "float32 sums": (2, with_float32_sums, "SettingError", "adds up DTensors"),
     "scaler": (2, with_a_scaler, "SettingError", "a GradScaler looks at the slices"),
     "sampler": (2, with_a_sampler_of_processes, "SettingError", "give it num_replicas=1"),
     "other dimension": (

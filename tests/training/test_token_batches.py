@@ -29,7 +29,9 @@ class Bigrams(nn.Module):
         self.double()
 
     def forward(self, batch):
-        return cross_entropy(self.layers(batch["input_ids"])[0], batch["labels"][0])
+        return cross_entropy(
+            self.layers(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()
+        )
 
 
 def rows(count=24, per_row=5, seed=0):
@@ -120,6 +122,39 @@ def test_ranks_take_tokens_of_their_own_and_end_together(ranks):
     assert all(abs(size - 120) <= 12 for size in sizes)
 
 
+def of_padded_batches(rank, ranks):
+    """Backwards and tokens of each step on this rank; those of all ranks; the loss, and its own."""
+    model, done = Bigrams(), []
+    words = [row["input_ids"] for row in rows(48, 1, seed=rank)]
+    loader = [{"input_ids": one, "labels": (one * 3 + 1) % WORDS} for one in words]
+    batches = bb.Batches(loader, unit="tokens")
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in bb.AdaptiveBatch(
+        wrapped, optimizer, batches, policy=bb.Fixed(60), micro_batch=20, every=1
+    ):
+        backwards, tokens, loss_sum = 0, 0, 0.0
+        for batch in step:
+            loss = wrapped(batch)
+            step.backward(loss)
+            backwards, tokens = backwards + 1, tokens + batch["input_ids"].numel()
+            loss_sum += loss.item() * batch["input_ids"].numel()
+        record = step.update()
+        done.append((backwards, tokens, record.batch_size, record.loss, loss_sum))
+    return done
+
+
+@pytest.mark.cpu
+def test_ranks_whose_batches_differ_in_shape_add_micro_batches_of_their_own(ranks):
+    first, second = ranks(2)(of_padded_batches)
+    assert len(first) == len(second) > 2
+    assert any(ours[0] != theirs[0] for ours, theirs in zip(first, second, strict=True))
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours[2] == theirs[2] == ours[1] + theirs[1]
+        assert ours[3] == pytest.approx((ours[4] + theirs[4]) / ours[2])
+    assert all(abs(one[1] - 30) <= 6 for one in first[:-1])
+
+
 def resumed(rank, ranks, stop):
     """The sizes of a run, and of one that is saved after `stop` steps and resumed."""
     whole = [record.batch_size for _, record, *_ in trained(rank, ranks, "ddp", 2)]
@@ -173,6 +208,10 @@ def test_a_schedule_counts_tokens_where_the_training_does():
     ("settings", "message"),
     [
         ({"policy": bb.Schedule("60, 120 from 200 samples")}, "counts samples and the training"),
+        (
+            {"policy": bb.Schedule("60, 120 from 200 tokens", tokens_per_sample=6)},
+            "write tokens, or leave tokens_per_sample= of a Schedule out",
+        ),
         ({"policy": bb.Schedule("60, x2 at 9 tokens", tokens_per_sample=3)}, "counts samples"),
         (
             {"policy": bb.Controller(bb.SimiGrad(), 120, smoothing="4K samples")},

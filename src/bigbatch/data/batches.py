@@ -91,11 +91,14 @@ class Batches:
                 'virtual_ranks= deals single samples, and unit="tokens" cuts by tokens; leave one '
                 "out"
             )
-        self.remainder, self.unit = remainder, unit
+        self.remainder, self.unit, self.packed = remainder, unit, packed
         self.place: Callable[[Batch], Batch] | None = None  # moves a micro-batch
         self._virtual_ranks = virtual_ranks
         self._loader = ResumableLoader(loader)
-        self._buffer = SampleBuffer(self._loader, split, count, packed=packed)
+        counts_samples = unit == "samples"
+        self._buffer = SampleBuffer(
+            self._loader, split, count, packed=packed, counts_samples=counts_samples
+        )
         self._collectives = HostCollectives()
         self._pass = SamplePass(self._buffer, self._collectives, virtual_ranks or 1, remainder)
         self._token_pass = TokenPass(self._buffer, self._collectives, remainder)
@@ -163,7 +166,7 @@ class Batches:
             )
         self._buffer.place = self.place
         self._pass = SamplePass(self._buffer, collectives, virtual_ranks, self.remainder, lockstep)
-        self._token_pass = TokenPass(self._buffer, collectives, self.remainder)
+        self._token_pass = TokenPass(self._buffer, collectives, self.remainder, lockstep)
         self._agree_on_total()
         padding = self._loader.padding
         if padding and ranks > 1 and collectives.process == 0:

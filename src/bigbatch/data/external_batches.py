@@ -24,7 +24,7 @@ class ExternalBatches:
         samples: samples in one epoch over all ranks; None if unknown.
     """
 
-    remainder, order = "step", _ORDER
+    remainder, order, packed = "step", _ORDER, False
     unit: Unit = "samples"
 
     @checked

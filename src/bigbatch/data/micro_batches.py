@@ -12,6 +12,11 @@ from bigbatch.errors import BatchError
 from bigbatch.policies.plan import BatchPlan
 from bigbatch.setting_types import Remainder
 
+DIFFERENT_SHAPES = (
+    "batches of different shapes cannot be concatenated, and the ranks must do equally many "
+    "backwards of equal groups; pad them to one length in the collate function"
+)
+
 
 class MicroBatch(NamedTuple):
     """The samples of one backward of one rank."""
@@ -108,11 +113,7 @@ class SamplePass:
         """Raises BatchError if a micro-batch must not have fewer samples than planned."""
         if self.buffer.waiting:
             if self.lockstep or turns > 1:
-                raise BatchError(
-                    "batches of different shapes cannot be concatenated, and the ranks must do "
-                    "equally many backwards of equal groups; pad them to one length in the collate "
-                    "function"
-                )
+                raise BatchError(DIFFERENT_SHAPES)
         elif self.collectives.ranks > 1:
             raise BatchError(
                 f"the loader ended after {self.buffer.counted} samples, fewer than its length; "

@@ -106,16 +106,23 @@ def pack(sequences: Iterable[Sequence]) -> dict[str, Any]:
 
 
 def is_packed(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch is one row of several sequences that says where they begin."""
-    if any(name in batch for name in _BOUNDARIES):
+    """Whether a batch is one row of several sequences that says where they begin.
+
+    Positions start again in a padded sample too, whose `attention_mask` says which are padding.
+    """
+    if any(batch.get(name) is not None for name in _BOUNDARIES):
         return True
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and not mask.all():
+        return False
     positions = batch.get("position_ids")
     return isinstance(positions, Tensor) and _is_row(positions) and len(_restarts(positions)) > 1
 
 
 def _starts(batch: Mapping[str, Any]) -> list[int]:
     """Where each sequence begins, and the number of tokens."""
-    stated = {name: batch[name].flatten().tolist() for name in _BOUNDARIES if name in batch}
+    found = {name: batch.get(name) for name in _BOUNDARIES}
+    stated = {name: ends.flatten().tolist() for name, ends in found.items() if ends is not None}
     starts: list[int]
     if stated:
         starts, *others = stated.values()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from bigbatch.data.batch_memory import BatchMemory
 from bigbatch.data.collate import (
+    REMEDY,
     Batch,
     concatenate_samples,
     copy_batch,
@@ -22,6 +23,12 @@ from bigbatch.data.packed_sequences import Packed, pack, unpack
 from bigbatch.data.rng_state import RandomReader, RandomState, restorable, restore_random_state
 from bigbatch.errors import StateError
 
+_PACKED_BEFORE = (
+    "rows that the data set has packed count as one each in the loader's length, so state "
+    'Batches(loader, packed=True, unit="tokens"), which needs no length, or pack in the collate '
+    "function"
+)
+
 
 class SampleBuffer:
     """Fetches the loader's batches as they are needed and cuts them to size.
@@ -35,6 +42,7 @@ class SampleBuffer:
         split: (batch, lo, hi) -> samples lo to hi; such batches are not concatenated.
         count: batch -> number of samples, with `split`.
         packed: whether batches are packed sequences, which are the samples.
+        counts_samples: whether the loader's length has to be a number of samples.
     """
 
     def __init__(
@@ -44,6 +52,7 @@ class SampleBuffer:
         count: Callable[[Batch], int] | None = None,
         *,
         packed: bool = False,
+        counts_samples: bool = True,
     ) -> None:
         self.loader = loader
         self.place: Callable[[Batch], Batch] | None = None  # moves a batch that is given out
@@ -60,6 +69,7 @@ class SampleBuffer:
         self._count = count or (len if packed else count_samples)
         self._packed = packed
         self.concatenates = split is None
+        self._requires_size = counts_samples and self.concatenates
         self._memory = BatchMemory()
         self._memory.examined = packed or not self.concatenates
 
@@ -278,8 +288,9 @@ class SampleBuffer:
         size, length = self._stated_sizes
         stated = min(size, length - self.counted) if size and length is not None else None
         samples = self._count(batch)
-        if self._fetched == 0 and self.concatenates:
-            self.loader.require_samples(samples, self.counted)
+        if self._fetched == 0 and self._requires_size:
+            remedy = _PACKED_BEFORE if self._packed else REMEDY
+            self.loader.require_samples(samples, self.counted, remedy)
         if stated not in (None, samples):
             self.has_stated_sizes = False
         self._chunks.append(_Chunk(batch, samples, 0, self._fetched, random_state, loader_state))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from bigbatch.data.micro_batches import MicroBatch
+from bigbatch.data.micro_batches import DIFFERENT_SHAPES, MicroBatch
 from bigbatch.data.rank_consistency import HostCollectives
 from bigbatch.data.sample_buffer import SampleBuffer
 from bigbatch.errors import BatchError, LoopError
@@ -13,20 +13,27 @@ from bigbatch.setting_types import Remainder
 # A sample (a sequence) cannot be cut, so a micro-batch has about the planned tokens. Its size is
 # chosen so that the step so far is nearest to its own plan, and no micro-batch is above the bound
 # of memory unless one sample alone is. Each rank does so with its own samples: all do equally many
-# backwards, of different sizes, and the sums of the step say how many tokens it had. Whether there
-# is another step is agreed on before it, as nobody knows how many tokens a data set has: each rank
-# counts the micro-batches that it can still make, and the fewest count.
+# backwards, of different sizes, and the sums of the step say how many tokens it had. A rank whose
+# batches differ in shape, and cannot be joined, adds micro-batches until it has its tokens; where
+# ranks run in lockstep that is an error. Whether there is another step is agreed on before it, as
+# nobody knows how many tokens a data set has: each rank counts the micro-batches that it can still
+# make, and the fewest count.
 
 
 class TokenPass:
     """One pass over this rank's samples, in steps that are planned in tokens."""
 
     def __init__(
-        self, buffer: SampleBuffer, collectives: HostCollectives, remainder: Remainder
+        self,
+        buffer: SampleBuffer,
+        collectives: HostCollectives,
+        remainder: Remainder,
+        lockstep: bool = False,
     ) -> None:
         self.is_complete = True  # whether the last step has its planned micro-batches
         self.unread: list[int] = []  # samples of each rank that no step takes, once it has ended
         self._buffer, self._collectives, self._remainder = buffer, collectives, remainder
+        self._lockstep = lockstep
 
     def step(self, plan: BatchPlan, max_micro: int, min_rows: int) -> "TokenStep | None":
         """The next step; None if the pass has ended. Collective, unless the loader has no end.
@@ -40,7 +47,7 @@ class TokenPass:
         self.is_complete = accumulation == plan.accumulation
         if not accumulation or (self._remainder == "drop" and not self.is_complete):
             return None
-        return TokenStep(self._buffer, plan, accumulation, max_micro)
+        return TokenStep(self._buffer, plan, accumulation, max_micro, self._lockstep)
 
     def _accumulation(self, plan: BatchPlan, max_micro: int, min_rows: int) -> int:
         """Micro-batches of the next step on every rank; 0 if there are none."""
@@ -69,34 +76,51 @@ class TokenPass:
 
 
 class TokenStep:
-    """The micro-batches of one step on this rank, equally many on every rank."""
+    """The micro-batches of one step on this rank; see [Note: Tokens as the unit]."""
 
     samples_known = False  # before the step is over
 
     def __init__(
-        self, buffer: SampleBuffer, plan: BatchPlan, accumulation: int, max_micro: int
+        self,
+        buffer: SampleBuffer,
+        plan: BatchPlan,
+        accumulation: int,
+        max_micro: int,
+        lockstep: bool = False,
     ) -> None:
         self.last = False
         self.samples = plan.ranks * plan.micro * accumulation  # tokens, as planned
         self._buffer, self._micro, self._max_micro = buffer, plan.micro, max_micro
-        self._accumulation = accumulation
+        self._accumulation, self._lockstep = accumulation, lockstep
+        self._adds = False  # whether batches could not be joined
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        taken = 0
-        for number in range(1, self._accumulation + 1):
-            target = self._micro * number - taken
+        taken = number = 0
+        while not self.last:
+            number += 1
+            target = self._micro * min(number, self._accumulation) - taken
             lengths = self._buffer.token_lengths(target + 1, 1)
-            to_leave = 0 if self._buffer.loader.endless else self._accumulation - number
-            samples = _nearest(lengths, target, self._max_micro, to_leave)
-            batches, samples = self._buffer.take(samples)
+            to_leave = 0 if self._buffer.loader.endless else max(0, self._accumulation - number)
+            planned = _nearest(lengths, target, self._max_micro, to_leave)
+            batches, samples = self._buffer.take(planned)
             if not samples:
                 raise LoopError("the loader ended within a step; its length was another before")
+            if samples < planned:
+                if self._lockstep:
+                    raise BatchError(DIFFERENT_SHAPES)
+                self._adds = True
             tokens = sum(lengths[:samples])
             if not tokens:
                 raise BatchError("every token of a micro-batch is padding; leave such samples out")
             taken += tokens
-            self.last = number == self._accumulation
+            missing = self._micro * self._accumulation - taken
+            self.last = number >= self._accumulation and not self._needs_more(missing)
             yield MicroBatch(batches[0], tokens, 0)
+
+    def _needs_more(self, missing: int) -> bool:
+        """Whether one more sample brings the step nearer to its plan, which lacks these tokens."""
+        lengths = self._buffer.token_lengths(1, 1) if self._adds and missing > 0 else []
+        return bool(lengths) and 2 * missing >= lengths[0]
 
 
 def _nearest(lengths: Sequence[int], target: int, most: int, to_leave: int) -> int:

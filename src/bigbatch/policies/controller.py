@@ -179,9 +179,13 @@ class Controller:
         counted = {f"{amount.unit}s" for amount in amounts if amount is not None}
         wrong = {"samples", "tokens"} - {unit}
         if found := ({*counted, self.needs.unit} & wrong):
+            remedy = {
+                "samples": 'give a Schedule tokens_per_sample=, or set Batches(unit="tokens")',
+                "tokens": "leave tokens_per_sample= of a Schedule out",
+            }
             raise SettingError(
                 f"the policy or its controller counts {found.pop()} and the training {unit}; write "
-                f'{unit}, give a Schedule tokens_per_sample=, or set Batches(unit="tokens")'
+                f"{unit}, or {remedy[unit]}"
             )
 
     @property

@@ -56,6 +56,12 @@ class StepAccumulators:
         readers = (self.norms, self.probe, self._sketches, self._half_batch, self._clusters)
         self.subscribers: list[Subscriber] = [s for s in readers if s is not None]
 
+    @property
+    def eps(self) -> float:
+        """Relative rounding of the step's gradients; without any, that of the other ranks'."""
+        trained = (p.dtype for p in self._source.parameters if p.requires_grad)
+        return self.norms.eps or max((torch.finfo(dtype).eps for dtype in trained), default=0.0)
+
     @torch.no_grad()
     def measure(
         self,

@@ -495,6 +495,11 @@ class AdaptiveBatch:
                 f'groups={self.meter.groups} divides the samples of a backward, and unit="tokens" '
                 "counts tokens; leave one out"
             )
+        if self.batches.packed and self.meter.groups is not None:
+            raise SettingError(
+                f"groups={self.meter.groups} divides a backward along dimension 0, where packed "
+                "samples are one row; leave groups out, and cut into more micro-batches"
+            )
         micro_batch = options.get("micro_batch") or self.batches.batch_size
         if micro_batch is None or not has_size:
             missing = ["micro_batch="] * (micro_batch is None) + ["batch_size="] * (not has_size)

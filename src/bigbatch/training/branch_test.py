@@ -159,6 +159,7 @@ class _Branches:
         self._optimizer, self._source = parts.optimizer, parts.meter.source
         self._collectives, self._ranks = parts.collectives, parts.collectives.ranks
         self._loss_of, self._samples, self._snapshot, self._plan = loss_of, samples, snapshot, plan
+        self._packed = update.packed
         self._weightings: set[str] = set()  # of all losses, where they matter
 
     def train(self, factors: tuple[float, ...]) -> tuple[list[float], list[list[list[float]]]]:
@@ -233,7 +234,7 @@ class _Branches:
     def _loss(self, batch: Batch, samples: int) -> tuple[Tensor, float]:
         """The loss of a micro-batch, and what its mean is over, as for `step.backward`."""
         loss = one_number(self._loss_of(batch), "loss_of")
-        labels = label_weights(loss, samples)
+        labels = label_weights(loss, samples, packed=self._packed)
         weight = samples if labels is None else float(labels.sum())
         if labels is None or weight != samples:
             self._weightings.add("samples" if labels is None else "labels")

@@ -37,19 +37,22 @@ class Term(NamedTuple):
     divisor: Tensor | float | None = None  # the nearest number that divides it
 
 
-def label_weights(loss: Tensor, samples: int) -> Tensor | None:
+def label_weights(loss: Tensor, samples: int, *, packed: bool = False) -> Tensor | None:
     """The weight of each sample in a mean cross entropy, (B,); waits for the device.
 
         n_i = sum of w_y over the labels y of sample i,    w_y = 0 if y is ignored
 
     torch divides by the sum of n_i, so a batch's mean is that of its micro-batches weighted by it.
-    Gives that sum, (1,), if the labels are no multiple of the samples; None unless the loss is a
-    mean `cross_entropy` or `nll_loss`, also with label smoothing, or times a number.
+    Gives that sum, (1,), if the labels are no multiple of the samples, or these are packed; None
+    unless the loss is a mean `cross_entropy` or `nll_loss`, also with label smoothing, or times a
+    number.
     """
-    node = mean_over_labels(loss, samples)
+    node = mean_over_labels(loss, 0 if packed else samples)  # one row is no single sample
     if node is None:
         return None
     counts = label_counts(node)
+    if packed:
+        return counts.sum(dim=0, keepdim=True)
     if counts.numel() == samples:
         return counts if counts.dtype.is_floating_point else counts.long()
     is_even = counts.numel() % max(1, samples) == 0

@@ -241,13 +241,13 @@ class Step:
         self, loss: Tensor, root: Tensor, weight: float | Tensor | None, samples: int
     ) -> tuple[float, float | Tensor | None]:
         """n_d of a micro-batch, and the weights of its samples if they differ."""
-        labels, weighting = None, "given"
+        labels, weighting, packed = None, "given", self._update.packed
         if weight is None:
             is_only = self._source.ranks == 1 and self._micro_batches.last and not self._backwards
             if self._is_light and is_only:  # the mean of one backward is the step's
-                self._counts_labels = mean_over_labels(root, samples) is None
+                self._counts_labels = mean_over_labels(root, 0 if packed else samples) is None
             else:
-                labels = label_weights(root, samples)
+                labels = label_weights(root, samples, packed=packed)
             weighting = "samples" if labels is None and self._counts_labels else "labels"
         if weighting in self._parts.loss_check.examined:
             # micro-batches of the step on this rank, if all are as large as this one

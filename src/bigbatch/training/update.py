@@ -52,7 +52,7 @@ class Update:
     ) -> None:
         lr_scaling, every = options.get("lr_scaling", "sqrt"), options.get("every")
         transport = options.get("transport", False)
-        self.parts = parts
+        self.parts, self.packed = parts, batches.packed
         self.log: RunLog | None = None  # gets the record of every step
         self.past = PastSteps(parts.collectives.ranks, keeps_history=controller.needs.history)
         self.rates = StepRates(parts, lr_scaling, controller, transport=transport)
