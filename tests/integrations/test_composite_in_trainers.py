@@ -202,7 +202,7 @@ def test_a_list_of_a_scheduler_and_a_function_is_refused(accelerator):
     model, optimizer, batches, schedulers = parts(composite, of_each)
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     both = [accelerator.prepare(schedulers[0]), lambda tick: 0.01]
-    with pytest.raises(SettingError, match="both schedulers and functions.*functions alone"):
+    with pytest.raises(SettingError, match=r"both schedulers and functions.*functions alone"):
         adaptive_batch(accelerator, model, optimizer, batches, scheduler=both, policy=bb.Fixed(16))
 
 
