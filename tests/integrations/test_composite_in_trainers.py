@@ -198,6 +198,14 @@ def test_a_list_that_accelerate_did_not_prepare_is_refused(accelerator):
         )
 
 
+def test_a_list_of_a_scheduler_and_a_function_is_refused(accelerator):
+    model, optimizer, batches, schedulers = parts(composite, of_each)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    both = [accelerator.prepare(schedulers[0]), lambda tick: 0.01]
+    with pytest.raises(SettingError, match=r"both schedulers and functions.*functions alone"):
+        adaptive_batch(accelerator, model, optimizer, batches, scheduler=both, policy=bb.Fixed(16))
+
+
 def on_two(rank, ranks, make):
     with launched(rank, ranks):
         model = network()

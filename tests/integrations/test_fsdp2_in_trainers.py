@@ -86,10 +86,22 @@ def assert_same(expected, results, atol=1e-12):
             torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
-def test_the_trainer_goes_the_way_of_ddp(ranks, tmp_path):
-    expected, _ = ranks(2)(trained, str(tmp_path), "ddp", torch.optim.AdamW)
+def composite():
+    """What docs/transformers.md calls a factory."""
+
+    def make(model, lr):
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if p.ndim != 2]
+        return bb.Composite(momentum(matrices, lr), torch.optim.AdamW(others, lr))
+
+    return make
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, composite])
+def test_the_trainer_goes_the_way_of_ddp(ranks, tmp_path, optimizer):
+    expected, _ = ranks(2)(trained, str(tmp_path), "ddp", optimizer)
     assert len({line[2] for line in expected[0]}) > 2
-    results = ranks(2)(trained, str(tmp_path), "fsdp2", torch.optim.AdamW)
+    results = ranks(2)(trained, str(tmp_path), "fsdp2", optimizer)
     assert_same(expected, results, atol=1e-10)
 
 

@@ -342,3 +342,21 @@ def test_what_is_refused_names_the_setting(deepspeed_ranks, tmp_path):
     (messages,) = deepspeed_ranks(1)(refused, str(tmp_path))
     for name, (_, _, reason) in REFUSED.items():
         assert reason in messages[name]
+
+
+def evaluated_first(rank, ranks, folder):
+    quiet()
+    with launched(rank, ranks):
+        trainer = build(folder, config_of(3), num_train_epochs=1)
+        trainer.evaluate()
+        with pytest.raises(LoopError, match=r"an earlier.*evaluate\(\).*eval_on_start=True"):
+            trainer.train()
+    with launched(rank, ranks):
+        trainer = build(folder, config_of(3), num_train_epochs=1, eval_on_start=True)
+        trainer.train()
+        return [*trainer.state.log_history[0]]
+
+
+def test_an_engine_of_an_evaluation_is_not_trained(deepspeed_ranks, tmp_path):
+    (first,) = deepspeed_ranks(1)(evaluated_first, str(tmp_path))
+    assert "eval_loss" in first

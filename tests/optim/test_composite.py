@@ -469,6 +469,10 @@ def test_a_container_is_stepped_by_itself_and_read_by_its_optimizers():
             lambda model: composite(model).add_param_group({"params": [torch.zeros(1)]}),
             r"add it to that: composite.optimizers\[0\].add_param_group",
         ),
+        (
+            lambda model: VarianceReduced(composite(model)).add_param_group({"params": []}),
+            r"all their groups before VarianceReduced\(\.\.\.\), frozen ones too",
+        ),
         (lambda model: VarianceReduced([*parts(model)]), r"a list.*bb.Composite\(\*optimizers\)"),
     ],
 )

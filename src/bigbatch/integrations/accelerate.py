@@ -94,6 +94,11 @@ def adaptive_batch(
     is_prepared = all(isinstance(each, AcceleratedScheduler) for each in schedulers)
     is_around = _is_around_engines(optimizer, model)
     others = [each for each in schedulers if each is not None and not callable(each)]
+    if others and any(map(callable, schedulers)):
+        raise SettingError(
+            "scheduler= has both schedulers and functions, which count different ticks; prepare a "
+            "LambdaLR of each function, or pass functions alone"
+        )
     for name, value, is_right in (
         ("optimizer", optimizer, isinstance(optimizer, AcceleratedOptimizer) or is_around),
         ("scheduler", others[0] if others else None, is_prepared or not others),

@@ -29,6 +29,7 @@ from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.optimizer_settings import (
     load_into,
     name_of,
+    parts_of,
     rates_of,
     require_base,
     require_valid,
@@ -154,6 +155,11 @@ class VarianceReduced(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base optimizer, and reads the gradients of its parameters."""
+        if parts_of(self.base) != [self.base]:
+            raise SettingError(
+                f"{self.describe()} does not know which optimizer a new group is for; give the "
+                "optimizers all their groups before VarianceReduced(...), frozen ones too"
+            )
         self.base.add_param_group(param_group)
         try:
             self._prepare_group(self.base.param_groups[-1])

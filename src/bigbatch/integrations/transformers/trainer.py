@@ -160,8 +160,12 @@ class AdaptiveMixin(NextClass):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> tuple[Any, Any]:
-        if self.is_deepspeed_enabled and self.adaptive is not None:
-            raise LoopError("a Trainer trains once on DeepSpeed; make another Trainer of the model")
+        if self.is_deepspeed_enabled and self.deepspeed is not None:
+            raise LoopError(
+                "the Trainer has an engine of DeepSpeed already, of an earlier train(), evaluate() "
+                "or predict(); make another Trainer of the model, or set eval_on_start=True to "
+                "evaluate before the first update"
+            )
         self._unwrap_all()
         model, _ = super()._prepare_for_training(
             self._base_steps, train_dataloader, resume_from_checkpoint
