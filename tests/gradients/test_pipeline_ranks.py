@@ -177,6 +177,32 @@ def test_pipelines_of_data_parallel_ranks(ranks, schedule, wrap):
     assert agree(expected(count=32, copies=2), results)
 
 
+class InBfloat16(nn.Module):
+    """A stage whose neighbours compute in another type."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module.bfloat16()
+
+    def forward(self, x):
+        return self.module(x.bfloat16()).double()
+
+
+def of_two_types(rank, ranks):
+    """What is read where only the last stage rounds to bfloat16, in its gradients and sums."""
+    stages = stages_of("1F1B", rank, wrap=InBfloat16 if rank else lambda module: module)
+    with GradientMeter(stages) as meter:
+        run(scheduled("1F1B", stages), stages, *samples(0, 16))
+        return meter.read([4] * MICRO_BATCHES)
+
+
+def test_stages_of_other_types_read_the_same(ranks):
+    first, second = ranks(2)(of_two_types)
+    assert first == second
+    ((grad_sqnorm, *_), *_) = expected()
+    assert grad_sqnorm == pytest.approx(first.grad_sqnorm, rel=0.1)  # in bfloat16
+
+
 # a batch that follows a policy, in a loop by hand
 
 

@@ -304,8 +304,8 @@ class GradientMeter:
         """
         is_finite = totals.is_finite
         replicated = self.source.reducer.replicas == self.source.ranks
-        scheduled, eps = self.source.mixes, self._sums.norms.eps
-        c = totals.reduction(eps, replicated, scheduled=scheduled) if is_finite else 1.0
+        scheduled = self.source.mixes
+        c = totals.reduction(totals.eps, replicated, scheduled=scheduled) if is_finite else 1.0
         if of_all_ranks and is_finite and c * self.source.ranks != 1:
             raise GradientError(
                 "the gradients of the ranks were added up and not averaged "
@@ -346,7 +346,7 @@ class GradientMeter:
     ) -> GradientStatistics:
         """Statistics of the whole gradient or of a layer; c is `totals.reduction`."""
         sqnorm_over_sizes, sqnorm, grad_sqnorm, *of_clusters = sums
-        k, samples, eps = totals.micro_batches, totals.samples, self._sums.norms.eps
+        k, samples, eps = totals.micro_batches, totals.samples, totals.eps
         grad_sqnorm *= unit
         if of_clusters:
             of_parts, of_whole = (unit * c**2 * sums for sums in (sqnorm_over_sizes, *of_clusters))
