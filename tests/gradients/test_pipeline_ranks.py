@@ -331,7 +331,7 @@ def broken(rank, ranks, fault):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("routed", "a parameter received 2 gradients"),
+        ("routed", "in a step of 4 micro-batches a parameter received 2 gradients"),
         ("sizes", 'state GradientMeter(loss="mean")'),
         ("twice", ".grad is not the sum"),
         ("clipped", ".grad is not the sum"),
@@ -341,6 +341,27 @@ def broken(rank, ranks, fault):
 def test_a_step_that_is_not_measured_right_is_an_error(ranks, fault, words):
     for message in ranks(2)(partial(broken, fault=fault)):
         assert words in message
+
+
+def unread_on_one(rank, ranks):
+    """A step that one stage cannot read, and the next."""
+    stages = stages_of("1F1B", rank)
+    with GradientMeter(stages) as meter:
+        run(scheduled("1F1B", stages), stages, *samples(0, 16))
+        try:
+            meter.read([4] * (MICRO_BATCHES - rank))
+        except GradientError as error:
+            message = str(error)
+        stages[0].submod.zero_grad()
+        run(scheduled("1F1B", stages), stages, *samples(1, 16))
+        return message, meter.read([4] * MICRO_BATCHES).micro_batches
+
+
+def test_a_stage_that_cannot_read_a_step_stops_no_later_one(ranks):
+    (other, first), (own, second) = ranks(2)(unread_on_one)
+    assert "could not read its step" in other
+    assert "4 backwards were seen but 3 sizes stated" in own
+    assert 4 == first == second
 
 
 def unreduced(rank, ranks):

@@ -187,13 +187,17 @@ class GradientMeter:
         try:
             sizes = self._sizes(samples)
         except GradientError as error:
-            if self.source.processes == 1:
-                raise
             failure = error  # after the other ranks got their part of the sums
+            if self.source.processes == 1:
+                if self.source.mixes:
+                    self.source.restart()
+                raise
         device = self.source.parameters[0].device
         dtype, has_gradient = widest_float(device), bool(self.source.local_grads())
         gradients_exist = torch.full((1,), has_gradient, dtype=dtype, device=device)
         values = self.measure(sizes, gradients_exist).tolist()
+        if self.source.mixes:  # the schedule's step is over, even if a rank could not read it
+            self.source.restart()
         if failure is not None:
             self._sums.gather_ranks()  # as the others do: [Note: Totals of many ranks]
             raise failure
@@ -387,8 +391,6 @@ class GradientMeter:
                 "a sum does not say how many micro-batches they are"
             )
         if len(sizes) != k:
-            if self.source.mixes:  # a schedule that failed left its micro-batches
-                self.source.restart()
             remedy = (
                 "where one micro-batch is several backwards, mark it with "
                 "`with meter.micro_batch():`"
