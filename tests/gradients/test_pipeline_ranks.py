@@ -343,6 +343,24 @@ def test_a_step_that_is_not_measured_right_is_an_error(ranks, fault, words):
         assert words in message
 
 
+def of_unequal_numbers(rank, ranks):
+    """The error of two pipelines over shards, one with four micro-batches and one with two."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "stages"))
+    copy, wrap = grid.get_local_rank("copies"), partial(sharded, mesh=grid["copies"])
+    stages = stages_of("1F1B", grid.get_local_rank("stages"), grid.get_group("stages"), wrap)
+    count = [4, 2][copy]
+    with GradientMeter(stages, loss="mean") as meter:
+        run(scheduled("1F1B", stages, count), stages, *samples(copy, 4 * count))
+        with pytest.raises(GradientError) as caught:
+            meter.read([4] * count)
+    return str(caught.value)
+
+
+def test_pipelines_of_unequally_many_micro_batches_are_named(ranks):
+    for message in ranks(4)(of_unequal_numbers):
+        assert "the ranks had 4, 2 micro-batches" in message
+
+
 def unread_on_one(rank, ranks):
     """A step that one stage cannot read, and the next."""
     stages = stages_of("1F1B", rank)

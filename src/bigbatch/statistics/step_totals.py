@@ -384,6 +384,12 @@ class StepTotals:
 
         # the mean allows less than the largest does
         if is_off(self.micro_batches / ranks) and is_off(self.of_ranks.micro_batches.max()):
+            counts = self.of_ranks.micro_batches.tolist()
+            if scheduled and len(set(counts)) > 1:
+                raise GradientError(
+                    f"the ranks had {', '.join(f'{k:.0f}' for k in counts)} micro-batches, and the "
+                    "schedule of each pipeline divides by its own; give every rank as many"
+                )
             raise GradientError(
                 f".grad is not the sum of the {self.micro_batches} micro-batch gradients that were "
                 f"seen, nor their mean over {ranks} ranks: projected on one direction, it is "
