@@ -59,7 +59,7 @@ def plain_fsdp2(model: Model, ranks: int, micro_batches: int = 1) -> InputBytes:
 
 
 def similarity(layers: int = 1) -> InputBytes:
-    """`GradientMeter` adds three sums a layer, and 27 others."""
+    """`GradientMeter` adds three sums a layer, and 29 others."""
     return {"all-reduce": _DOUBLE * (3 * layers + _SUMS)}
 
 
