@@ -42,6 +42,7 @@ class SimulatedRanks(RankReducer):
     def __init__(self, rank: int, ranks: int, total: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.rank, self.ranks, self.replicas = rank, ranks, ranks
+        self.process, self.processes = rank, ranks
         self.total, self.sent = total, list[int]()
         self.next_is_last = True
 
@@ -61,7 +62,7 @@ class SimulatedSource(SingleProcessSource):
     def __init__(self, model: nn.Module, reducer: SimulatedRanks) -> None:
         super().__init__(model.parameters())
         self.reducer: SimulatedRanks = reducer
-        self.rank, self.ranks = reducer.rank, reducer.ranks
+        self.rank, self.ranks = self.process, self.processes = reducer.rank, reducer.ranks
 
     def _close(self, current: MicroBatch) -> None:
         super()._close(current)

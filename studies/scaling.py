@@ -15,7 +15,7 @@ from studies.markdown_tables import Row, show
 
 _DOUBLE = 8  # bytes
 _FLOAT, _BFLOAT = 4, 2
-_SUMS = 27  # doubles of a measured step, in addition to three a layer
+_SUMS = 29  # doubles of a measured step, in addition to three a layer
 _LOOP_SUMS = 11  # that `AdaptiveBatch` adds
 _SKETCH = 1021  # doubles that an interval adds
 
@@ -59,7 +59,7 @@ def plain_fsdp2(model: Model, ranks: int, micro_batches: int = 1) -> InputBytes:
 
 
 def similarity(layers: int = 1) -> InputBytes:
-    """`GradientMeter` adds three sums a layer, and 27 others."""
+    """`GradientMeter` adds three sums a layer, and 29 others."""
     return {"all-reduce": _DOUBLE * (3 * layers + _SUMS)}
 
 

@@ -177,6 +177,32 @@ def test_pipelines_of_data_parallel_ranks(ranks, schedule, wrap):
     assert agree(expected(count=32, copies=2), results)
 
 
+class InBfloat16(nn.Module):
+    """A stage whose neighbours compute in another type."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module.bfloat16()
+
+    def forward(self, x):
+        return self.module(x.bfloat16()).double()
+
+
+def of_two_types(rank, ranks):
+    """What is read where only the last stage rounds to bfloat16, in its gradients and sums."""
+    stages = stages_of("1F1B", rank, wrap=InBfloat16 if rank else lambda module: module)
+    with GradientMeter(stages) as meter:
+        run(scheduled("1F1B", stages), stages, *samples(0, 16))
+        return meter.read([4] * MICRO_BATCHES)
+
+
+def test_stages_of_other_types_read_the_same(ranks):
+    first, second = ranks(2)(of_two_types)
+    assert first == second
+    ((grad_sqnorm, *_), *_) = expected()
+    assert grad_sqnorm == pytest.approx(first.grad_sqnorm, rel=0.1)  # in bfloat16
+
+
 # a batch that follows a policy, in a loop by hand
 
 
@@ -305,7 +331,7 @@ def broken(rank, ranks, fault):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("routed", "a parameter received 2 gradients"),
+        ("routed", "in a step of 4 micro-batches a parameter received 2 gradients"),
         ("sizes", 'state GradientMeter(loss="mean")'),
         ("twice", ".grad is not the sum"),
         ("clipped", ".grad is not the sum"),
@@ -315,6 +341,45 @@ def broken(rank, ranks, fault):
 def test_a_step_that_is_not_measured_right_is_an_error(ranks, fault, words):
     for message in ranks(2)(partial(broken, fault=fault)):
         assert words in message
+
+
+def of_unequal_numbers(rank, ranks):
+    """The error of two pipelines over shards, one with four micro-batches and one with two."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "stages"))
+    copy, wrap = grid.get_local_rank("copies"), partial(sharded, mesh=grid["copies"])
+    stages = stages_of("1F1B", grid.get_local_rank("stages"), grid.get_group("stages"), wrap)
+    count = [4, 2][copy]
+    with GradientMeter(stages, loss="mean") as meter:
+        run(scheduled("1F1B", stages, count), stages, *samples(copy, 4 * count))
+        with pytest.raises(GradientError) as caught:
+            meter.read([4] * count)
+    return str(caught.value)
+
+
+def test_pipelines_of_unequally_many_micro_batches_are_named(ranks):
+    for message in ranks(4)(of_unequal_numbers):
+        assert "the ranks had 4, 2 micro-batches" in message
+
+
+def unread_on_one(rank, ranks):
+    """A step that one stage cannot read, and the next."""
+    stages = stages_of("1F1B", rank)
+    with GradientMeter(stages) as meter:
+        run(scheduled("1F1B", stages), stages, *samples(0, 16))
+        try:
+            meter.read([4] * (MICRO_BATCHES - rank))
+        except GradientError as error:
+            message = str(error)
+        stages[0].submod.zero_grad()
+        run(scheduled("1F1B", stages), stages, *samples(1, 16))
+        return message, meter.read([4] * MICRO_BATCHES).micro_batches
+
+
+def test_a_stage_that_cannot_read_a_step_stops_no_later_one(ranks):
+    (other, first), (own, second) = ranks(2)(unread_on_one)
+    assert "could not read its step" in other
+    assert "4 backwards were seen but 3 sizes stated" in own
+    assert 4 == first == second
 
 
 def unreduced(rank, ranks):

@@ -43,7 +43,7 @@ def totals_of(gradients, grad, counts=None, grad_sqnorms=None):
             "micro_batch_projections": projected.sum((0, 1)).tolist(),
             "grad_projections": (signs @ grad.double()).tolist(),
             "projection_sqnorm": [float(projected.square().sum())],
-            "counted": [sum(counts), sum(counts), sum(n * n for n in counts), 0.0],
+            "counted": [sum(counts), sum(counts), sum(n * n for n in counts), 0.0, 0.0, 0.0],
             "grad_fourth_powers": [sum(grad_sqnorm**2 for grad_sqnorm in grad_sqnorms)],
         },
         ranks,
@@ -135,7 +135,7 @@ def totals_of_ranks(samples, grad_sqnorms):
         return RankTotals(*rows)
 
     sums = {
-        "counted": [ranks, math.fsum(samples), math.fsum(n * n for n in samples), 0.0],
+        "counted": [ranks, math.fsum(samples), math.fsum(n * n for n in samples), 0.0, 0.0, 0.0],
         "grad_fourth_powers": [math.fsum(g * g for g in grad_sqnorms)],
         "grad_sqnorms": [math.fsum(grad_sqnorms) / ranks],
         "projection_sqnorm": [float(ranks)],

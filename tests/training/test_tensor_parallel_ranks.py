@@ -160,6 +160,23 @@ def test_a_gradient_that_is_not_finite_on_one_process_skips_the_step_on_all(rank
     assert [([True, True], 2, True)] * len(results) == results
 
 
+def first_gradient(rank, ranks):
+    """`.grad` after the first backward of a step of 8 samples, and its share of the mean."""
+    model = parallel("alone", mesh_of("alone"))
+    step = next(iter(training(model, loader_of(0, 1))))
+    words = next(iter(step))
+    step.backward(loss_of(model, words))
+    found = [whole(p.grad) for p in model.parameters()]
+    model.zero_grad()
+    loss_of(model, words).backward()
+    return found, [whole(p.grad) * len(words) / 8 for p in model.parameters()]
+
+
+def test_the_first_step_expects_the_weights_of_ranks_and_not_of_processes(ranks):
+    for found, share in ranks(2)(first_gradient):
+        torch.testing.assert_close(found, share, rtol=1e-9, atol=1e-15)
+
+
 # a loop of one's own
 
 
@@ -331,11 +348,6 @@ def with_consecutive_steps(rank, ranks):
     training(alone(), loader_of(0, 1), min_micro_batches=1)
 
 
-def with_float32_sums(rank, ranks):
-    model = parallel("alone", mesh_of("alone"))
-    training(model, loader_of(0, 1), accumulate_float32_above=1)
-
-
 def with_a_scaler(rank, ranks):
     training(alone(), loader_of(0, 1), scaler=torch.amp.GradScaler("cpu"))
 
@@ -346,6 +358,10 @@ def with_a_sampler_of_processes(rank, ranks):
 
 def with_a_sampler_of_the_other_dimension(rank, ranks):
     training(parallel("fsdp2", mesh_of("fsdp2")), loader_of(rank % 2, 2))
+
+
+def with_sums_in_float32(rank, ranks):
+    training(alone().bfloat16(), loader_of(0, 1), accumulate_float32_above=1)
 
 
 def with_other_samples(rank, ranks):
@@ -400,8 +416,8 @@ REFUSED = {  # processes, function, error, words
     "vr, ddp": (4, with_vr_in_ddp, "SettingError", "tensor parallelism"),
     "vr, fsdp2": (4, with_vr_under_fully_shard, "SettingError", "tensor parallelism"),
     "consecutive": (2, with_consecutive_steps, "SettingError", "min_micro_batches=1 compares"),
-    "float32 sums": (2, with_float32_sums, "SettingError", "adds up DTensors"),
     "scaler": (2, with_a_scaler, "SettingError", "a GradScaler looks at the slices"),
+    "sums": (2, with_sums_in_float32, "SettingError", "autograd adds up as DTensors"),
     "sampler": (2, with_a_sampler_of_processes, "SettingError", "give it num_replicas=1"),
     "other dimension": (
         4,

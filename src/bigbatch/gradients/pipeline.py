@@ -79,7 +79,6 @@ class MixedBackwards(GradientSource):
     def require_unchanged(self, caller: str) -> None:
         """Ends the micro-batches of the schedule's step, which reached all parameters or none."""
         if uneven := {n for n in self._fired.values() if n != self._begun}:
-            self.restart()
             raise GradientError(
                 f"in a step of {self._begun} micro-batches a parameter received {min(uneven)} "
                 "gradients; one that not every micro-batch reaches cannot be measured in a "

@@ -169,7 +169,7 @@ class _SlicesSource(GradientSource):
 class TensorParallelSource(_SlicesSource):
     """Tensor parallelism alone: `.grad` is this process's own."""
 
-    float32_refusal = "tensor parallelism without data parallelism adds up DTensors"
+    float32_refusal = "tensor parallelism leaves partial sums, which autograd adds up as DTensors"
 
     def __init__(self, model: nn.Module, slices: TensorSlices) -> None:
         guard = GradGuard(local_grad=local_shard)

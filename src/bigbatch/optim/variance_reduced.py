@@ -217,7 +217,8 @@ class VarianceReduced(Optimizer):
         """Reads gradients from the source of a training loop, and attaches to its DDP model."""
         if source.processes > source.ranks:
             raise SettingError(NO_TENSOR_PARALLELISM)
-        self._follow_groups()
+        if source.engine is None:  # ZeRO's groups have flat partitions in place of parameters
+            self._follow_groups()
         if self.reduced_source() is not None:
             self._source.explicit = True
             return

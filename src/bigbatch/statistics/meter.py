@@ -187,13 +187,17 @@ class GradientMeter:
         try:
             sizes = self._sizes(samples)
         except GradientError as error:
-            if self.source.processes == 1:
-                raise
             failure = error  # after the other ranks got their part of the sums
+            if self.source.processes == 1:
+                if self.source.mixes:
+                    self.source.restart()
+                raise
         device = self.source.parameters[0].device
         dtype, has_gradient = widest_float(device), bool(self.source.local_grads())
         gradients_exist = torch.full((1,), has_gradient, dtype=dtype, device=device)
         values = self.measure(sizes, gradients_exist).tolist()
+        if self.source.mixes:  # the schedule's step is over, even if a rank could not read it
+            self.source.restart()
         if failure is not None:
             self._sums.gather_ranks()  # as the others do: [Note: Totals of many ranks]
             raise failure
@@ -304,8 +308,8 @@ class GradientMeter:
         """
         is_finite = totals.is_finite
         replicated = self.source.reducer.replicas == self.source.ranks
-        scheduled, eps = self.source.mixes, self._sums.eps
-        c = totals.reduction(eps, replicated, scheduled=scheduled) if is_finite else 1.0
+        scheduled = self.source.mixes
+        c = totals.reduction(totals.eps, replicated, scheduled=scheduled) if is_finite else 1.0
         if of_all_ranks and is_finite and c * self.source.ranks != 1:
             raise GradientError(
                 "the gradients of the ranks were added up and not averaged "
@@ -346,7 +350,7 @@ class GradientMeter:
     ) -> GradientStatistics:
         """Statistics of the whole gradient or of a layer; c is `totals.reduction`."""
         sqnorm_over_sizes, sqnorm, grad_sqnorm, *of_clusters = sums
-        k, samples, eps = totals.micro_batches, totals.samples, self._sums.eps
+        k, samples, eps = totals.micro_batches, totals.samples, totals.eps
         grad_sqnorm *= unit
         if of_clusters:
             of_parts, of_whole = (unit * c**2 * sums for sums in (sqnorm_over_sizes, *of_clusters))
@@ -387,8 +391,6 @@ class GradientMeter:
                 "a sum does not say how many micro-batches they are"
             )
         if len(sizes) != k:
-            if self.source.mixes:  # a schedule that failed left its micro-batches
-                self.source.restart()
             remedy = (
                 "where one micro-batch is several backwards, mark it with "
                 "`with meter.micro_batch():`"

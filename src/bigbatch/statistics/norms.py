@@ -22,6 +22,8 @@ _SHORT = 1 << 14  # elements; for fewer, the call costs more than the read
 _DTYPE, _IS_CPU = operator.attrgetter("dtype"), operator.attrgetter("is_cpu")
 _FULL, _numel = frozenset(FULL_PRECISION), Tensor.numel
 
+HALF_TYPES = torch.bfloat16, torch.float16  # coarsest first
+
 
 class MicroBatchNorms(Subscriber):
     """Subscriber of a source: |h_d|^2 of each micro-batch, by layer."""
@@ -54,9 +56,9 @@ class MicroBatchNorms(Subscriber):
         self._rows.append(sum_by_layer(*self._open[self.number], self._layers))
 
     @property
-    def eps(self) -> float:
-        """Relative rounding of the coarsest dtype among the gradients of the step."""
-        return max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0)
+    def half_types(self) -> list[bool]:
+        """Which of HALF_TYPES are among the gradients of the step on this process."""
+        return [dtype in self._dtypes for dtype in HALF_TYPES]
 
     def squares(self, device: torch.device) -> Tensor:
         """|h_d|^2 of the micro-batches of the step so far, by layer (k, L)."""

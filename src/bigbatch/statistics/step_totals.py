@@ -15,6 +15,7 @@ from bigbatch.gradients import GradientSource, Subscriber
 from bigbatch.gradients.dtypes import stacked, to_device, widest_float, without_autocast
 from bigbatch.statistics.half_batch_cosine import HalfBatchCosine, cosine_of_halves
 from bigbatch.statistics.norms import (
+    HALF_TYPES,
     ClusterNorms,
     MicroBatchNorms,
     count_layers,
@@ -55,12 +56,6 @@ class StepAccumulators:
         self._clusters = ClusterNorms(layers, cluster_parts) if cluster_parts else None
         readers = (self.norms, self.probe, self._sketches, self._half_batch, self._clusters)
         self.subscribers: list[Subscriber] = [s for s in readers if s is not None]
-
-    @property
-    def eps(self) -> float:
-        """Relative rounding of the step's gradients; without any, that of the other ranks'."""
-        trained = (p.dtype for p in self._source.parameters if p.requires_grad)
-        return self.norms.eps or max((torch.finfo(dtype).eps for dtype in trained), default=0.0)
 
     @torch.no_grad()
     def measure(
@@ -142,10 +137,11 @@ class StepAccumulators:
         inverse_sizes, groups = [1 / n for n in sizes], self._group_sizes(sizes)
         is_group, is_first = source.processes > ranks, source.is_first
         samples, inverse_sum_of_rank = math.fsum(sizes), math.fsum(inverse_sizes)
-        counts = [sum(map(bool, groups)), samples, samples**2, failed]
+        counts = [sum(map(bool, groups)), samples, samples**2]
         numbers = [*inverse_sizes, *([1.0] * k), *range(1, k + 1)]
         if not is_first:  # the first one of a rank adds what all of them know
-            inverse_sum_of_rank, counts = 0.0, [0.0, 0.0, 0.0, failed]
+            inverse_sum_of_rank, counts = 0.0, [0.0, 0.0, 0.0]
+        counts += [failed, *self.norms.half_types]
         known = self._vector([*numbers, 1 / source.processes, inverse_sum_of_rank, *counts])
         factors, scale, inverse_sum, counted = known.tensor_split((3 * k, 3 * k + 1, 3 * k + 2))
         sqnorms = self.norms.squares(device)[:k]  # (k, L)
@@ -191,7 +187,7 @@ class StepAccumulators:
 
     def gather_ranks(self) -> "RankTotals":
         """The totals of each rank in the step that was measured last. Collective; waits."""
-        (micro_batches, samples, _, failed), sqnorms, sums = self._of_rank
+        (micro_batches, samples, _, failed, *_), sqnorms, sums = self._of_rank
         source = self._source
         # x - x is nan for the first one that is not finite, and nan is the largest
         first = 1 + (sqnorms - sqnorms).argmax().item() if len(sqnorms) else 1
@@ -308,8 +304,12 @@ class StepTotals:
         self._grad_projections = parts["grad_projections"]
         (self._projection_sqnorm,) = parts["projection_sqnorm"]
         (self._grad_fourth_powers,) = parts.get("grad_fourth_powers", [0.0])  # of the ranks
-        micro_batches, self.samples, self._squared_samples, failed = parts["counted"]
+        micro_batches, self.samples, self._squared_samples, failed, *halves = parts["counted"]
         self.micro_batches = round(micro_batches)
+        # relative rounding of the coarsest type among the gradients of all processes, which may
+        # have other types: stages of a pipeline, ranks without a micro-batch
+        used = [dtype for dtype, count in zip(HALF_TYPES, halves, strict=True) if count]
+        self.eps = torch.finfo(used[0] if used else torch.float32).eps
         if failed:
             names = ", ".join(map(str, self.of_ranks.failed.nonzero()[0].tolist()))
             raise GradientError(f"rank {names} could not read its step: see its error")
@@ -384,6 +384,12 @@ class StepTotals:
 
         # the mean allows less than the largest does
         if is_off(self.micro_batches / ranks) and is_off(self.of_ranks.micro_batches.max()):
+            counts = self.of_ranks.micro_batches.tolist()
+            if scheduled and len(set(counts)) > 1:
+                raise GradientError(
+                    f"the ranks had {', '.join(f'{k:.0f}' for k in counts)} micro-batches, and the "
+                    "schedule of each pipeline divides by its own; give every rank as many"
+                )
             raise GradientError(
                 f".grad is not the sum of the {self.micro_batches} micro-batch gradients that were "
                 f"seen, nor their mean over {ranks} ranks: projected on one direction, it is "

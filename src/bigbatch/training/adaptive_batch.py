@@ -481,7 +481,7 @@ class AdaptiveBatch:
                 "accumulate_float32_above= cannot change how gradients are added up here: "
                 f"{source.float32_refusal}; leave it out"
             )
-        if source.rank == 0 and not any(map(is_half, source.parameters)):
+        if source.process == 0 and not any(map(is_half, source.parameters)):
             warnings.warn(
                 "accumulate_float32_above= changes nothing: no parameter that is trained is "
                 "bfloat16 or float16, so gradients are added up in float32 already",

@@ -416,7 +416,7 @@ class Step:
         per_sample = 1.0 if self._weighting == "samples" else self._update.past.weight_per_sample
         if not per_sample:  # the first step: ranks may begin with different weights
             (total,) = self._parts.collectives.sum(weight / samples)
-            per_sample = total / self._source.ranks or 1.0
+            per_sample = total / self._source.processes or 1.0
         self._expected_weight = per_sample * self._micro_batches.samples
 
     def _micro_batch(self, weight: float) -> AbstractContextManager[None]:
