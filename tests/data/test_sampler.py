@@ -55,7 +55,7 @@ class Threads:
 class ThreadCollectives(HostCollectives):
     def __init__(self, together, rank):
         super().__init__()
-        self.rank, self.ranks = rank, len(together.said)
+        self.rank, self.ranks = self.process, self.processes = rank, len(together.said)
         self._together = together
 
     def all_gather(self, *values, subject=""):

@@ -25,8 +25,9 @@ def test_every_setting_of_the_loop_has_an_option():
     names = {name for kind in loop for name in inspect.signature(kind).parameters}
     names |= {setting for name in POLICIES for setting in policy_settings(name).values()}
     objects = {"policy", "loader", "model", "scheduler", "scaler", "meter", "options"}
-    for_other_loaders = {"split", "count"}
-    assert names - objects - for_other_loaders <= SETTING_TYPES.keys()
+    # of other loaders, and of parameters in half types
+    for_others = {"split", "count", "packed", "unit", "accumulate_float32_above"}
+    assert names - objects - for_others <= SETTING_TYPES.keys()
 
 
 def test_settings_of_the_loop_reach_it(tmp_path):

@@ -64,35 +64,38 @@ def without(plain, metered):
     return Counter(plain)
 
 
-def scalars(engine, layers=1):
-    """Three sums a layer, 22 others, and seven a rank."""
-    return FLOAT64 * (3 * layers + 22 + 7 * ENGINES[engine][1])
+def scalars(layers=1):
+    """Three sums a layer, and 29 others."""
+    return FLOAT64 * (3 * layers + 29)
+
+
+def compared(engine):
+    """Seven numbers of each rank, in the first measured steps."""
+    return "all-reduce", FLOAT64 * 7 * ENGINES[engine][1]
 
 
 def every_step(engine, *collectives):
-    groups = 2 if engine == "hsdp" else 1
+    groups, collectives = 2 if engine == "hsdp" else 1, (*collectives, compared(engine))
     return [[sorted(collectives)] * groups] * STEPS * ENGINES[engine][1]
 
 
 @pytest.mark.parametrize("always_sync", [False, True], ids=["no_sync", "sync"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_meter_adds_one_all_reduce_of_scalars_a_step(ranks, engine, always_sync):
-    expected = every_step(engine, ("all-reduce", scalars(engine)))
+    expected = every_step(engine, ("all-reduce", scalars()))
     assert expected == extra(ranks, engine, {}, always_sync=always_sync)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_layers_add_three_scalars_each(ranks, engine):
-    expected = every_step(engine, ("all-reduce", scalars(engine, layers=3)))
+    expected = every_step(engine, ("all-reduce", scalars(layers=3)))
     assert expected == extra(ranks, engine, {"per_layer": True})
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_interval_adds_a_sketch_and_one_all_reduce_of_two_scalars(ranks, engine):
     expected = every_step(
-        engine,
-        ("all-reduce", scalars(engine) + FLOAT64 * (SKETCH + 1)),
-        ("all-reduce", FLOAT64 * 2),
+        engine, ("all-reduce", scalars() + FLOAT64 * (SKETCH + 1)), ("all-reduce", FLOAT64 * 2)
     )
     assert expected == extra(ranks, engine, {"confidence": 0.9})
 
@@ -100,7 +103,7 @@ def test_an_interval_adds_a_sketch_and_one_all_reduce_of_two_scalars(ranks, engi
 @pytest.mark.parametrize("engine", ENGINES)
 def test_halves_send_one_gradient_more(ranks, engine):
     whole = [("all-reduce", 4 * elements) for elements in PARAMETERS]
-    expected = every_step(engine, ("all-reduce", scalars(engine) + FLOAT64 * 2), *whole)
+    expected = every_step(engine, ("all-reduce", scalars() + FLOAT64 * 2), *whole)
     assert expected == extra(ranks, engine, {"half_batch_cosine": True})
 
 
@@ -108,7 +111,8 @@ def test_halves_send_one_gradient_more(ranks, engine):
 def test_steps_that_every_leaves_out_send_nothing(ranks, engine):
     count = ENGINES[engine][1]
     groups = 2 if engine == "hsdp" else 1
-    read, left_out = [[("all-reduce", scalars(engine))]] * groups, [[]] * groups
+    once = sorted([("all-reduce", scalars()), compared(engine)])
+    read, left_out = [once] * groups, [[]] * groups
     assert [read, left_out, read] * count == extra(ranks, engine, {"every": 2})
 
 

@@ -12,7 +12,7 @@ MOST = {
     "8 groups, every step": (905, 290, 48),
     "cut, every step": (1560, 242, 44),
     "VR-SGD": (580, 118, 19),
-    "GradientMeter": (1890, 136, 16),
+    "GradientMeter": (1890, 137, 16),
 }
 
 
