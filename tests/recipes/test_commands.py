@@ -49,10 +49,7 @@ WRONG = [
     ),
     (["train", "--policy", "schedule"], "policy=schedule needs batch_schedule"),
     (["train", "--policy", "simigrad:0.4"], "policy='simigrad:0.4' has arguments"),
-    (
-        ["train", "--smoothing", "4000"],
-        'such as "16 steps" or "4K samples" or "4M tokens"',
-    ),
+    (["train", "--smoothing", "4000"], 'such as "16 steps" or "4K samples" or "4M tokens"'),
     (["train", "--smoothing", "4000"], '"auto"'),
     (["train", "--warmup", "1.5 epochs"], "warmup='1.5 epochs' must be text such as"),
     (["train", "--checkpoint-every", "0 steps"], "checkpoint_every='0 steps' must be text such"),
