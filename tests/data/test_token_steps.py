@@ -163,6 +163,19 @@ def test_a_pass_resumes_with_the_next_sequence():
         batches().load_state_dict(state, 0, same_rank=False)
 
 
+def test_a_pass_that_is_shorter_than_a_step_decides_and_the_end_of_a_longer_one_does_not():
+    found = {}
+    for sequences in (6, 9):
+        batches = bb.Batches(rows([10] * sequences, 3), packed=True, unit="tokens")
+        plan, found[sequences] = bb.BatchPlan(1, 20, 4), []
+        for epoch in range(2):
+            batches.start(epoch)
+            while step := batches.step(plan, 1):
+                tokens = sum(micro.samples for micro in step)
+                found[sequences].append((tokens, batches.is_complete(tokens, plan)))
+    assert found == {6: [(60, True)] * 2, 9: [(80, True), (10, False)] * 2}
+
+
 def test_drop_leaves_out_a_step_that_is_not_whole():
     kept = {}
     for remainder in ("share", "drop"):

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import bigbatch as bb
+from bigbatch.gradients import SingleProcessSource
 from single_steps import by_single_steps
 from training_on_ranks import two_rows
 
@@ -106,6 +107,22 @@ def steps_of(train, epochs, most=10**9, clip=None):
             if len(done) == most:
                 return done
     return done
+
+
+def trained_by_groups(make, steps):
+    """Weights of one process in float64 whose variance-reduced optimizer compares these groups."""
+    model, data = network(), Numbered()
+    optimizer = make(model)
+    source = SingleProcessSource(model.parameters(), explicit=True)
+    optimizer.bind(source)
+    for groups in steps:
+        for group in groups:
+            with source.micro_batch(len(group)):
+                loss = cross_entropy(model(data.x[group]), data.y[group])
+                (loss * len(group) / sum(map(len, groups))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
 
 
 def run(rank, ranks, engine, virtual_ranks, updates):

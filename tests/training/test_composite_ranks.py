@@ -6,14 +6,13 @@ from itertools import chain
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.nn.functional import cross_entropy
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
 import bigbatch as bb
-from bigbatch.gradients import SingleProcessSource
 from bigbatch.optim import VarianceReduced
-from numbered_samples import Numbered, ledger_loader, network, steps_of, whole, wrapped
+from numbered_samples import ledger_loader, network, steps_of, trained_by_groups, whole, wrapped
+from optimizer_container import Container
 from single_steps import by_single_steps
 
 pytestmark = [pytest.mark.filterwarnings("ignore:k = :UserWarning")]
@@ -108,22 +107,6 @@ def test_a_training_resumes_exactly(ranks, engine, reduced, name):
         assert all(map(torch.equal, expected[1], actual[1]))
 
 
-class Container(Optimizer):
-    """As torchtitan's OptimizersContainer: its own groups are copies that no step reads."""
-
-    def __init__(self, optimizers, parameters):
-        self.optimizers = optimizers
-        super().__init__(parameters, {"lr": 99.0})
-
-    def step(self, *args, **kwargs):
-        for optimizer in self.optimizers:
-            optimizer.step(*args, **kwargs)
-
-    def zero_grad(self, *args, **kwargs):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(*args, **kwargs)
-
-
 def contained(rank, ranks, engine, kind):
     """AdamW and a schedule for each part of the model, as torchtitan trains."""
     model = wrapped(engine, ranks)
@@ -170,18 +153,7 @@ def grouped(rank, ranks):
 
 def by_groups(steps, **options):
     """One process that compares the given groups of samples."""
-    model, data = network(), Numbered()
-    optimizer = VarianceReduced(composite(model, "SGD"), **options)
-    source = SingleProcessSource(model.parameters(), explicit=True)
-    optimizer.bind(source)
-    for groups in steps:
-        for group in groups:
-            with source.micro_batch(len(group)):
-                loss = cross_entropy(model(data.x[group]), data.y[group])
-                (loss * len(group) / sum(map(len, groups))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach() for p in model.parameters()]
+    return trained_by_groups(lambda m: VarianceReduced(composite(m, "SGD"), **options), steps)
 
 
 def test_gsnr_scales_the_shards_of_all_optimizers(ranks):

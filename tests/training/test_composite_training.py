@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Muon
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 
 import bigbatch as bb
 from bigbatch.errors import LoopError, SettingError, StateError
 from bigbatch.optim import VarianceReduced
+from optimizer_container import Container
 from tensors import same
 
 STEPS, SIZE = 29, 8
@@ -199,22 +200,6 @@ def test_a_schedule_of_something_else_is_refused(schedule, message):
 
 
 # containers of other packages
-
-
-class Container(Optimizer):
-    """As torchtitan's OptimizersContainer: its own groups are copies that no step reads."""
-
-    def __init__(self, optimizers, everything):
-        self.optimizers = optimizers
-        super().__init__(everything, {"lr": 99.0})
-
-    def step(self, *args, **kwargs):
-        for optimizer in self.optimizers:
-            optimizer.step(*args, **kwargs)
-
-    def zero_grad(self, *args, **kwargs):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(*args, **kwargs)
 
 
 def container(model):

@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import bigbatch as bb
-from bigbatch.gradients import SingleProcessSource
-from numbered_samples import Numbered, ledger_loader, network, whole
+from numbered_samples import ledger_loader, network, trained_by_groups, whole
 from optimizer_table import MAKE
 from training_on_ranks import two_rows
 
@@ -101,18 +100,7 @@ def exactly(what):
 
 def of_groups(what, steps, **own):
     """One process in float64 that compares the given groups of samples."""
-    model, data = network(), Numbered()
-    optimizer = MAKE[what](model.parameters(), **own)
-    source = SingleProcessSource(model.parameters(), explicit=True)
-    optimizer.bind(source)
-    for groups in steps:
-        for group in groups:
-            with source.micro_batch(len(group)):
-                loss = cross_entropy(model(data.x[group]), data.y[group])
-                (loss * len(group) / sum(map(len, groups))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach() for p in model.parameters()]
+    return trained_by_groups(lambda model: MAKE[what](model.parameters(), **own), steps)
 
 
 def compared(engine, answers):

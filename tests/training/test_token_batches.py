@@ -14,6 +14,7 @@ import bigbatch as bb
 from bigbatch.errors import SettingError
 from bigbatch.log.curve_series import panels_of
 from bigbatch.log.history import history_of, table_of
+from bigbatch.log.html_report import write_report
 from bigbatch.log.replay import replay
 
 WORDS = 20
@@ -264,6 +265,9 @@ def test_a_log_says_what_it_counts(tmp_path):
     titles = [panel.title for panel in panels_of([history], "step")]
     assert {"batch size, tokens", "noise scale, tokens"} <= {*titles}
     assert "tokens" in table_of([history]).columns
+    report = tmp_path / "report.html"
+    write_report([history], report, "tokens")
+    assert "weighted by tokens" in report.read_text()
     with pytest.raises(SettingError, match="counts samples and the training tokens"):
         replay(history, {"schedule": bb.Schedule("60, 120 from 200 samples")})
     replay(history, {"schedule": bb.Schedule("60, 120 from 200 tokens")})

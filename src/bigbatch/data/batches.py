@@ -181,6 +181,7 @@ class Batches:
         self._buffer.begin(epoch)
         self._agree_on_total()
         self._pass.consumed, self._pass.end = 0, self._total
+        self._token_pass.start()
 
     def step(
         self,
@@ -332,6 +333,7 @@ class Batches:
             )
         if same_rank:
             self._buffer.load_state_dict(stream, epoch)
+            self._token_pass.start(has_begun=True)
         elif self.unit == "tokens":
             raise StateError(
                 'unit="tokens": ranks take different numbers of samples, so a pass continues only '

@@ -30,10 +30,16 @@ class TokenPass:
         remainder: Remainder,
         lockstep: bool = False,
     ) -> None:
-        self.is_complete = True  # whether the last step has its planned micro-batches
+        # whether the last step has its planned micro-batches, or is a whole pass
+        self.is_complete = True
+        self._has_begun = False  # whether the pass has had a step
         self.unread: list[int] = []  # samples of each rank that no step takes, once it has ended
         self._buffer, self._collectives, self._remainder = buffer, collectives, remainder
         self._lockstep = lockstep
+
+    def start(self, *, has_begun: bool = False) -> None:
+        """Starts a pass, or the rest of one."""
+        self._has_begun = has_begun
 
     def step(self, plan: BatchPlan, max_micro: int, min_rows: int) -> "TokenStep | None":
         """The next step; None if the pass has ended. Collective, unless the loader has no end.
@@ -44,9 +50,11 @@ class TokenPass:
             min_rows: fewest micro-batches of the last step.
         """
         accumulation = self._accumulation(plan, max_micro, min_rows)
-        self.is_complete = accumulation == plan.accumulation
-        if not accumulation or (self._remainder == "drop" and not self.is_complete):
+        is_planned = accumulation == plan.accumulation
+        self.is_complete = is_planned or not self._has_begun
+        if not accumulation or (self._remainder == "drop" and not is_planned):
             return None
+        self._has_begun = True
         return TokenStep(self._buffer, plan, accumulation, max_micro, self._lockstep)
 
     def _accumulation(self, plan: BatchPlan, max_micro: int, min_rows: int) -> int:

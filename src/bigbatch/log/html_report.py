@@ -238,7 +238,7 @@ def curve_sections(histories: list[History]) -> Iterator[str]:
             yield f"<figure>{caption}{svg([panel], titles=False)}</figure>"
         yield "</section>"
     yield "</div>\n</div>"
-    yield note(_EXPLANATION)
+    yield note(_EXPLANATION.replace("samples", counted))
     for history in started:
         count = len([row for row in history.rows if row.get("compared") == "consecutive steps"])
         if count:

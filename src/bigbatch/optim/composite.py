@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,13 @@ from torch.optim import Optimizer
 
 from bigbatch.errors import SettingError, StateError
 from bigbatch.optim.gsnr_state import GsnrState
-from bigbatch.optim.optimizer_settings import load_into, name_of, required_argument
+from bigbatch.optim.optimizer_settings import (
+    load_into,
+    load_with_hooks,
+    name_of,
+    required_argument,
+    save_with_hooks,
+)
 from bigbatch.state_checks import loads_state
 
 
@@ -113,8 +120,9 @@ class Composite(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """States and groups of all optimizers, as those of one, whose parameters are numbered."""
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
+        return save_with_hooks(self, self._save)
+
+    def _save(self) -> dict[str, Any]:
         state: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
         for part, own in enumerate(each.state_dict() for each in self.optimizers):
@@ -126,10 +134,7 @@ class Composite(Optimizer):
                 {**group, "params": [number[key] for key in group["params"]]}
                 for group in own["param_groups"]
             ]
-        packed = {"state": state, "param_groups": groups}
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            packed = post_hook(self, packed) or packed
-        return packed
+        return {"state": state, "param_groups": groups}
 
     @loads_state
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -138,11 +143,7 @@ class Composite(Optimizer):
         Raises:
             StateError: the groups of the state are not those of these optimizers.
         """
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        load_into(self, self._load, state_dict)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        load_with_hooks(self, partial(load_into, self, self._load), state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         state, groups = state_dict["state"], state_dict["param_groups"]

@@ -148,6 +148,25 @@ def _has_no_rate(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return all(owner.defaults.get("lr") is None for owner in owners)
 
 
+def save_with_hooks(optimizer: Any, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `save` returns, with torch's hooks of `state_dict` around it."""
+    for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        pre_hook(optimizer)
+    saved = save()
+    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
+        saved = post_hook(optimizer, saved) or saved
+    return saved
+
+
+def load_with_hooks(optimizer: Any, load: Callable[[dict[str, Any]], None], state: Any) -> None:
+    """Calls `load`, with torch's hooks of `load_state_dict` around it."""
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state = pre_hook(optimizer, state) or state
+    load(state)
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
 def load_into(base: Optimizer, load: Callable[[dict[str, Any]], None], state: Any) -> None:
     """Loads a state with torch's method; after an error the optimizer is as it was.
 

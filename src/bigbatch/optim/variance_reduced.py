@@ -28,11 +28,13 @@ from bigbatch.optim.gsnr_state import (
 from bigbatch.optim.local_step import LocalStep
 from bigbatch.optim.optimizer_settings import (
     load_into,
+    load_with_hooks,
     name_of,
     parts_of,
     rates_of,
     require_base,
     require_valid,
+    save_with_hooks,
 )
 from bigbatch.optim.sharding import source_of
 from bigbatch.optim.two_pass import require_kernels
@@ -337,8 +339,9 @@ class VarianceReduced(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state dict, with p and its step count for each parameter."""
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
+        return save_with_hooks(self, self._save)
+
+    def _save(self) -> dict[str, Any]:
         if self.attached is not None:
             self.attached.require_consolidated()
         packed = self.base.state_dict()
@@ -347,8 +350,6 @@ class VarianceReduced(Optimizer):
             for index, state in packed["state"].items()
         }
         self.gsnr_state.momentum.add_to(packed, self.gsnr_state.parameters())
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            packed = post_hook(self, packed) or packed
         return packed
 
     @loads_state
@@ -359,8 +360,9 @@ class VarianceReduced(Optimizer):
             StateError: p is missing from a state that was saved with beta3, or the shapes of the
                 parameters differ.
         """
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
+        load_with_hooks(self, self._load, state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         momentum = GsnrMomentum()
         base_state = momentum.load_from(state_dict, self.gsnr_state.parameters())
         before = [dict(group) for group in self.param_groups]
@@ -374,8 +376,6 @@ class VarianceReduced(Optimizer):
         if self.attached is not None:
             self.attached.clear()
         self._source.restart()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
 
 def micro_batch_optimizer(optimizer: object) -> VarianceReduced | None:
