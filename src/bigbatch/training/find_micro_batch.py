@@ -71,6 +71,7 @@ def largest_micro_batch(
             a torch before 2.13, which cannot continue after an error.
         RankError: `loss_of` or the optimizer failed on another rank.
     Example:
+        >>> import torch
         >>> model = nn.Linear(4, 1)
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> loader = DataLoader(torch.randn(64, 4), batch_size=16)
