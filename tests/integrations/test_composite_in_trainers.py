@@ -20,7 +20,7 @@ from lightning_training import Training, adaptive, fit, loader, plain_loop
 from lightning_training import network as lightning_network
 from numbered_samples import ledger_loader, network, steps_of
 from tensors import same
-from tiny_trainer import arguments, gpt, logged, texts
+from tiny_trainer import arguments, gpt, logged, records_of_loop, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore:k = . micro-batches give a poor")
 
@@ -101,13 +101,7 @@ def test_the_trainer_scales_it_by_gsnr_as_a_loop_by_hand(tmp_path):
     train = bb.AdaptiveBatch(
         other, reduced(other.parameters()), batches, policy=bb.Fixed(16), every=1
     )
-    for _ in train.epochs(2):
-        for step in train:
-            for batch in step:
-                tokens = int(batch["labels"][:, 1:].ne(-100).sum())
-                step.backward(other(**batch).loss, weight=tokens)
-            step.clip_grad_norm_(1.0)
-            step.update()
+    records_of_loop(train, other)
     torch.testing.assert_close(weights(other), weights(trainer.model), rtol=1e-5, atol=1e-6)
     plain = trainer_of(tmp_path, **settings)
     plain.train()

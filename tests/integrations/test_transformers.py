@@ -22,7 +22,7 @@ from bigbatch.errors import LoopError, SettingError
 from bigbatch.integrations.transformers import AdaptiveMixin, AdaptiveTrainer
 from bigbatch.optim import VRAdam
 from stateful_policy import Patient
-from tiny_trainer import LENGTH, WORDS, Gradients, arguments, gpt, logged, texts
+from tiny_trainer import LENGTH, WORDS, Gradients, arguments, gpt, logged, records_of_loop, texts
 
 GROWING = bb.Schedule("8, 16 from 48 samples, 24 from 80 samples")
 
@@ -210,7 +210,6 @@ def test_the_batches_are_those_of_a_loop_by_hand(tmp_path, policy):
     trainer.train()
 
     model = gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     optimizer = torch.optim.AdamW(
         [
@@ -223,14 +222,7 @@ def test_the_batches_are_those_of_a_loop_by_hand(tmp_path, policy):
     loader = torch.utils.data.DataLoader(texts(), 4)
     train = bb.AdaptiveBatch(model, optimizer, loader, policy=policy, batch_size=8, every=1)
     train.scheduler = get_linear_schedule_with_warmup(optimizer, 0, train.base_steps(2))
-    records = []
-    for _ in train.epochs(2):
-        for step in train:
-            for batch in step:
-                tokens = int(batch["labels"][:, 1:].ne(-100).sum())
-                step.backward(model(**batch).loss, weight=tokens)
-            step.clip_grad_norm_(1.0)
-            records.append(step.update())
+    records = records_of_loop(train, model)
 
     actual = logged(trainer, "batch_size", "samples", "learning_rate", "similarity", "loss")
     for record, line in zip(records, actual, strict=True):
@@ -688,14 +680,7 @@ def test_a_variance_reduced_optimizer_is_that_of_a_loop_by_hand(tmp_path):
     loader = torch.utils.data.DataLoader(texts(), 4)
     optimizer = VRAdam(other.parameters(), lr=1e-2)
     train = bb.AdaptiveBatch(other, optimizer, loader, policy=bb.Fixed(16), every=1)
-    losses = []
-    for _ in train.epochs(2):
-        for step in train:
-            for batch in step:
-                tokens = int(batch["labels"][:, 1:].ne(-100).sum())
-                step.backward(other(**batch).loss, weight=tokens)
-            step.clip_grad_norm_(1.0)
-            losses.append(step.update().loss)
+    losses = [record.loss for record in records_of_loop(train, other)]
     assert losses == pytest.approx([loss for (loss,) in logged(trainer, "loss")], rel=1e-4)
 
 
