@@ -1,15 +1,15 @@
 """What an installation needs: torch and numpy for the library, extras for the rest."""
 
-import re
 import subprocess
 import sys
 import tomllib
 from fnmatch import fnmatch
-from importlib.metadata import packages_distributions, requires
+from importlib.metadata import distributions, packages_distributions, requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from bigbatch.optional_packages import install_command, requirements
 from extras import NEEDED, RECIPES
@@ -158,7 +158,21 @@ def test_a_source_distribution_has_every_file_of_the_repository():
         assert covered, f"{file}: add it to MANIFEST.in"
 
 
+PINS = dict(
+    line.split("==")
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
+
+
 def test_every_pinned_package_is_pinned_once():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    names = [re.split("==", line)[0].lower() for line in lines if not line.startswith("#")]
-    assert len(names) == len(set(names))
+    assert len({name.lower() for name in PINS}) == sum("==" in line for line in lines)
+
+
+def test_the_first_supported_python_can_have_every_pinned_version():
+    """Debian 12 has 3.11.2; pip refuses there what needs 3.11.5."""
+    first = PROJECT["requires-python"].removeprefix(">=") + ".0"
+    known = {one.metadata["Name"].lower(): one.metadata for one in distributions()}
+    needs = {name: known.get(name.lower(), {}).get("Requires-Python") for name in PINS}
+    assert [] == [name for name in PINS if first not in SpecifierSet(needs[name] or "")]
