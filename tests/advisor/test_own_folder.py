@@ -139,3 +139,44 @@ def test_a_program_sees_its_changes_and_the_folders_above(outputs, text):
 @pytest.mark.parametrize("name", FREE)
 def test_temporary_files_and_caches_are_the_programs(outputs, name):
     assert ("", True) == outputs[FREE[name]]
+
+
+RANKS = """
+import os, sys
+from pathlib import Path
+from bigbatch.advisor.own_folder import OwnFolder
+
+users, root = map(Path, sys.argv[1:])
+folder = OwnFolder(root, users)
+folder.make()
+ready, go = os.pipe()
+ranks = []
+for rank in range(4):
+    if (child := os.fork()) == 0:
+        os.close(go)
+        os.read(ready, 1)  # all begin at once
+        texts = {folder.own(path).read_text() for path in sorted(users.glob("*.py"))}
+        folder.enter()
+        for number in range(50):
+            with open(f"out/{number}.txt", "a") as file:
+                file.write(f" {rank}")
+        os._exit(texts != {"script"})
+    ranks.append(child)
+os.close(go)
+print([os.waitpid(one, 0)[1] for one in ranks])
+"""
+
+
+def test_ranks_of_one_folder_lose_nothing(tmp_path):
+    users = tmp_path / "users"
+    (users / "out").mkdir(parents=True)
+    for number in range(50):
+        (users / f"{number}.py").write_text("script")
+        (users / "out" / f"{number}.txt").write_text("old")
+    done = run(sys.executable, "-c", RANKS, users, tmp_path / "own")
+    assert ("[0, 0, 0, 0]\n", "") == (done.stdout, done.stderr)
+    own = tmp_path.joinpath("own", *users.parts[1:][-3:])
+    for number in range(50):
+        old, *ranks = (own / "out" / f"{number}.txt").read_text().split()
+        assert ("old", ["0", "1", "2", "3"]) == (old, sorted(ranks))
+        assert "old" == (users / "out" / f"{number}.txt").read_text()

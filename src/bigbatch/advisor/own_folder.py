@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from bigbatch.log.atomic_files import locked_file
+
 _LEVELS = 3  # folders that a program has: its own and two above it
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _ENTRIES = {  # audit events that change entries of folders: which arguments are paths, and a dir_fd
@@ -45,7 +47,8 @@ class OwnFolder:
     to the program. Not seen is what C or Rust code writes, other than `torch.save` and safetensors,
     and what other programs write that this one starts.
 
-    Two folders above it have links likewise, so that the program finds ../data.
+    Two folders above it have links likewise, so that the program finds ../data. All ranks of a
+    program have one folder: one of them at a time turns a link into what it becomes.
 
     Args:
         root: a new folder, for this one and those above it.
@@ -56,6 +59,7 @@ class OwnFolder:
         self._root, self._users = root.resolve(), users.resolve()
         self.path = self._root.joinpath(*self._users.parts[1:][-_LEVELS:])
         self._lock, self._prepares = threading.RLock(), False
+        self._new = self._root / ".new"  # what takes the place of a link, while it is made
         self._free = [Path(tempfile.gettempdir()), Path("/dev"), *Path.home().glob(".*")]
 
     def make(self) -> None:
@@ -82,7 +86,8 @@ class OwnFolder:
         if not script.is_relative_to(self._users):
             return script
         place = self.path / script.relative_to(self._users)
-        self._own_file(place, keeps=True)
+        with locked_file(self._root / ".lock"):
+            self._own_file(place, keeps=True)
         return place
 
     def _before(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -109,12 +114,14 @@ class OwnFolder:
                 path = Path(os.path.abspath(os.fsdecode(name)))  # noqa: PTH100  # links stay
                 if not path.is_relative_to(self.path):
                     self._require_free(path, event)
-                elif event in _FOLDERS:
-                    self._own_folder(path)
-                elif event in _ENTRIES:
-                    self._own_folder(path.parent)
-                else:
-                    self._own_file(path, keeps=keeps)
+                    return
+                with locked_file(self._root / ".lock"):
+                    if event in _FOLDERS:
+                        self._own_folder(path)
+                    elif event in _ENTRIES:
+                        self._own_folder(path.parent)
+                    else:
+                        self._own_file(path, keeps=keeps)
             finally:
                 self._prepares = False
 
@@ -134,18 +141,19 @@ class OwnFolder:
             return
         self._own_folder(path.parent)
         if path.is_symlink() and path.is_dir():
-            users = path.resolve()
+            self._fill(self._new, path.resolve())
             path.unlink()
-            self._fill(path, users)
+            self._new.rename(path)
 
     def _own_file(self, path: Path, *, keeps: bool) -> None:
         """Turns a link to a file into a copy, or removes it."""
         self._own_folder(path.parent)
         if path.is_symlink() and not path.is_dir():
-            users = path.resolve()
-            path.unlink()
-            if keeps and users.exists():
-                shutil.copy2(users, path)
+            if keeps and path.exists():
+                shutil.copy2(path, self._new)
+                self._new.replace(path)
+            else:
+                path.unlink()
 
     def _fill(self, path: Path, users: Path) -> None:
         """Makes a folder of links to the entries of one of the user's."""

@@ -57,7 +57,7 @@ def lock_folder(folder: Path) -> int:
     """
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
     try:
-        _lock(descriptor)
+        _lock(descriptor, waits=False)
     except (BlockingIOError, PermissionError):
         os.close(descriptor)
         raise RunError(
@@ -68,15 +68,31 @@ def lock_folder(folder: Path) -> int:
     return descriptor
 
 
-def _lock(descriptor: int) -> None:
+@contextmanager
+def locked_file(path: Path) -> Iterator[None]:
+    """Waits until no other process has locked this file, and locks it for the block.
+
+    A file system that cannot lock lets all go on.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        with suppress(OSError):
+            _lock(descriptor, waits=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, waits: bool) -> None:
     try:
         import fcntl
     except ModuleNotFoundError:  # Windows
         import msvcrt
 
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        how = msvcrt.LK_LOCK if waits else msvcrt.LK_NBLCK  # type: ignore[attr-defined]
+        msvcrt.locking(descriptor, how, 1)  # type: ignore[attr-defined]
     else:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
 
 
 def require_own_file(out: Path) -> None:
