@@ -24,7 +24,7 @@ from bigbatch.integrations.accelerate import adaptive_batch
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default="data/fashion-mnist")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=6)
     options = parser.parse_args()
     accelerator = Accelerator(cpu=True)
 

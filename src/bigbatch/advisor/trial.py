@@ -216,7 +216,7 @@ class _Runs:
         self._start(trial, folder, micro / found.micro_batch)
         steps = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
         (folder / "losses.jsonl").unlink()
-        shutil.rmtree(folder / "work")
+        shutil.rmtree(folder / "work", ignore_errors=True)  # another rank may just write to it
         if not steps:
             raise SettingError(f"it ended after a few steps; {_output(folder)}")
         return self._curve(batch, seed, steps, folder)

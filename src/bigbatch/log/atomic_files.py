@@ -72,7 +72,7 @@ def lock_folder(folder: Path) -> int:
 def locked_file(path: Path) -> Iterator[None]:
     """Waits until no other process has locked this file, and locks it for the block.
 
-    A file system that cannot lock lets all go on.
+    A file system that cannot lock refuses none.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
     try:
