@@ -59,7 +59,6 @@ class OwnFolder:
         self._root, self._users = root.resolve(), users.resolve()
         self.path = self._root.joinpath(*self._users.parts[1:][-_LEVELS:])
         self._lock, self._prepares = threading.RLock(), False
-        self._new = self._root / ".new"  # what takes the place of a link, while it is made
         self._free = [Path(tempfile.gettempdir()), Path("/dev"), *Path.home().glob(".*")]
 
     def make(self) -> None:
@@ -141,17 +140,18 @@ class OwnFolder:
             return
         self._own_folder(path.parent)
         if path.is_symlink() and path.is_dir():
-            self._fill(self._new, path.resolve())
-            path.unlink()
-            self._new.rename(path)
+            with tempfile.TemporaryDirectory(dir=self._root) as new:
+                self._fill(Path(new, path.name), path.resolve())
+                path.unlink()
+                Path(new, path.name).rename(path)
 
     def _own_file(self, path: Path, *, keeps: bool) -> None:
         """Turns a link to a file into a copy, or removes it."""
         self._own_folder(path.parent)
         if path.is_symlink() and not path.is_dir():
             if keeps and path.exists():
-                shutil.copy2(path, self._new)
-                self._new.replace(path)
+                with tempfile.TemporaryDirectory(dir=self._root) as new:
+                    Path(shutil.copy2(path, new)).replace(path)
             else:
                 path.unlink()
 
