@@ -34,8 +34,8 @@ def made(base: str, beta3: float | None, **settings: Any) -> VarianceReduced:
     parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     parameters[4].data = parameters[4].data.contiguous(memory_format=torch.channels_last)
     groups = [{"params": parameters[::2], "lr": 0.1}, {"params": parameters[1::2]}]
-    gamma = settings.pop("gamma", 0.1)
-    return VarianceReduced(make(groups, lr=0.01, **others, **settings), gamma=gamma, beta3=beta3)
+    own = {"gamma": settings.pop("gamma", 0.1), "watch": settings.pop("watch", False)}
+    return VarianceReduced(make(groups, lr=0.01, **others, **settings), beta3=beta3, **own)
 
 
 def step(optimizer: VarianceReduced, seed: int) -> None:
@@ -58,7 +58,7 @@ def arrays(optimizer: VarianceReduced) -> list[torch.Tensor]:
 @pytest.mark.parametrize("base", BASES)
 def test_one_pass_is_r_and_then_torchs_fused_step(base: str, beta3: float | None) -> None:
     """A hook of the user's on the base optimizer, which sees r g, leaves its step to torch."""
-    one, two = (made(base, beta3, fused=True) for _ in range(2))
+    one, two = (made(base, beta3, fused=True, watch=True) for _ in range(2))
     calls: list[Any] = []
     two.base.register_step_pre_hook(lambda *_: calls.append(None))
     for seed in range(4):
@@ -68,6 +68,7 @@ def test_one_pass_is_r_and_then_torchs_fused_step(base: str, beta3: float | None
         for actual, other in zip(arrays(one), expected, strict=True):
             # a few roundings of values of at most 10, which Adam divides by small moments
             torch.testing.assert_close(actual, other, rtol=2e-5, atol=1e-5)
+        torch.testing.assert_close(one.gsnr.rows, two.gsnr.rows, rtol=1e-5, atol=0)
         one.zero_grad()
         two.zero_grad()
     assert 4 == len(calls)

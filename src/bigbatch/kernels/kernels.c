@@ -284,17 +284,20 @@ static Gsnr gsnr_of(const Job *job, int64_t layer) {
                   .correction = (float)job->layer_values[2 * layer]};
 }
 
-WIDE static void gsnr_pass(const Job *job, int64_t layer, int id, Slice part) {
+/* Scales a layer, and steps it; step is a constant, so each kind is compiled by itself. */
+INLINE void scale(const Job *job, int64_t layer, int id, Slice part, const Gsnr *f, const int step) {
     const Layer l = layer_of(job, layer);
-    Gsnr f = gsnr_of(job, layer);
     double *stats = job->stats ? job->stats + (id * job->count + layer) * STATS : 0;
-    l.d ? stats ? gsnr_part(&l, part, &f, stats, 1, NO_STEP) : gsnr_part(&l, part, &f, 0, 1, NO_STEP)
-        : stats ? gsnr_part(&l, part, &f, stats, 0, NO_STEP) : gsnr_part(&l, part, &f, 0, 0, NO_STEP);
+    l.d ? stats ? gsnr_part(&l, part, f, stats, 1, step) : gsnr_part(&l, part, f, 0, 1, step)
+        : stats ? gsnr_part(&l, part, f, stats, 0, step) : gsnr_part(&l, part, f, 0, 0, step);
+}
+
+WIDE static void gsnr_pass(const Job *job, int64_t layer, int id, Slice part) {
+    Gsnr f = gsnr_of(job, layer);
+    scale(job, layer, id, part, &f, NO_STEP);
 }
 
 WIDE static void sgd_pass(const Job *job, int64_t layer, int id, Slice part) {
-    (void)id;
-    const Layer l = layer_of(job, layer);
     const double *values = job->group_values;
     Gsnr f = gsnr_of(job, layer);
     f.lr = (float)values[STEP_LR];
@@ -303,17 +306,15 @@ WIDE static void sgd_pass(const Job *job, int64_t layer, int id, Slice part) {
     f.momentum = (float)values[STEP_FIRST];
     f.rest = (float)(1 - values[STEP_SECOND]);
     f.nesterov = (int)values[STEP_LAST];
-    l.f ? l.d ? gsnr_part(&l, part, &f, 0, 1, SGD_MOMENTUM) : gsnr_part(&l, part, &f, 0, 0, SGD_MOMENTUM)
-        : l.d ? gsnr_part(&l, part, &f, 0, 1, SGD) : gsnr_part(&l, part, &f, 0, 0, SGD);
+    layer_of(job, layer).f ? scale(job, layer, id, part, &f, SGD_MOMENTUM)
+                           : scale(job, layer, id, part, &f, SGD);
 }
 
 /* step is the number of steps before this one, in a tensor that the caller counts up after it */
 WIDE static void adam_pass(const Job *job, int64_t layer, int id, Slice part) {
-    (void)id;
-    const Layer l = layer_of(job, layer);
     const double *values = job->group_values, beta1 = values[STEP_FIRST],
                  beta2 = values[STEP_SECOND], decay = values[STEP_DECAY], lr = values[STEP_LR],
-                 steps = *l.h + 1.0;
+                 steps = *layer_of(job, layer).h + 1.0;
     const int decoupled = (int)values[STEP_DECOUPLED];
     Gsnr f = gsnr_of(job, layer);
     f.lr = (float)(lr / (1 - pow(beta1, steps)));
@@ -325,7 +326,7 @@ WIDE static void adam_pass(const Job *job, int64_t layer, int id, Slice part) {
     f.rest2 = (float)(1 - beta2);
     f.eps = (float)values[STEP_LAST];
     f.root = (float)sqrt(1 - pow(beta2, steps));
-    l.d ? gsnr_part(&l, part, &f, 0, 1, ADAM) : gsnr_part(&l, part, &f, 0, 0, ADAM);
+    scale(job, layer, id, part, &f, ADAM);
 }
 
 /* ---- LARS: columns theta, gradient, buffer ---------------------------------------------------- */
@@ -422,8 +423,8 @@ static const struct {
  * which reads them as those of thread 0; 3, both. table: the addresses of each column, then the
  * lengths; columns that it leaves out are NULL. numbers: group_values, layer_values, sums, and, if
  * watched, stats. */
-void apply_rule(int rule, int passes, int columns, const int64_t *table, int64_t count,
-                double *numbers, int threads, int watch) {
+void run_rule(int rule, int passes, int columns, const int64_t *table, int64_t count,
+              double *numbers, int threads, int watch) {
     double *layer_values = numbers + GROUP_VALUES, *sums = layer_values + 2 * count;
     Job job = {.arrays = (float *const *)table, .columns = columns,
                .lengths = table + columns * count, .count = count, .group_values = numbers,

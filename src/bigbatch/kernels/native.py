@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import importlib.util
+import math
 import operator
 import warnings
 from array import array
@@ -58,12 +59,12 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = ctypes.CDLL(spec.origin)
-        apply_rule = loaded.apply_rule
+        run_rule = loaded.run_rule
     except (OSError, AttributeError):
         return None
     number, pointer, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_int64
-    apply_rule.argtypes = [number, number, number, pointer, size, pointer, number, number]
-    apply_rule.restype = None
+    run_rule.argtypes = [number, number, number, pointer, size, pointer, number, number]
+    run_rule.restype = None
     return loaded
 
 
@@ -163,13 +164,12 @@ def run(
             increment_version(column)  # as torch's own operations would
     if not count:
         return torch.zeros(0, _SUMS, dtype=torch.float64), torch.zeros(0, _STATS)
-    found = torch.frombuffer(numbers, dtype=torch.float64)[_GROUP_VALUES + 2 * count :]
     threads = _threads_for(elements)
-    thread_sums, stats = found.tensor_split([threads * count * _SUMS])
-    total = thread_sums.view(threads, count, _SUMS).sum(0)
+    found = torch.frombuffer(numbers, dtype=torch.float64)[_GROUP_VALUES + 2 * count :]
+    total = found[: threads * count * _SUMS].view(threads, count, _SUMS).sum(0)
     if not watch:
         return total, torch.zeros(count, _STATS, dtype=torch.float64)
-    return total, stats.view(threads, count, _STATS).sum(0)
+    return total, stats_of(numbers, elements)
 
 
 def run_at(
@@ -205,8 +205,14 @@ def run_at(
     numbers += array("d", bytes(8 * (threads * count * per_thread - len(shared))))
     (table_at, _), (numbers_at, _) = table.buffer_info(), numbers.buffer_info()
     width = len(columns)
-    kernels.apply_rule(rule, passes, width, table_at, count, numbers_at, threads, watch)
+    kernels.run_rule(rule, passes, width, table_at, count, numbers_at, threads, watch)
     return numbers
+
+
+def stats_of(numbers: "array[float]", elements: "array[int]") -> Tensor:
+    """The statistics in the numbers of a watched call over layers of so many elements."""
+    shape = _threads_for(elements), len(elements), _STATS
+    return torch.frombuffer(numbers, dtype=torch.float64)[-math.prod(shape) :].view(shape).sum(0)
 
 
 def _threads_for(elements: "array[int]") -> int:

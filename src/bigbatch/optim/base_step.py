@@ -57,12 +57,14 @@ class OnePass:
         self._state = state
         self._read: dict[int, Any] = {}  # where the arrays of each group lay in the step before
 
-    def find(self, shares: Sequence[GroupShare]) -> list[Callable[[], None]] | None:
-        """Calls that replace each gradient by r g and step the parameters; None if torch has to."""
+    def find(self, shares: Sequence[GroupShare]) -> list[Callable[[], Tensor | None]] | None:
+        """Calls that replace each gradient by r g and step the parameters; None if torch has to.
+
+        They return the row of each parameter, as of `apply_gsnr`, if watched.
+        """
         base: Any = self._state.base
         is_possible = (
             type(base) in _RULES
-            and not self._state.watch
             and self._state.uses_kernels
             and "step" not in vars(base)
             and not (base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks)
@@ -75,10 +77,10 @@ class OnePass:
         calls = [self._find(number, share) for number, share in enumerate(shares)]
         return None if None in calls else calls  # type: ignore[return-value]
 
-    def _find(self, number: int, share: GroupShare) -> Callable[[], None] | None:
+    def _find(self, number: int, share: GroupShare) -> Callable[[], Tensor | None] | None:
         """The call of a group; None if the kernels cannot read its arrays."""
         base: Any = self._state.base
-        rule, moments = _RULES[type(base)], self._state.moments
+        rule, moments, watch = _RULES[type(base)], self._state.moments, self._state.watch
         group, parameters, layers = share.group, share.parameters, share.layers
         gradients, averages = layers.gradients, layers.averages or ()
         names = _STATES[rule] if rule is Rule.GSNR_ADAM or group["momentum"] else ()
@@ -104,12 +106,14 @@ class OnePass:
         columns = [totals, read[2], native.addresses(gradients), *kept, native.addresses(steps)]
         values = [*kernel_values(group, moments.weight), *_step_values(rule, group)]
 
-        def call() -> None:
+        def call() -> Tensor | None:
             own = itertools.chain.from_iterable(layers.layer_values)
-            native.run_at(rule, [column or None for column in columns], read[0], values, own)
+            used = [column or None for column in columns]
+            numbers = native.run_at(rule, used, read[0], values, own, watch=watch)
             increment_version([*parameters, *gradients, *averages])
             if steps:
                 torch._foreach_add_(steps, 1)
+            return native.stats_of(numbers, read[0]) if watch else None
 
         return call
 

@@ -50,10 +50,10 @@ class LocalStep:
                 share.layers = Layers(*sums, share.gradients, *momentum)
             calls = self._one_pass.find(shares) if may_step else None
             rows: dict[Tensor, Tensor] = {}
-            for call in calls or ():
-                call()
-            for share in shares if calls is None else ():
-                rows.update(self._scale(share))
+            for number, share in enumerate(shares):
+                found = self._scale(share) if calls is None else calls[number]()
+                if found is not None:
+                    rows.update(zip(share.parameters, found, strict=True))
         return AppliedGsnr(moments.micro_batches, rows, agree, bad_layers, calls is not None)
 
     def _prepare(self, source: GradientSource) -> None:
@@ -120,13 +120,13 @@ class LocalStep:
             shares.append(GroupShare(group, parameters, grads, all_reduce))
         return shares
 
-    def _scale(self, share: GroupShare) -> dict[Tensor, Tensor]:
+    def _scale(self, share: GroupShare) -> Tensor | None:
         """Scales the gradients of a group; returns the row of each parameter, if watched."""
         state, all_reduce = self._state, share.all_reduce
         fused, watch, weight = state.uses_kernels, state.watch, state.moments.weight
         rows = apply_gsnr(share.layers, share.group, weight, all_reduce, fused=fused, watch=watch)
         if not watch:
-            return {}
+            return None
         if all_reduce is not None:
             all_reduce(rows)
-        return dict(zip(share.parameters, rows, strict=True))
+        return rows
